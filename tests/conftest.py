@@ -1,0 +1,25 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_collection.models import prepare_embedded
+
+# What vLLM needs on a small CPU machine; set before anything imports it.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The embedded model's folder, prepared once."""
+    return prepare_embedded("smollm2")
+
+
+@pytest.fixture(scope="session")
+def headway_command() -> list[str]:
+    """The command line of this checkout, as a user would start it."""
+    return [sys.executable, "-m", "rescheduler"]
