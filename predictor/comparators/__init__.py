@@ -1,0 +1,33 @@
+"""The methods that STAR's predictor is measured against (Table 1), and two without a model."""
+
+from collections.abc import Callable
+
+from predictor.comparators.auxiliary_causal_lm import AuxiliaryCausalLM
+from predictor.comparators.auxiliary_encoder import AuxiliaryEncoder
+from predictor.comparators.comparator import Comparator, row_token_ids
+from predictor.comparators.constant_median import ConstantMedian
+from predictor.comparators.kaplan_meier import KaplanMeier
+from predictor.comparators.prompt_self_report import PromptSelfReport
+from predictor.comparators.text_regressor import FineTuning, TextRegressor
+
+__all__ = [
+    "COMPARATORS",
+    "AuxiliaryCausalLM",
+    "AuxiliaryEncoder",
+    "Comparator",
+    "ConstantMedian",
+    "FineTuning",
+    "KaplanMeier",
+    "PromptSelfReport",
+    "TextRegressor",
+    "row_token_ids",
+]
+
+COMPARATORS: dict[str, Callable[..., Comparator]] = {
+    "constant_median": ConstantMedian,
+    "kaplan_meier": KaplanMeier,
+    "prompt_self_report": PromptSelfReport,
+    "auxiliary_encoder": AuxiliaryEncoder,
+    "auxiliary_causal_lm": AuxiliaryCausalLM,
+}
+"""Comparators by the name they have in tables and on the command line."""

@@ -1,0 +1,58 @@
+"""`headway train`: Lightning's command line around the predictor's training."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from predictor.rows_data_module import RowsDataModule
+from predictor.training import ExportCheckpoint, RemainingLengthTraining
+
+__all__ = ["train"]
+
+
+class _TrainCLI(LightningCLI):
+    """Adds where to write, how patient to be, and the logs of every training."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments that belong to neither model, data nor trainer."""
+        parser.add_argument(
+            "--out", type=Path, default=Path("runs/star"), help="folder of the checkpoint"
+        )
+        parser.add_argument(
+            "--patience",
+            type=int,
+            default=10,
+            help="stop after so many epochs without a better validation MAE",
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Add callbacks and logs, all below ``out``."""
+        chosen = self.config[self.subcommand] if self.subcommand else self.config
+        out: Path = chosen["out"]
+        callbacks = [
+            EarlyStopping("val_mae", patience=chosen["patience"]),
+            ModelCheckpoint(out / "training", monitor="val_mae", save_last=True),
+            ExportCheckpoint(out),
+        ]
+        kwargs["callbacks"] = callbacks + list(kwargs.get("callbacks") or [])
+        logs = out / "logs"
+        kwargs["logger"] = [
+            CSVLogger(logs, name="csv"),
+            TensorBoardLogger(logs, name="tensorboard"),
+        ]
+        return super().instantiate_trainer(**kwargs)
+
+
+def train(arguments: list[str]) -> None:
+    """Run ``headway train fit|validate|test`` with Lightning's command line."""
+    _TrainCLI(
+        RemainingLengthTraining,
+        RowsDataModule,
+        args=arguments,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"accelerator": "auto", "devices": 1, "deterministic": True},
+    )
