@@ -1,0 +1,8 @@
+"""``python -m rescheduler`` is the command ``headway``."""
+
+import sys
+
+from rescheduler.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

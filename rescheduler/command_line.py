@@ -1,0 +1,85 @@
+"""The command ``headway``: one verb a task, every verb with YAML and overrides."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["main"]
+
+_VERBS: dict[str, tuple[str, str]] = {
+    "doctor": ("rescheduler.doctor:doctor", "say what is installed and what would not work"),
+    "model": ("data_collection.model_command:model", "prepare the embedded model"),
+    "collect": ("data_collection.collect:collect", "collect a dataset from a model in vLLM"),
+    "dataset": ("", "inspect, validate or merge datasets"),
+    "train": ("predictor.train_command:train", "train a predictor with Lightning"),
+    "tune": ("predictor.tuning:tune", "search depth, widths, learning rate and batch size"),
+    "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
+}
+
+_DATASET_VERBS = {
+    "inspect": "data_collection.inspect_dataset:inspect",
+    "validate": "data_collection.validate_dataset:validate",
+    "merge": "data_collection.merge_datasets:merge",
+}
+
+_USAGE = """\
+usage: headway VERB [options]
+
+Forecast how many tokens every running LLM request still has to generate.
+
+{verbs}
+
+A first round, on the embedded model:
+  headway collect runs/demo --config configs/collect/quick.yaml
+  headway train fit --config configs/predictor/star.yaml --data.dataset runs/demo --out runs/star
+  headway evaluate runs/demo runs/star
+
+Every verb takes --help, --config FILE.yaml and --print_config.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; return the exit status.
+
+    A mistake in the input is told in one line on standard error, with exit status 1;
+    a mistake in the command line is 2; Ctrl-C is 130.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    verb, rest = (given[0], given[1:]) if given else ("--help", [])
+    if verb in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if verb not in _VERBS:
+        print(f"headway: unknown verb {verb!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    try:
+        result = _run(verb, rest)
+    except KeyboardInterrupt:
+        print("headway: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"headway {verb}: {error}", file=sys.stderr)
+        return 1
+    return int(result or 0)
+
+
+def _usage() -> str:
+    lines = [f"  {verb:<10}{text}" for verb, (_, text) in _VERBS.items()]
+    return _USAGE.format(verbs="\n".join(lines))
+
+
+def _run(verb: str, rest: list[str]) -> Any:
+    if verb == "train":  # Lightning brings its own command line
+        return _load(_VERBS[verb][0])(rest)
+    from jsonargparse import auto_cli
+
+    if verb == "dataset":
+        functions: dict[str, Any] = {name: _load(where) for name, where in _DATASET_VERBS.items()}
+        return auto_cli(functions, args=rest, prog="headway dataset")
+    return auto_cli(_load(_VERBS[verb][0]), args=rest, prog=f"headway {verb}")
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
