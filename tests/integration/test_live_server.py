@@ -1,0 +1,184 @@
+"""A vLLM API server with our worker class records what its clients happen to send."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_collection.dataset_schema import read_sessions
+from data_collection.validate_dataset import validate
+from predictor.row_table import RowTable, load_rows
+
+START_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the clients saw, and what was recorded meanwhile."""
+
+    answers: dict[str, dict[str, Any]]
+    rows: RowTable
+    dataset: Path
+
+
+def post(port: int, path: str, body: dict[str, Any], **options: Any) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, **options)
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("live")
+    dataset = folder / "dataset"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = {"headway": {"k": 5, "record": {"path": str(dataset), "flush_seconds": 1}}}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
+    command += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
+    command += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
+    command += ["--additional-config", json.dumps(config)]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until_ready(port, server, log)
+        answers = talk(port)
+        os.kill(server.pid, signal.SIGTERM)
+        server.wait(timeout=60)
+        yield Served(answers, load_rows(dataset), dataset)
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def wait_until_ready(port: int, server: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-4000:])
+
+
+def talk(port: int) -> dict[str, dict[str, Any]]:
+    """Two clients at once, one with n = 2, and one that leaves in the middle."""
+    answers: dict[str, dict[str, Any]] = {}
+
+    def chat(name: str, text: str, **options: Any) -> None:
+        body = {"model": "smollm2", "messages": [{"role": "user", "content": text}], **options}
+        with post(port, "/v1/chat/completions", body) as response:
+            answers[name] = json.load(response)
+
+    def complete(name: str, prompts: list[str], **options: Any) -> None:
+        body = {"model": "smollm2", "prompt": prompts, **options}
+        with post(port, "/v1/completions", body) as response:
+            answers[name] = json.load(response)
+
+    clients = [
+        threading.Thread(
+            target=chat, args=("chat", "Name three colours."), kwargs={"n": 2, "max_tokens": 60}
+        ),
+        threading.Thread(
+            target=complete,
+            args=("completion", ["The sea is", "Once upon a time"]),
+            kwargs={"max_tokens": 23, "temperature": 0, "ignore_eos": True},
+        ),
+    ]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    body = {"model": "smollm2", "prompt": "A very long story:", "max_tokens": 900, "stream": True}
+    with post(port, "/v1/completions", body | {"ignore_eos": True}) as response:
+        for _ in range(20):
+            line = response.readline()
+            if line.startswith(b"data: {"):
+                answers["left"] = json.loads(line[6:])
+    time.sleep(3)  # the server notices, and the recorder writes
+    return answers
+
+
+def lengths(served: Served, answer: str) -> list[int]:
+    """Recorded lengths of the requests that a client's answer is about."""
+    requests, name = served.rows.requests, served.answers[answer]["id"]
+    return [
+        int(requests.total_tokens[i])
+        for i, request_id in enumerate(requests.request_id)
+        if name in request_id
+    ]
+
+
+def test_ids_join_and_lengths_are_true(served: Served) -> None:
+    usage = served.answers["chat"]["usage"]["completion_tokens"]
+    assert len(lengths(served, "chat")) == 2, "n = 2 is two requests of one group"
+    assert sum(lengths(served, "chat")) == usage
+    assert lengths(served, "completion") == [23, 23]
+    requests = served.rows.requests
+    groups = {
+        name: {
+            int(requests.group[i])
+            for i, request_id in enumerate(requests.request_id)
+            if served.answers[name]["id"] in request_id
+        }
+        for name in served.answers
+    }
+    assert all(len(group) == 1 for group in groups.values())
+    assert len(set.union(*groups.values())) == 3
+
+
+def test_finish_reasons_come_from_the_engine(served: Served) -> None:
+    requests = served.rows.requests
+    for i, request_id in enumerate(requests.request_id):
+        if served.answers["chat"]["id"] in request_id:
+            sample = int(request_id.split("_")[0])
+            reason = served.answers["chat"]["choices"][sample]["finish_reason"]
+            assert bool(requests.censored[i]) == (reason != "stop")
+        if served.answers["completion"]["id"] in request_id:
+            assert requests.censored[i], "cut at max_tokens"
+
+
+def test_a_request_whose_client_left_is_censored_with_what_it_had(served: Served) -> None:
+    (length,) = lengths(served, "left")
+    assert 1 <= length < 900
+    rows = served.rows
+    mine = [
+        i for i, name in enumerate(rows.requests.request_id) if served.answers["left"]["id"] in name
+    ]
+    assert rows.requests.censored[mine[0]]
+    n = rows.generated_tokens[rows.request == mine[0]]
+    assert n.tolist() == list(range(0, length, 5))
+
+
+def test_the_dataset_is_valid_and_its_session_closed(served: Served) -> None:
+    validate(served.dataset)
+    (session,) = read_sessions(served.dataset)
+    assert session.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert session.closed is not None
+    assert session.dropped_rows == session.refused_rows == 0
+    assert np.isfinite(served.rows.vectors()).all()

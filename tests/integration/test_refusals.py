@@ -1,0 +1,68 @@
+"""What capture cannot read is refused at start-up, by name, from vLLM's own configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from data_collection.capture_config import read_capture_config
+from data_collection.collect import engine_arguments
+from data_collection.vllm_adapter import is_recording_rank, refuse_unsupported
+
+
+def vllm_config(model: Path, **options: Any) -> Any:
+    capture = {"headway": {"k": 20}}
+    arguments = engine_arguments(str(model), capture, {"enforce_eager": True, **options})
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def test_a_plain_engine_is_accepted(smollm2: Path) -> None:
+    refuse_unsupported(vllm_config(smollm2))
+
+
+def test_speculative_decoding_is_refused(smollm2: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with pytest.raises(ValueError, match="speculative decoding is on.*drop --speculative-config"):
+        refuse_unsupported(vllm_config(smollm2, speculative_config=ngram))
+
+
+def test_a_pooling_model_is_refused(smollm2: Path) -> None:
+    with pytest.raises(ValueError, match="this is a pooling model"):
+        refuse_unsupported(vllm_config(smollm2, runner="pooling"))
+
+
+def test_a_scheduler_that_does_not_report_ends_is_refused(smollm2: Path) -> None:
+    with pytest.raises(ValueError, match="--scheduler-cls data_collection"):
+        refuse_unsupported(vllm_config(smollm2, scheduler_cls=None))
+
+
+def test_prefill_context_parallelism_is_refused(smollm2: Path) -> None:
+    config = vllm_config(smollm2)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ValueError, match="prefill context parallelism is on"):
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kk": 20}, "unknown field `kk`.*Known keys: k, record"),
+        ({"k": 0}, "`int` >= 1.*at `[$].k`"),
+        ({"record": {"path": "x", "dtype": "int8"}}, "int8.*in 'record': path, dtype"),
+        ({"record": {}}, "missing required field `path`"),
+    ],
+)
+def test_the_capture_section_is_validated(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_capture_config({"headway": section})
+
+
+def test_a_missing_capture_section_shows_one() -> None:
+    with pytest.raises(ValueError, match="no 'headway' section; give for example.*\"record\""):
+        read_capture_config({"headwy": {}})
+
+
+def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records() -> None:
+    ranks = [(tp, pp) for pp in range(3) for tp in range(4) if is_recording_rank(tp, pp, 3)]
+    assert ranks == [(0, 2)]

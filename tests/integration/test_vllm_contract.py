@@ -1,0 +1,132 @@
+"""Every name of vLLM's that the adapter, the worker and the scheduler read, for both runners.
+
+When a new vLLM moves one, the failing line here says which; `vllm_adapter` is what to mend.
+The V2 runner needs Triton to be imported, so its source is read instead.
+"""
+
+import ast
+import dataclasses
+import inspect
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+from vllm.v1.worker.gpu_worker import Worker
+
+from data_collection.versions import SUPPORTED_VLLM, vllm_version
+
+
+def source_of(module: str) -> ast.Module:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Annotated fields of a class, read from the source."""
+    for node in source_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return {
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            }
+    raise AssertionError(f"{module} has no class {name}")
+
+
+def attributes_set_in(module: str, class_name: str) -> set[str]:
+    """Names that the methods of a class assign on ``self``."""
+    for node in source_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return {
+                item.attr
+                for item in ast.walk(node)
+                if isinstance(item, ast.Attribute)
+                and isinstance(item.ctx, ast.Store)
+                and isinstance(item.value, ast.Name)
+                and item.value.id == "self"
+            }
+    raise AssertionError(f"{module} has no class {class_name}")
+
+
+def test_the_installed_version_is_the_supported_one() -> None:
+    assert (vllm_version() or "").startswith(SUPPORTED_VLLM)
+    assert vllm.__version__.startswith(SUPPORTED_VLLM)
+
+
+@pytest.mark.parametrize(
+    ("structure", "names"),
+    [
+        (
+            SchedulerOutput,
+            {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+        ),
+        (NewRequestData, {"req_id", "num_computed_tokens", "prefill_token_ids"}),
+        (CachedRequestData, {"req_ids", "num_computed_tokens", "num_output_tokens"}),
+        (VllmConfig, {"speculative_config", "additional_config", "model_config"}),
+        (SchedulerConfig, {"scheduler_cls", "async_scheduling"}),
+        (ParallelConfig, {"prefill_context_parallel_size"}),
+        (ModelConfig, {"model", "dtype", "runner"}),
+    ],
+)
+def test_structures_have_the_fields_we_read(structure: type, names: set[str]) -> None:
+    assert names <= {field.name for field in dataclasses.fields(structure)}
+
+
+def test_properties_and_methods_we_read() -> None:
+    assert isinstance(NewRequestData.prompt_len, property)
+    for name in ("num_output_tokens",):
+        assert isinstance(getattr(Request, name), property)
+    for name in ("request_id", "num_prompt_tokens", "prompt_token_ids", "sampling_params"):
+        assert name in attributes_set_in("v1.request", "Request")
+    assert {"max_tokens"} <= attributes_set_in("v1.request", "Request")
+    assert callable(Request.get_finished_reason)
+    assert isinstance(ModelConfig.runner_type, property) or hasattr(ModelConfig, "runner_type")
+    assert callable(ModelConfig.get_hidden_size)
+
+
+def test_scheduler_output_takes_an_extra_attribute() -> None:
+    assert not hasattr(SchedulerOutput, "__slots__")
+    assert "slots" not in inspect.getsource(SchedulerOutput).split("class ")[0]
+
+
+@pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
+def test_scheduler_hooks(scheduler: type[Scheduler]) -> None:
+    assert "request" in inspect.signature(scheduler._free_request).parameters
+    assert callable(scheduler.schedule)
+    assert "vllm_config" in inspect.signature(scheduler.__init__).parameters or issubclass(
+        scheduler, AsyncScheduler
+    )
+
+
+def test_worker_hooks() -> None:
+    assert "scheduler_output" in inspect.signature(Worker.execute_model).parameters
+    for name in ("compile_or_warm_up_model", "shutdown"):
+        assert callable(getattr(Worker, name))
+
+
+def test_v1_runner_state() -> None:
+    assert "sample_hidden_states" in ExecuteModelState._fields
+    assert "execute_model_state" in attributes_set_in(
+        "v1.worker.gpu_model_runner", "GPUModelRunner"
+    )
+    assert isinstance(InputBatch.req_ids, property)
+    assert isinstance(InputBatch.num_reqs, property)
+
+
+def test_v2_runner_state() -> None:
+    state = fields_of("v1.worker.gpu.model_runner", "ExecuteModelState")
+    assert {"input_batch", "hidden_states"} <= state
+    batch = fields_of("v1.worker.gpu.input_batch", "InputBatch")
+    assert {"req_ids", "logits_indices"} <= batch
+    runner = attributes_set_in("v1.worker.gpu.model_runner", "GPUModelRunner")
+    assert "execute_model_state" in runner
