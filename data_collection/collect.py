@@ -170,7 +170,7 @@ def done_prompts(dataset: Path, n: int) -> set[str]:
     counts: dict[str, int] = {}
     for file in requests_files(dataset):
         table = pq.read_table(file, columns=["external_id", "finish_reason"])
-        ended = pc.is_in(table["finish_reason"], pc.SetLookupOptions(_ENDED))
+        ended = pc.is_in(table["finish_reason"], value_set=_ENDED)
         for name in table.filter(ended)["external_id"].to_pylist():
             counts[name] = counts.get(name, 0) + 1
     return {name.removeprefix(ID_PREFIX) for name, count in counts.items() if count >= n}

@@ -44,6 +44,8 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
 
     _hook: CaptureHook | None = None
     _recorder: Recorder | None = None
+    _armed = True
+    _engine_steps = 0
     _hook_seconds = 0.0
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,8 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step, then capture the rows that are due."""
         output = super().execute_model(scheduler_output)
-        if self._hook is not None:
+        self._engine_steps += 1
+        if self._hook is not None and self._armed:
             started = time.thread_time()
             note_scheduled(self._hook, scheduler_output)
             finished = getattr(scheduler_output, FINISHED_ATTRIBUTE, [])
@@ -84,13 +87,17 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             self._hook = None
         super().shutdown()
 
+    def headway_arm(self, armed: bool) -> None:
+        """Switch capture off and on between requests, to measure what it costs."""
+        self._armed = armed
+
     def headway_status(self) -> dict[str, Any]:
         """Return what has been captured; called by name through `collective_rpc`."""
         status: dict[str, Any] = {
             "recording": self._recorder is not None,
+            "engine_steps": self._engine_steps,
             "hook_seconds": self._hook_seconds,
-            "thread_seconds": time.thread_time(),
-            "steps": self._hook.steps if self._hook else 0,
+            "process_seconds": time.process_time(),
         }
         return status | (self._recorder.status() if self._recorder else {})
 

@@ -61,7 +61,7 @@ def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., su
     for process in running:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+            process.communicate()
 
 
 def wait_for_rows(dataset: Path, process: subprocess.Popen, shards: int) -> None:

@@ -1,0 +1,37 @@
+"""What every benchmark writes: its figures, and what they depend on."""
+
+import argparse
+import json
+from pathlib import Path
+
+from data_collection.atomic_file import write_text_atomically
+from data_collection.versions import machine, source_commit, versions
+
+__all__ = ["arguments", "report"]
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the two options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a short run, for trying it out")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
+    return parser
+
+
+def report(name: str, figures: dict[str, float], out: Path | None) -> None:
+    """Print the figures as a table and, if asked, write them with machine and versions."""
+    width = max(map(len, figures))
+    print(f"\n| {'figure':<{width}} | value |\n|{'-' * (width + 2)}|---:|")
+    for key, value in figures.items():
+        print(f"| {key:<{width}} | {value:.6g} |")
+    if out is not None:
+        document = {
+            "name": name,
+            "commit": source_commit(),
+            "machine": machine(),
+            "versions": versions(),
+            "figures": figures,
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(out, json.dumps(document, indent=1) + "\n")
+        print(f"\nwrote {out}")
