@@ -18,7 +18,7 @@ from data_collection.validate_dataset import validate
 from predictor.row_table import load_rows
 
 N_PROMPTS = 24
-START_SECONDS = 240
+START_SECONDS = 500
 
 
 @pytest.fixture(scope="module")

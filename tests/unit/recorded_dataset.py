@@ -68,7 +68,12 @@ def ended(
     )
 
 
-def record(dataset: Path, session: Session | None = None, prefix: str = "a") -> None:
+def record(
+    dataset: Path,
+    session: Session | None = None,
+    prefix: str = "a",
+    finish_reason: str | None = None,
+) -> None:
     """Record 20 requests of 1 to 100 tokens, those of 100 cut, in several shards."""
     session = session or new_session()
     config = RecordConfig(path=str(dataset), shard_rows=16, flush_seconds=60, dtype=session.dtype)
@@ -77,7 +82,8 @@ def record(dataset: Path, session: Session | None = None, prefix: str = "a") -> 
         name = f"prompt-{prefix}{i}-{i:08x}"
         for n in range(0, total, session.k):
             recorder.on_rows(step_rows(1000 * i + n, {name: n}))
-        recorder.on_finished([ended(name, total, "length" if total == 100 else "stop")])
+        reason = finish_reason or ("length" if total == 100 else "stop")
+        recorder.on_finished([ended(name, total, reason)])
     recorder.close()
 
 
