@@ -1,6 +1,6 @@
 """`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,9 @@ from data_collection.arrivals import Arrivals
 from data_collection.capture_config import read_capture_config
 from data_collection.dataset_card import write_card
 from data_collection.dataset_schema import DatasetError, read_sessions, requests_files
-from data_collection.models import resolve_model
+from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.prompts import load_prompts
+from data_collection.versions import vllm_version
 
 __all__ = [
     "ID_PREFIX",
@@ -114,8 +115,6 @@ def collect(
         DatasetError: ``out`` holds a dataset of another model.
         PromptError: the prompts cannot be used.
     """
-    from data_collection.drive import drive  # loads vLLM
-
     everything = load_prompts(prompts, limit)
     recording = {"path": str(out.resolve()), "dtype": record.dtype}
     capture = {
@@ -138,8 +137,15 @@ def collect(
         "enforce_eager": engine.enforce_eager,
         **engine.extra,
     }
+    if vllm_version() is None:
+        raise RuntimeError("vLLM is not installed; `headway doctor` says how to")
+    folder = resolve_model(model)
+    _refuse_other_dataset(out, identify(folder), record)
+    arguments = engine_arguments(folder, capture, options)
+    from data_collection.drive import drive  # loads vLLM, which takes long
+
     try:
-        drive(to_do, engine_arguments(resolve_model(model), capture, options), sampling, arrivals)
+        drive(to_do, arguments, sampling, arrivals)
     finally:
         _describe(out, sampling, arrivals, prompts)
 
@@ -160,6 +166,17 @@ def engine_arguments(model: str, capture: dict[str, Any], extra: dict[str, Any])
         "disable_log_stats": True,
         **extra,
     }
+
+
+def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOptions) -> None:
+    """Refuse, before an engine is started, what the recorder would refuse."""
+    if not (dataset / "sessions").is_dir():
+        return
+    for earlier in read_sessions(dataset):
+        wanted = replace(
+            earlier, model=model.name, revision=model.revision, k=record.k, dtype=record.dtype
+        )
+        wanted.refuse_mixing(earlier)
 
 
 def done_prompts(dataset: Path, n: int) -> set[str]:

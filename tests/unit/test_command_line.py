@@ -1,0 +1,120 @@
+"""The command ``headway``: help, configuration files, and one line for each mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from recorded_dataset import record
+
+from rescheduler.command_line import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rescheduler", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def exit_status(*arguments: str) -> int:
+    try:
+        return main(list(arguments))
+    except SystemExit as end:  # jsonargparse ends the process itself
+        return int(end.code or 0)
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for verb in ("model", "collect", "dataset", "train", "tune", "evaluate", "doctor"):
+        assert f"\n  {verb}" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["collect", "--help"], ["--prompts", "--sampling.temperature", "folder of the dataset"]),
+        (["dataset", "--help"], ["inspect", "validate", "merge"]),
+        (["evaluate", "--help"], ["--comparators", "checkpoint"]),
+        (["tune", "--help"], ["--trials"]),
+        (["train", "fit", "--help"], ["--data.dataset", "--model.lr", "--patience"]),
+    ],
+)
+def test_help_teaches(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(*arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words), printed
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_configuration_file_is_accepted(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config.parent.name == "collect":
+        arguments = ["collect", "out"]
+    elif config.name.startswith("evaluate"):
+        arguments = ["evaluate", "dataset", "checkpoint"]
+    else:
+        arguments = ["train", "fit", "--data.dataset", "dataset"]
+    assert exit_status(*arguments, "--config", str(config), "--print_config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    given = yaml.safe_load(config.read_text())
+    assert set(given) <= set(printed)
+
+
+def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["colect"]) == 2
+    assert "unknown verb 'colect'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["collect", "{tmp}/out", "--prompts", "{tmp}/empty.jsonl"], "no prompts in it"),
+        (["collect", "{tmp}/out", "--prompts", "{tmp}/bad.jsonl"], "bad.jsonl, line 2: not JSON"),
+        (["collect", "{tmp}/out", "--record.k", "0"], "`int` >= 1"),
+        (["collect", "{tmp}/out", "--model", "smollm3"], "unknown model 'smollm3'"),
+        (["collect", "{tmp}/out", "--model", "{tmp}"], "no config.json"),
+        (["collect", "{tmp}/dataset"], "recorded with model = 'acme/small-model'"),
+        (["model", "smollm3"], "unknown model 'smollm3'"),
+        (["dataset", "inspect", "{tmp}/none"], "there is no such folder"),
+        (["dataset", "validate", "{tmp}"], "no dataset recorded by Headway"),
+        (["tune", "{tmp}/none"], "there is no such folder"),
+        (["tune", "{tmp}/dataset", "--trials", "0"], "trials must be at least 1"),
+        (["evaluate", "{tmp}/dataset", "{tmp}"], "no config.json, so this is no checkpoint"),
+        (["train", "fit", "--data.dataset", "{tmp}/none"], "there is no such folder"),
+    ],
+)
+def test_a_mistake_in_the_input_is_one_line(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n')
+    record(tmp_path / "dataset")
+    filled = [argument.format(tmp=tmp_path) for argument in arguments]
+    if filled[0] == "train":
+        filled += ["--out", str(tmp_path / "out"), "--trainer.enable_progress_bar", "false"]
+    assert exit_status(*filled) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error
+    assert error.startswith(f"headway {filled[0]}: ")
+
+
+def test_the_packages_import_without_vllm_or_torch() -> None:
+    code = (
+        "import sys, data_collection, rescheduler, rescheduler.command_line; "
+        "sys.exit(bool({'vllm', 'torch', 'lightning', 'nixl'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+def test_the_module_is_the_command() -> None:
+    done = run("model", "nothing")
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "headway model: unknown model 'nothing'; embedded models: smollm2"
+    )
