@@ -29,7 +29,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: bool = True
     queue_rows: Annotated[int, msgspec.Meta(ge=1)] = 65_536
     shard_rows: Annotated[int, msgspec.Meta(ge=1)] = 8_192
-    flush_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    flush_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
 class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

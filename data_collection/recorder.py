@@ -1,6 +1,7 @@
 """Record captured rows as a labelled dataset, from a thread that never blocks the engine."""
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -308,7 +309,7 @@ class Recorder:
             self._first_ready = time.monotonic()
             if self._error is None:
                 logger.error("cannot write %s: %s; trying again", data / f"rows-{shard}", error)
-            self._error = f"{error.strerror or error} ({self._dataset})"
+            self._error = f"{_reason(error)} ({self._dataset})"
             self._drop_what_exceeds_the_bound()
             return
         self._error = None
@@ -331,4 +332,9 @@ class Recorder:
             self._session.write(self._dataset)
             write_card(self._dataset)
         except OSError as error:
-            self._error = f"{error.strerror or error} ({self._dataset})"
+            self._error = f"{_reason(error)} ({self._dataset})"
+
+
+def _reason(error: OSError) -> str:
+    """Name a failed write: Arrow hides "No space left on device" in a longer text."""
+    return os.strerror(error.errno) if error.errno else str(error)

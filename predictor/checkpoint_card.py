@@ -31,6 +31,9 @@ predictor = RemainingLengthMLP.load("this folder")
 remaining = predictor.predict(hidden_states)  # float32 [n, {hidden_size}] -> tokens [n]
 ```
 
+`dataset_card.md` describes the training data; `metrics.json`, where there is one, is what
+`headway evaluate` measured on the test split.
+
 Do not use it on another model's hidden states: loading refuses to.
 """
 

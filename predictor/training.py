@@ -136,6 +136,8 @@ class ExportCheckpoint(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         provenance = self._provenance(trainer, data, float(best.best_model_score or "nan"))
         export_checkpoint(pl_module._built(), self.folder, provenance)
+        dataset_card = (data.dataset / "README.md").read_text(encoding="utf-8")
+        write_text_atomically(self.folder / "dataset_card.md", dataset_card)
         print(f"best validation MAE {best.best_model_score:.1f} tokens; wrote {self.folder}")
 
     def _provenance(

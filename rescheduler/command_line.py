@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("headway: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stdout = None
+        return 0
     except (ValueError, RuntimeError, OSError) as error:
         print(f"headway {verb}: {error}", file=sys.stderr)
         return 1
