@@ -163,3 +163,13 @@ def test_tune_writes_its_table_and_goes_on(
     table = (tmp_path / "trials.csv").read_text().splitlines()
     assert len(table) == 3, "a header and two trials, the first kept from the first run"
     assert "headway train fit" in capsys.readouterr().out
+
+
+def test_the_shipped_checkpoint_loads_with_its_metrics() -> None:
+    folder = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct-star"
+    predictor = RemainingLengthMLP.load(str(folder))
+    assert predictor.serving_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert predictor.predict(np.zeros((2, 576), dtype=np.float32)).shape == (2,)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["n_rows"] > 0
+    assert {"kaplan_meier", "auxiliary_encoder"} <= set(metrics["comparators"])
