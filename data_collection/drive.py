@@ -27,11 +27,12 @@ logger = logging.getLogger("headway.drive")
 _STATUS_SECONDS = 1.0
 
 
+_KV_CACHE_GIB = 4
+"""Memory of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise."""
+
+
 class CollectionError(RuntimeError):
     """A collection ended early; the message says what is kept and what was lost."""
-
-
-_KV_CACHE_GIB = 4
 
 
 def drive(
@@ -67,15 +68,16 @@ class _Drive:
         try:
             requests = await self._tokenise(engine, prompts)
             with tqdm(total=len(requests), unit="request", dynamic_ncols=True) as self._bar:
-                work = asyncio.create_task(self._send_all(engine, requests))
-                watch = asyncio.create_task(self._watch(engine))
-                stop = asyncio.create_task(interrupted.wait())
-                done, _ = await asyncio.wait(
-                    {work, watch, stop}, return_when=asyncio.FIRST_COMPLETED
-                )
+                tasks: list[asyncio.Task[Any]] = [
+                    asyncio.create_task(self._send_all(engine, requests)),
+                    asyncio.create_task(self._watch(engine)),
+                    asyncio.create_task(interrupted.wait()),
+                ]
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 lost = len(self._in_flight)
-                work.cancel(), watch.cancel(), stop.cancel()
-                await asyncio.gather(work, watch, stop, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 if interrupted.is_set():
                     raise CollectionError(
                         f"interrupted: {lost} running requests were cut and are kept as censored "

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": f"{i}_p", "prompt": f"Tell me a story about the number {i}.", "task": "story"}
         for i in range(N_PROMPTS)
     ]
+    lines.append({"id": "long", "prompt": "word " * 2000})
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -116,7 +117,8 @@ def test_interrupt_then_kill_then_finish(
     process = start(dataset)
     output, _ = process.communicate(timeout=START_SECONDS)
     assert process.returncode == 0, output[-3000:]
-    assert f"of {N_PROMPTS} prompts are done already" in output
+    assert f"of {N_PROMPTS + 1} prompts are done already" in output
+    assert "1 prompts are longer than the model's 512 tokens and left out: long" in output
     validate(dataset)
     assert driven(dataset) == {f"prompt-{i}_p": 1 for i in range(N_PROMPTS)}
 
