@@ -140,7 +140,8 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)],
+        # Room for the first six answers (220 kB of rows) and not for all 24.
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)],
         capture_output=True,
         check=False,
     )
