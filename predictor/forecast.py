@@ -1,0 +1,345 @@
+"""Forecasts of the remaining length: survival curves, point forecasts, and what they share."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Forecast", "ForecastError", "PointForecast", "SurvivalForecast"]
+
+FloatArray = npt.NDArray[np.float64]
+Tokens = npt.ArrayLike
+"""Numbers of tokens: one for all requests, or [n_requests]."""
+
+
+class ForecastError(ValueError):
+    """Arrays that are no forecast: another shape, a rising curve, a negative age."""
+
+
+class Forecast(Protocol):
+    """What is known of the remaining tokens R of n requests that still run.
+
+    S(h) = P(R > h): S(0) = 1 since a running request has a token to come, S never rises, and
+    S(h) = 0 from the request's ``max_tokens`` on.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        ...
+
+    def at(self, h: npt.ArrayLike) -> FloatArray:
+        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several."""
+        ...
+
+    def at_each(self, h: Tokens) -> FloatArray:
+        """Return S_i(h_i), [n_requests], for a number of tokens of each request's own."""
+        ...
+
+    def mean(self) -> FloatArray:
+        """Return E[R] in tokens, [n_requests]."""
+        ...
+
+    def median(self) -> FloatArray:
+        """Return the smallest h with S(h) ≤ 1/2, in tokens, [n_requests]."""
+        ...
+
+    def quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q]."""
+        ...
+
+    def aged(self, tokens: Tokens) -> "Forecast":
+        """Return the forecast of the same requests after so many more tokens."""
+        ...
+
+    def capped(self, limit: Tokens) -> "Forecast":
+        """Return the forecast of requests that are cut after ``limit`` more tokens."""
+        ...
+
+    def uncapped(self) -> "Forecast":
+        """Return the forecast of the same requests if nothing cut them."""
+        ...
+
+    def select(self, rows: npt.NDArray[Any]) -> "Forecast":
+        """Return the forecast of some of the requests."""
+        ...
+
+    def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
+        """Return the curve through S at the given edges (exact there, linear between)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivalForecast:
+    r"""Survival curves on a grid of token counts that all requests share.
+
+    Between two edges the curve is linear, that is, the end of the request is spread evenly
+    over the tokens of a bin. After j tokens without an end, and without a new prediction,
+
+    .. math:: S(h \mid j) = S(j + h) / S(j),
+
+    which composes: ageing by a and then by b is ageing by a + b. A request that outlived its
+    whole curve is expected to end with its next token.
+
+    Attributes:
+        edges: [n_edges] ascending whole tokens from 0; the last is the model's limit, which
+            no request passes.
+        survival: [n_requests, n_edges] P(R > edge) when the prediction was made; 1 at edge 0,
+            never rising.
+        age: [n_requests] whole tokens generated since the prediction.
+        limit: [n_requests] remaining tokens at which the request is cut (``max_tokens`` less
+            those generated), counted from the prediction; infinite when there is none.
+    """
+
+    edges: FloatArray
+    survival: npt.NDArray[np.floating[Any]]
+    age: FloatArray
+    limit: FloatArray
+
+    @classmethod
+    def new(
+        cls, edges: npt.ArrayLike, survival: npt.ArrayLike, limit: Tokens = np.inf
+    ) -> "SurvivalForecast":
+        """Return a fresh forecast (age 0), its arrays checked.
+
+        Raises:
+            ForecastError: the edges do not ascend in whole tokens from 0, or a curve has
+                another length, does not start at 1, rises, or leaves [0, 1].
+        """
+        grid, curves = np.asarray(edges, dtype=np.float64), np.asarray(survival)
+        whole = grid.ndim == 1 and len(grid) > 1 and bool((grid == np.floor(grid)).all())
+        if not whole or grid[0] != 0 or (np.diff(grid) <= 0).any():
+            raise ForecastError("edges must be whole token counts that ascend from 0")
+        if curves.ndim != 2 or curves.shape[1] != len(grid):
+            raise ForecastError(f"survival has shape {curves.shape}, the grid {len(grid)} edges")
+        if not np.isfinite(curves).all() or (curves < 0).any() or (curves[:, 0] != 1).any():
+            raise ForecastError("survival must start at 1 and stay in [0, 1]")
+        if (np.diff(curves, axis=1) > 0).any():
+            raise ForecastError("survival must never rise")
+        n_requests = len(curves)
+        return cls(grid, curves, np.zeros(n_requests), _per_request(limit, n_requests))
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.survival)
+
+    def at(self, h: npt.ArrayLike) -> FloatArray:
+        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several.
+
+        Raises:
+            ForecastError: an h is negative.
+        """
+        horizon = _checked_horizon(h)
+        survival = self._conditional(np.atleast_1d(horizon)[None, :])
+        return survival if horizon.ndim else survival[:, 0]
+
+    def at_each(self, h: Tokens) -> FloatArray:
+        """Return S_i(h_i), [n_requests], for a number of tokens of each request's own."""
+        return self._conditional(_checked_tokens(h, len(self))[:, None])[:, 0]
+
+    def mean(self) -> FloatArray:
+        r"""Return E[R] in tokens, [n_requests].
+
+        .. math:: E[R] = \sum_{h \ge 0} S(h)
+            = \int_0^L S + \tfrac12 \big(S(0) - S(L^-)\big)
+
+        for S linear between whole tokens, with L the tokens left to the limit.
+        """
+        end = self.age + self._left()
+        alive, last = self._curve(self.age[:, None])[:, 0], self._curve(end[:, None])[:, 0]
+        area = self._integral(end) - self._integral(self.age) + (alive - last) / 2
+        tokens = np.divide(area, alive, out=np.ones_like(area), where=alive > 0)
+        return np.asarray(np.maximum(tokens, 1.0))
+
+    def median(self) -> FloatArray:
+        """Return the smallest h with S(h) ≤ 1/2, in tokens, [n_requests]."""
+        return self.quantile(0.5)
+
+    def quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q].
+
+        Raises:
+            ForecastError: a q is outside [0, 1].
+        """
+        levels = _checked_levels(q)
+        alive = self._curve(self.age[:, None])[:, 0]
+        columns = []
+        for level in np.atleast_1d(levels):
+            target = (1 - level) * alive
+            above = (self.survival > target[:, None]).sum(axis=1)
+            right = np.clip(above, 1, len(self.edges) - 1)
+            rows = np.arange(len(self))
+            high, low = self.survival[rows, right - 1], self.survival[rows, right]
+            drop = np.maximum(high - low, 1e-30)
+            part = np.clip((high - target) / drop, 0.0, 1.0)
+            width = self.edges[right] - self.edges[right - 1]
+            reached = self.edges[right - 1] + part * width
+            reached = np.where(above == len(self.edges), np.inf, reached)
+            columns.append(np.clip(reached - self.age, 0.0, self._left()))
+        return np.stack(columns, axis=1) if levels.ndim else columns[0]
+
+    def aged(self, tokens: Tokens) -> "SurvivalForecast":
+        """Return the forecast of the same requests after so many more tokens.
+
+        Raises:
+            ForecastError: negative, or not one number or one a request.
+        """
+        return replace(self, age=self.age + _checked_tokens(tokens, len(self)))
+
+    def capped(self, limit: Tokens) -> "SurvivalForecast":
+        """Return the forecast of requests that are cut after ``limit`` more tokens."""
+        new = self.age + _checked_tokens(limit, len(self))
+        return replace(self, limit=np.minimum(self.limit, new))
+
+    def uncapped(self) -> "SurvivalForecast":
+        """Return the forecast of the same requests if only the model's limit cut them."""
+        return replace(self, limit=np.full(len(self), np.inf))
+
+    def select(self, rows: npt.NDArray[Any]) -> "SurvivalForecast":
+        """Return the forecast of some of the requests."""
+        return SurvivalForecast(self.edges, self.survival[rows], self.age[rows], self.limit[rows])
+
+    def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
+        """Return the curve through S at the given edges (exact there, linear between)."""
+        return SurvivalForecast.new(edges, self.at(edges), self._left())
+
+    def _conditional(self, h: FloatArray) -> FloatArray:
+        """S(h | alive at age), for [1 or n_requests, n_h] tokens."""
+        alive = self._curve(self.age[:, None])
+        later = self._curve(self.age[:, None] + h)
+        survival = np.divide(later, alive, out=np.zeros_like(later), where=alive > 0)
+        survival[np.broadcast_to(h >= self._left()[:, None], survival.shape)] = 0.0
+        survival[np.broadcast_to(h == 0, survival.shape)] = 1.0
+        return survival
+
+    def _left(self) -> FloatArray:
+        """Tokens to the limit, at least one: the request still runs."""
+        return np.asarray(np.maximum(np.minimum(self.limit, self.edges[-1]) - self.age, 1.0))
+
+    def _curve(self, tokens: FloatArray) -> FloatArray:
+        """The curve as predicted, at [n_requests, n] tokens."""
+        right = np.clip(np.searchsorted(self.edges, tokens, "right"), 1, len(self.edges) - 1)
+        left = self.edges[right - 1]
+        part = np.clip((tokens - left) / (self.edges[right] - left), 0.0, 1.0)
+        low = np.take_along_axis(self.survival, right - 1, axis=1)
+        high = np.take_along_axis(self.survival, right, axis=1)
+        reached: FloatArray = low + part * (high.astype(np.float64) - low)
+        return reached
+
+    def _integral(self, end: FloatArray) -> FloatArray:
+        """The curve's integral from 0 to [n_requests] tokens."""
+        right = np.clip(np.searchsorted(self.edges, end, "right"), 1, len(self.edges) - 1)
+        means = (self.survival[:, 1:].astype(np.float64) + self.survival[:, :-1]) / 2
+        whole = np.cumsum(means * np.diff(self.edges), axis=1)
+        before = np.concatenate([np.zeros((len(self), 1)), whole], axis=1)
+        left = right - 1
+        edge = np.minimum(end, self.edges[-1])
+        sides = self.survival[np.arange(len(self)), left] + self._curve(edge[:, None])[:, 0]
+        area = before[np.arange(len(self)), left] + sides / 2 * (edge - self.edges[left])
+        return np.asarray(area)
+
+
+@dataclass(frozen=True, slots=True)
+class PointForecast:
+    """One number a request: STAR's regressor, or the truth, as the oracle of a simulation.
+
+    Its curve is a step: S(h) = 1 for h < R, else 0. A request that outlived its number is
+    expected to end with its next token.
+
+    Attributes:
+        remaining: [n_requests] predicted tokens when the prediction was made.
+        age: [n_requests] tokens generated since.
+        limit: [n_requests] as in `SurvivalForecast`.
+    """
+
+    remaining: FloatArray
+    age: FloatArray
+    limit: FloatArray
+
+    @classmethod
+    def new(cls, remaining: npt.ArrayLike, limit: Tokens = np.inf) -> "PointForecast":
+        """Return a fresh forecast (age 0).
+
+        Raises:
+            ForecastError: not [n_requests] finite numbers.
+        """
+        tokens = np.asarray(remaining, dtype=np.float64)
+        if tokens.ndim != 1 or not np.isfinite(tokens).all():
+            raise ForecastError("a point forecast is one finite number of tokens a request")
+        return cls(tokens, np.zeros(len(tokens)), _per_request(limit, len(tokens)))
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.remaining)
+
+    def at(self, h: npt.ArrayLike) -> FloatArray:
+        """Return S(h), 0 or 1: [n_requests] for one h in tokens, [n_requests, n_h] for several."""
+        horizon = _checked_horizon(h)
+        survival = (np.atleast_1d(horizon) < self.mean()[:, None]).astype(np.float64)
+        return survival if horizon.ndim else survival[:, 0]
+
+    def at_each(self, h: Tokens) -> FloatArray:
+        """Return S_i(h_i), 0 or 1, [n_requests], for a number of tokens of each request's own."""
+        return (_checked_tokens(h, len(self)) < self.mean()).astype(np.float64)
+
+    def mean(self) -> FloatArray:
+        """Return R in tokens, at least 1, [n_requests]."""
+        return np.maximum(np.minimum(self.remaining, self.limit) - self.age, 1.0)
+
+    def median(self) -> FloatArray:
+        """Return R in tokens, [n_requests]."""
+        return self.mean()
+
+    def quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """Return R for every q: [n_requests], or [n_requests, n_q]."""
+        levels, tokens = _checked_levels(q), self.mean()
+        return np.repeat(tokens[:, None], len(levels), axis=1) if levels.ndim else tokens
+
+    def aged(self, tokens: Tokens) -> "PointForecast":
+        """Return the forecast of the same requests after so many more tokens."""
+        return replace(self, age=self.age + _checked_tokens(tokens, len(self)))
+
+    def capped(self, limit: Tokens) -> "PointForecast":
+        """Return the forecast of requests that are cut after ``limit`` more tokens."""
+        new = self.age + _checked_tokens(limit, len(self))
+        return replace(self, limit=np.minimum(self.limit, new))
+
+    def uncapped(self) -> "PointForecast":
+        """Return the forecast of the same requests if nothing cut them."""
+        return replace(self, limit=np.full(len(self), np.inf))
+
+    def select(self, rows: npt.NDArray[Any]) -> "PointForecast":
+        """Return the forecast of some of the requests."""
+        return PointForecast(self.remaining[rows], self.age[rows], self.limit[rows])
+
+    def on_grid(self, edges: npt.ArrayLike) -> SurvivalForecast:
+        """Return the step seen at the given edges (exact there, linear between)."""
+        return SurvivalForecast.new(edges, self.at(edges), self.limit - self.age)
+
+
+def _per_request(tokens: Tokens, n_requests: int) -> FloatArray:
+    array = np.asarray(tokens, dtype=np.float64)
+    if array.shape not in ((), (n_requests,)) or np.isnan(array).any():
+        raise ForecastError(f"{array.shape} numbers of tokens for {n_requests} requests")
+    return np.broadcast_to(array, (n_requests,)).copy()
+
+
+def _checked_tokens(tokens: Tokens, n_requests: int) -> FloatArray:
+    array = _per_request(tokens, n_requests)
+    if (array < 0).any():
+        raise ForecastError("tokens to come cannot be negative")
+    return array
+
+
+def _checked_horizon(h: npt.ArrayLike) -> FloatArray:
+    horizon = np.asarray(h, dtype=np.float64)
+    if horizon.ndim > 1 or (horizon < 0).any():
+        raise ForecastError("h is one number of tokens, or several, none negative")
+    return horizon
+
+
+def _checked_levels(q: npt.ArrayLike) -> FloatArray:
+    levels = np.asarray(q, dtype=np.float64)
+    if levels.ndim > 1 or (levels < 0).any() or (levels > 1).any():
+        raise ForecastError("q is one level, or several, in [0, 1]")
+    return levels
