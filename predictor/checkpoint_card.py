@@ -12,11 +12,10 @@ tags:
 - length-prediction
 - llm-serving
 ---
-# Remaining-length predictor for {model}
+# {title} for {model}
 
 Reads the hidden state with which {model} computes a token's logits ({layer} layer,
-{normalisation}, d = {hidden_size}) and predicts how many tokens the request still generates.
-An MLP {shape} with ReLU, trained with the L1 loss (STAR, HPDC '26, §4).
+{normalisation}, d = {hidden_size}){counts} and predicts {what}
 
 | | |
 |---|---|
@@ -26,9 +25,13 @@ An MLP {shape} with ReLU, trained with the L1 loss (STAR, HPDC '26, §4).
 {provenance}
 
 ```python
-from predictor import RemainingLengthMLP
-predictor = RemainingLengthMLP.load("this folder")
-remaining = predictor.predict(hidden_states)  # float32 [n, {hidden_size}] -> tokens [n]
+from predictor import RequestRows, load_predictor
+
+predictor = load_predictor("this folder")
+# hidden_states: float32 [n, {hidden_size}]; counts: generated, prompt, left to max_tokens [n, 3]
+forecast = predictor.forecast(RequestRows(hidden_states, counts))
+forecast.at(80)  # P(still running after 80 more tokens), [n]
+forecast.median()  # tokens, [n]
 ```
 
 `dataset_card.md` describes the training data; `metrics.json`, where there is one, is what
@@ -37,15 +40,34 @@ remaining = predictor.predict(hidden_states)  # float32 [n, {hidden_size}] -> to
 Do not use it on another model's hidden states: loading refuses to.
 """
 
+_REGRESSION = """\
+how many tokens the request still generates.
+An MLP {shape} with ReLU, trained with the L1 loss (STAR, HPDC '26, §4)."""
+
+_SURVIVAL = """\
+the probability that the request still runs after h more tokens, for every h.
+An MLP {shape} with ReLU whose outputs are hazards of bins of tokens, trained on the likelihood
+in which cut requests count as "longer than this", recalibrated on the validation rows."""
+
 
 def checkpoint_card(config: dict[str, Any]) -> str:
     """Return the card's text for a checkpoint's ``config.json``."""
-    shape = "→".join(str(width) for width in (config["hidden_size"], *config["widths"], 1))
+    survival = config["kind"] == "survival"
+    inputs = config["inputs"]
+    outputs = len(config["edges"]) - 1 if survival else 1
+    sizes = (config["hidden_size"] + len(inputs), *config["widths"], outputs)
+    what = (_SURVIVAL if survival else _REGRESSION).format(shape="→".join(map(str, sizes)))
     provenance = "\n".join(
         f"| {name} | {_cell(value)} |" for name, value in (config["provenance"] or {}).items()
     )
     fields = {key: value for key, value in config.items() if key != "provenance"}
-    return _CARD.format(shape=shape, provenance=provenance, **fields)
+    return _CARD.format(
+        title="Survival forecasts" if survival else "Remaining-length predictor",
+        what=what,
+        counts=f" and {', '.join(inputs)}" if inputs else "",
+        provenance=provenance,
+        **fields,
+    )
 
 
 def _cell(value: Any) -> str:

@@ -1,25 +1,32 @@
 """`headway evaluate`: a predictor and its comparators, on the same test rows."""
 
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.split import split_requests
 from data_collection.versions import machine, source_commit, versions
-from predictor.comparators import COMPARATORS
-from predictor.evaluation_report import draw_figures, markdown_report
-from predictor.evaluation_result import OWN_NAME, Evaluation, MethodResult
+from predictor.checkpoint import load_predictor
+from predictor.comparators import COMPARATORS, Comparator, KaplanMeier
+from predictor.evaluation_figures import draw_figures
+from predictor.evaluation_report import markdown_report
+from predictor.evaluation_result import AgeScores, Calibration, Evaluation, MethodResult
+from predictor.forecast import Forecast, PointForecast
+from predictor.hidden_state_mlp import HiddenStateMLP
 from predictor.latency import median_latency_ms
 from predictor.metrics import error_by_bin, summarise_errors
-from predictor.remaining_length_mlp import RemainingLengthMLP
+from predictor.recalibration import Recalibration, observed_share
 from predictor.row_table import RowTable, load_rows
+from predictor.rows_data_module import request_rows
+from predictor.survival_metrics import Outcomes, d_calibration, levels_of, survival_scores
+from predictor.survival_mlp import SurvivalMLP
 
 __all__ = ["evaluate"]
 
@@ -40,10 +47,11 @@ def evaluate(
 
     Args:
         dataset: folder of the dataset.
-        checkpoint: folder or Hugging Face id of a predictor.
+        checkpoint: folder or Hugging Face id of a survival model or a regressor.
         out: where to write; ``DATASET/evaluation`` when not given.
         comparators: name -> options; constant_median and kaplan_meier when not given. Others:
-            prompt_self_report, auxiliary_encoder, auxiliary_causal_lm.
+            regressor and regressor_cut_as_ended (with a checkpoint each), prompt_self_report,
+            auxiliary_encoder, auxiliary_causal_lm.
         split_seed: of the split; the checkpoint's own when not given.
 
     Raises:
@@ -56,7 +64,7 @@ def evaluate(
     for name in chosen:
         if name not in COMPARATORS:
             raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
-    predictor = RemainingLengthMLP.load(checkpoint)
+    predictor = load_predictor(checkpoint)
     table = load_rows(dataset)
     predictor.refuse_other_model(table.session)
     trained = predictor.provenance
@@ -65,12 +73,12 @@ def evaluate(
         name: table.select(np.isin(table.request, requests))
         for name, requests in split_requests(table.requests.group, seed).items()
     }
-    test = parts["test"].uncensored()
+    test = parts["test"].ran_to_their_end()
     if len(test) == 0:
-        raise ValueError(f"{dataset}: every test row is censored, nothing can be measured")
+        raise ValueError(f"{dataset}: no test request ran to its end, nothing can be measured")
     own = _measure(
         test,
-        lambda rows: predictor.predict(rows.vectors()),
+        partial(_forecast, predictor),
         sum(weights.numel() for weights in predictor.parameters()),
         float(trained.get("training_seconds", 0.0)),
     )
@@ -78,22 +86,29 @@ def evaluate(
     notes: list[str] = []
     for name, options in chosen.items():
         print(f"{name}: training", flush=True)
-        comparator = COMPARATORS[name](**options)
+        try:
+            comparator = COMPARATORS[name](**options)
+        except TypeError as error:  # an option too many or too few
+            raise ValueError(f"comparator {name}: {error}") from error
         started = time.monotonic()
         comparator.fit(parts["train"], parts["validation"])
         seconds = time.monotonic() - started
         print(f"{name}: predicting {len(test)} test rows", flush=True)
-        results[name] = _measure(test, comparator.predict, comparator.parameters, seconds)
+        forecast = partial(_comparator_forecast, comparator)
+        results[name] = _measure(test, forecast, comparator.parameters, seconds)
         notes += comparator.notes
     evaluation = Evaluation(
         own=own,
         comparators=results,
+        calibration=_calibration(predictor, test),
         n_requests=len(np.unique(test.request)),
         n_rows=len(test),
-        censored_rows=len(parts["test"]) - len(test),
+        cut_rows=int(test.censored.sum()),
+        left_out_rows=len(parts["test"]) - len(test),
         provenance={
             "model": f"{table.session.model} ({table.session.revision})",
-            "dataset": dataset.resolve().name,
+            "dataset": f"{dataset.resolve().name}: {len(table.requests)} requests, "
+            f"{len(table)} rows",
             "split_seed": seed,
             "commit": source_commit(),
             "machine": machine(),
@@ -104,9 +119,23 @@ def evaluate(
     _write(evaluation, test, predictor, out or dataset / "evaluation")
 
 
+def _forecast(predictor: HiddenStateMLP, rows: RowTable) -> Forecast:
+    return predictor.forecast(request_rows(rows))
+
+
+def _comparator_forecast(comparator: Comparator, rows: RowTable) -> Forecast:
+    if isinstance(comparator, KaplanMeier):
+        return comparator.forecast(rows)
+    return PointForecast.new(comparator.predict(rows), rows.tokens_left())
+
+
+def _outcomes(rows: RowTable) -> Outcomes:
+    return Outcomes(rows.remaining_tokens, rows.censored, rows.tokens_left())
+
+
 def _measure(
     test: RowTable,
-    predict: Callable[[RowTable], npt.NDArray[np.float32]],
+    forecast: Callable[[RowTable], Forecast],
     parameters: int,
     training_seconds: float,
 ) -> MethodResult:
@@ -114,39 +143,68 @@ def _measure(
     _, first = np.unique(test.request, return_index=True)
     ten = test.select(np.resize(first, 10))
     one = test.select(first[:1])
-    latencies = [median_latency_ms(partial(predict, rows)) for rows in (one, ten)]
-    predicted = predict(test)
-    remaining, generated = test.remaining_tokens, test.generated_tokens
+    latencies = [median_latency_ms(partial(forecast, rows)) for rows in (one, ten)]
+    found, outcomes = forecast(test), _outcomes(test)
+    median, remaining = found.median(), test.remaining_tokens
+    ended = ~test.censored
     total = test.requests.total_tokens[test.request]
+    by_generated = []
+    edges = _edges(test.generated_tokens)
+    for low, high in itertools.pairwise(edges):
+        rows = np.flatnonzero((test.generated_tokens >= low) & (test.generated_tokens < high))
+        if len(rows):
+            mae = float(np.abs(median - remaining)[rows].mean())
+            scores = survival_scores(found.select(rows), outcomes.select(rows))
+            by_generated.append(AgeScores(low, high, len(rows), mae, scores))
     return MethodResult(
-        errors=summarise_errors(predicted, remaining),
+        errors=summarise_errors(median, remaining),
+        mae_ended=float(np.abs(median - remaining)[ended].mean()) if ended.any() else float("nan"),
+        mae_mean=float(np.abs(found.mean() - remaining).mean()),
+        scores=survival_scores(found, outcomes),
         parameters=parameters,
         training_seconds=training_seconds,
         latency_ms_batch1=latencies[0],
         latency_ms_batch10=latencies[1],
-        by_generated=error_by_bin(predicted, remaining, generated, _edges(generated)),
-        by_total=error_by_bin(predicted, remaining, total, _edges(total)),
+        by_generated=by_generated,
+        by_total=error_by_bin(median, remaining, total, _edges(total)),
     )
 
 
-def _edges(values: npt.NDArray[np.int64]) -> list[int]:
+def _calibration(predictor: HiddenStateMLP, test: RowTable) -> Calibration | None:
+    """Compare levels with shares, with and without the predictor's recalibration."""
+    if not isinstance(predictor, SurvivalMLP):
+        return None
+    nominal = np.linspace(0.025, 0.975, 39)
+    used = predictor.recalibration
+    observed = {}
+    levels: Any = None
+    for name, recalibration in (("raw", Recalibration((0, 1), (0, 1))), ("used", used)):
+        predictor.recalibration = recalibration
+        levels = levels_of(predictor.forecast(request_rows(test)), _outcomes(test))
+        observed[name] = observed_share(levels, test.censored, nominal).tolist()
+    first = test.generated_tokens == 0
+    shares, p_value = d_calibration(levels[first], test.censored[first])
+    return Calibration(
+        d_shares=shares.tolist(),
+        d_p_value=p_value,
+        nominal=nominal.tolist(),
+        observed=observed["used"],
+        observed_raw=observed["raw"],
+    )
+
+
+def _edges(values: Any) -> Sequence[int]:
     """Return bin edges of equal width, rounded up to a multiple of ten."""
     width = max(10, -(-int(values.max() + 1) // (_BINS * 10)) * 10)
     return list(range(0, int(values.max()) + width + 1, width))
 
 
-def _write(
-    evaluation: Evaluation, test: RowTable, predictor: RemainingLengthMLP, out: Path
-) -> None:
+def _write(evaluation: Evaluation, test: RowTable, predictor: HiddenStateMLP, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     document = json.dumps(evaluation.as_json(), indent=1) + "\n"
     write_text_atomically(out / "metrics.json", document)
-    figures = draw_figures(
-        {OWN_NAME: evaluation.own, **evaluation.comparators},
-        test.remaining_tokens,
-        predictor.predict(test.vectors()),
-        out,
-    )
+    medians = predictor.forecast(request_rows(test)).median()
+    figures = draw_figures(evaluation, test.remaining_tokens, medians, out)
     report = markdown_report(evaluation, figures)
     write_text_atomically(out / "report.md", report)
     print(report)

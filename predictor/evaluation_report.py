@@ -1,138 +1,160 @@
-"""The evaluation as a Markdown table and as figures."""
+"""The evaluation as a Markdown report."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from data_collection.atomic_file import replace_file
-from predictor.evaluation_result import OWN_NAME, Evaluation, MethodResult
+from predictor.evaluation_result import LABELS, OWN_NAME, AgeScores, Evaluation, MethodResult
 from predictor.metrics import BinnedError
+from predictor.survival_metrics import LEVELS, WITHIN
 
-__all__ = ["draw_figures", "markdown_report"]
-
-LABELS = {
-    OWN_NAME: "Headway (hidden state)",
-    "constant_median": "Constant median",
-    "kaplan_meier": "Kaplan–Meier by age",
-    "prompt_self_report": "Self-report (PiA)",
-    "auxiliary_encoder": "Auxiliary encoder (μ-Serve)",
-    "auxiliary_causal_lm": "Auxiliary LM (TetriInfer)",
-}
+__all__ = ["markdown_report"]
 
 
 def markdown_report(evaluation: Evaluation, figures: list[Path]) -> str:
-    """Return the report: the paper's Table 1, errors along a request's life, the figures."""
+    """Return the report: errors, survival measures, both along a request's life, the figures."""
     methods = {OWN_NAME: evaluation.own, **evaluation.comparators}
-    best = min(methods.values(), key=lambda result: result.errors.mae)
     lines = [
-        f"# Remaining-length prediction for {evaluation.provenance['model']}",
+        f"# Remaining-length forecasts for {evaluation.provenance['model']}",
         "",
         f"{evaluation.n_rows} test rows of {evaluation.n_requests} requests that no method "
-        f"trained on; {evaluation.censored_rows} rows of cut requests are left out. Errors are "
-        "in tokens; latency on one core.",
+        f"trained on, {evaluation.cut_rows} of them of requests that their max_tokens ended; "
+        f"{evaluation.left_out_rows} rows of requests cut otherwise are left out. The truth is "
+        "the tokens that came, and every forecast knows the cap. Errors are in tokens, of the "
+        "forecast's median; latency on one core.",
         "",
-        "| method | MAE | median AE | P90 AE | parameters | training | latency, batch 1 "
-        "| batch 10 |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *_errors(methods),
+        *_gain(evaluation),
+        *_survival(methods),
+        *_calibration(evaluation),
     ]
-    for name, result in methods.items():
-        mae = f"{result.errors.mae:.1f}"
-        lines.append(
-            f"| {LABELS[name]} | {f'**{mae}**' if result is best else mae} "
-            f"| {result.errors.median_ae:.1f} | {result.errors.p90_ae:.1f} "
-            f"| {_count(result.parameters)} | {result.training_seconds:.0f} s "
-            f"| {result.latency_ms_batch1:.2f} ms | {result.latency_ms_batch10:.2f} ms |"
-        )
-    if evaluation.comparators:
-        rival = min(evaluation.comparators.items(), key=lambda item: item[1].errors.mae)
-        change = 1 - evaluation.own.errors.mae / rival[1].errors.mae
-        compared = f"{abs(change):.1%} {'lower' if change >= 0 else 'higher'} than"
-        lines += ["", f"MAE {compared} the best comparator's, {LABELS[rival[0]]}."]
-    lines += _binned("tokens already generated", {n: m.by_generated for n, m in methods.items()})
-    lines += _binned("true length", {n: m.by_total for n, m in methods.items()})
+    by_age = {name: result.by_generated for name, result in methods.items()}
+    lines += _by_age("MAE", by_age, lambda age: f"{age.mae:.1f}")
+    lines += _by_age("integrated Brier score", by_age, lambda age: f"{age.scores.ibs:.3f}")
+    lines += _by_age("AUC of “ends within 80 tokens”", by_age, _auc_80)
+    lines += _by_age("concordance", by_age, lambda age: _optional(age.scores.concordance))
+    lines += _by_age("coverage of the 80% interval", by_age, _coverage_80)
+    lines += _by_total({name: result.by_total for name, result in methods.items()})
     if evaluation.notes:
         lines += ["", "## Notes", ""] + [f"- {note}" for note in evaluation.notes]
     lines += ["", *(f"![{path.stem}]({path.name})" for path in figures), ""]
     return "\n".join(lines)
 
 
-def draw_figures(
-    methods: Mapping[str, MethodResult],
-    remaining: npt.NDArray[np.int64],
-    predicted: npt.NDArray[np.float32],
-    folder: Path,
-) -> list[Path]:
-    """Draw the MAE along a request's life, and the predictions against the truth.
-
-    Args:
-        methods: results by name.
-        remaining: [n_rows] true remaining tokens.
-        predicted: [n_rows] the predictor's own predictions.
-        folder: where the PNG files go.
-
-    Returns:
-        Their paths.
-    """
-    from matplotlib.figure import Figure
-
-    errors = Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, bins, title in (
-        (errors.add_subplot(121), "by_generated", "tokens already generated"),
-        (errors.add_subplot(122), "by_total", "true length of the answer, tokens"),
-    ):
-        for name, result in methods.items():
-            found: list[BinnedError] = getattr(result, bins)
-            middles = [(b.low + b.high) / 2 for b in found]
-            own = name == OWN_NAME
-            axes.plot(
-                middles,
-                [b.mae for b in found],
-                marker="o" if own else ".",
-                linewidth=2.5 if own else 1.2,
-                color="#d1495b" if own else None,
-                zorder=3 if own else 2,
-                label=LABELS[name],
-            )
-        axes.set_xlabel(title)
-        axes.set_ylabel("MAE, tokens")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    errors.axes[0].legend(frameon=False, fontsize="small")
-    errors.suptitle("Error of the remaining length on the test split")
-
-    truth = Figure(figsize=(5, 4.6), layout="constrained")
-    axes = truth.add_subplot()
-    limit = float(max(remaining.max(), predicted.max()))
-    image = axes.hexbin(
-        remaining, predicted, gridsize=45, extent=(0, limit, 0, limit), bins="log", cmap="magma_r"
-    )
-    axes.plot([0, limit], [0, limit], color="0.4", linewidth=1)
-    axes.set_xlabel("true remaining tokens")
-    axes.set_ylabel("predicted remaining tokens")
-    axes.set_title(f"{LABELS[OWN_NAME]}, {len(remaining)} test rows")
-    truth.colorbar(image, label="rows")
-
-    paths = []
-    for name, figure in (("mae", errors), ("predicted_against_true", truth)):
-        path = folder / f"{name}.png"
-        with replace_file(path) as temporary:
-            figure.savefig(temporary, dpi=150, format="png")
-        paths.append(path)
-    return paths
-
-
-def _binned(key: str, methods: Mapping[str, list[BinnedError]]) -> list[str]:
-    bins = next(iter(methods.values()))
-    head = " | ".join(f"{b.low}–{b.high - 1}" for b in bins)
-    counts = " | ".join(str(b.rows) for b in bins)
-    lines = ["", f"## MAE by {key}", "", f"| {key} | {head} |", "|---|" + "---:|" * len(bins)]
-    lines.append(f"| rows | {counts} |")
-    for name, found in methods.items():
-        lines.append(f"| {LABELS[name]} | " + " | ".join(f"{b.mae:.1f}" for b in found) + " |")
+def _errors(methods: Mapping[str, MethodResult]) -> list[str]:
+    best = min(methods.values(), key=lambda result: result.errors.mae)
+    lines = [
+        "| method | MAE | median AE | P90 AE | MAE of the mean | MAE, ended by itself "
+        "| parameters | training | latency, batch 1 | batch 10 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, result in methods.items():
+        mae = f"{result.errors.mae:.1f}"
+        lines.append(
+            f"| {LABELS[name]} | {f'**{mae}**' if result is best else mae} "
+            f"| {result.errors.median_ae:.1f} | {result.errors.p90_ae:.1f} "
+            f"| {result.mae_mean:.1f} | {result.mae_ended:.1f} "
+            f"| {_count(result.parameters)} | {result.training_seconds:.0f} s "
+            f"| {result.latency_ms_batch1:.2f} ms | {result.latency_ms_batch10:.2f} ms |"
+        )
     return lines
+
+
+def _gain(evaluation: Evaluation) -> list[str]:
+    if not evaluation.comparators:
+        return []
+    name, rival = min(evaluation.comparators.items(), key=lambda item: item[1].errors.mae)
+    change = 1 - evaluation.own.errors.mae / rival.errors.mae
+    compared = f"{abs(change):.1%} {'lower' if change >= 0 else 'higher'} than"
+    lines = ["", f"MAE {compared} the best comparator's, {LABELS[name]}."]
+    if kaplan_meier := evaluation.comparators.get("kaplan_meier"):
+        change = 1 - evaluation.own.scores.ibs / kaplan_meier.scores.ibs
+        compared = f"{abs(change):.1%} {'below' if change >= 0 else 'above'}"
+        lines[-1] += f" Integrated Brier score {compared} {LABELS['kaplan_meier']}."
+    return lines
+
+
+def _survival(methods: Mapping[str, MethodResult]) -> list[str]:
+    heads = [f"AUC within {h}" for h in WITHIN] + [f"Brier within {h}" for h in WITHIN]
+    heads += [f"{level}% covers" for level in LEVELS]
+    lines = [
+        "",
+        "## As survival forecasts",
+        "",
+        f"| method | integrated Brier | concordance | pinball | {' | '.join(heads)} |",
+        "|---|" + "---:|" * (3 + len(heads)),
+    ]
+    for name, result in methods.items():
+        scores = result.scores
+        cells = [f"{scores.ibs:.4f}", _optional(scores.concordance), f"{scores.pinball:.1f}"]
+        cells += [_optional(scores.auc_within[str(h)]) for h in WITHIN]
+        cells += [f"{scores.brier_within[str(h)]:.3f}" for h in WITHIN]
+        covered = scores.coverage
+        cells += [f"{covered[str(level)]:.1%}" if covered else "–" for level in LEVELS]
+        lines.append(f"| {LABELS[name]} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "“Within h” asks whether the request ends within h tokens, on rows that may still "
+        "generate more than h. A point forecast is a step curve.",
+    ]
+    return lines
+
+
+def _calibration(evaluation: Evaluation) -> list[str]:
+    found = evaluation.calibration
+    if found is None:
+        return []
+    shares = " | ".join(f"{share:.1%}" for share in found.d_shares)
+    return [
+        "",
+        "## Calibration",
+        "",
+        "Share of requests whose end fell into each tenth of its forecast, at the end of their "
+        f"prefill (10% each when calibrated; chi-squared test p = {found.d_p_value:.3f}):",
+        "",
+        "| " + " | ".join(f"{i * 10}–{i * 10 + 10}%" for i in range(len(found.d_shares))) + " |",
+        "|" + "---:|" * len(found.d_shares),
+        f"| {shares} |",
+    ]
+
+
+def _by_age(
+    what: str, methods: Mapping[str, list[AgeScores]], cell: Callable[[AgeScores], str]
+) -> list[str]:
+    ages = next(iter(methods.values()))
+    rows = {
+        name: [cell(age) for age in found]
+        for name, found in methods.items()
+        if any(cell(age) != "–" for age in found)
+    }
+    return _binned(f"{what} by tokens already generated", ages, rows)
+
+
+def _by_total(methods: Mapping[str, list[BinnedError]]) -> list[str]:
+    rows = {name: [f"{bin.mae:.1f}" for bin in found] for name, found in methods.items()}
+    return _binned("MAE by length of the answer", next(iter(methods.values())), rows)
+
+
+def _binned(
+    title: str, bins: list[AgeScores] | list[BinnedError], rows: Mapping[str, list[str]]
+) -> list[str]:
+    head = " | ".join(f"{bin.low}–{bin.high - 1}" for bin in bins)
+    lines = ["", f"## {title}", "", f"| tokens | {head} |", "|---|" + "---:|" * len(bins)]
+    lines.append("| rows | " + " | ".join(str(bin.rows) for bin in bins) + " |")
+    for name, cells in rows.items():
+        lines.append(f"| {LABELS[name]} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _auc_80(age: AgeScores) -> str:
+    return _optional(age.scores.auc_within["80"])
+
+
+def _coverage_80(age: AgeScores) -> str:
+    return f"{age.scores.coverage['80']:.1%}" if age.scores.coverage else "–"
+
+
+def _optional(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def _count(parameters: int) -> str:

@@ -147,7 +147,7 @@ class SurvivalForecast:
         """
         end = self.age + self._left()
         alive, last = self._curve(self.age[:, None])[:, 0], self._curve(end[:, None])[:, 0]
-        area = self._integral(end) - self._integral(self.age) + (alive - last) / 2
+        area = self._integral(self.age) - self._integral(end) + (alive - last) / 2
         tokens = np.divide(area, alive, out=np.ones_like(area), where=alive > 0)
         return np.asarray(np.maximum(tokens, 1.0))
 
@@ -166,7 +166,8 @@ class SurvivalForecast:
         columns = []
         for level in np.atleast_1d(levels):
             target = (1 - level) * alive
-            above = (self.survival > target[:, None]).sum(axis=1)
+            # Rounding in a product must not push an exact level to the next step of a curve.
+            above = (self.survival > target[:, None] * (1 + 1e-9)).sum(axis=1)
             right = np.clip(above, 1, len(self.edges) - 1)
             rows = np.arange(len(self))
             high, low = self.survival[rows, right - 1], self.survival[rows, right]
@@ -226,16 +227,20 @@ class SurvivalForecast:
         reached: FloatArray = low + part * (high.astype(np.float64) - low)
         return reached
 
-    def _integral(self, end: FloatArray) -> FloatArray:
-        """The curve's integral from 0 to [n_requests] tokens."""
-        right = np.clip(np.searchsorted(self.edges, end, "right"), 1, len(self.edges) - 1)
+    def _integral(self, start: FloatArray) -> FloatArray:
+        """The curve's integral from [n_requests] tokens to its last edge.
+
+        Summed from that edge, so that the little that is left of an old request's curve is not
+        lost beside what is past.
+        """
+        rows = np.arange(len(self))
+        right = np.clip(np.searchsorted(self.edges, start, "right"), 1, len(self.edges) - 1)
         means = (self.survival[:, 1:].astype(np.float64) + self.survival[:, :-1]) / 2
-        whole = np.cumsum(means * np.diff(self.edges), axis=1)
-        before = np.concatenate([np.zeros((len(self), 1)), whole], axis=1)
-        left = right - 1
-        edge = np.minimum(end, self.edges[-1])
-        sides = self.survival[np.arange(len(self)), left] + self._curve(edge[:, None])[:, 0]
-        area = before[np.arange(len(self)), left] + sides / 2 * (edge - self.edges[left])
+        whole = np.cumsum((means * np.diff(self.edges))[:, ::-1], axis=1)[:, ::-1]
+        after = np.concatenate([whole, np.zeros((len(self), 1))], axis=1)
+        edge = np.minimum(start, self.edges[-1])
+        sides = self.survival[rows, right] + self._curve(edge[:, None])[:, 0]
+        area = after[rows, right] + sides / 2 * (self.edges[right] - edge)
         return np.asarray(area)
 
 

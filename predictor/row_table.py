@@ -58,6 +58,7 @@ class Requests:
             and a prompt driven again, share it and are never split apart.
         total_tokens: [n_requests] generated tokens.
         censored: [n_requests] whether the request was cut.
+        finish_reason: [n_requests] ``stop``, ``length`` (its ``max_tokens``), ``abort`` ...
         task: [n_requests].
         prompt_token_ids: [n_requests] token ids, or None where not recorded.
         output_token_ids: [n_requests] likewise.
@@ -67,6 +68,7 @@ class Requests:
     group: IntArray
     total_tokens: IntArray
     censored: npt.NDArray[np.bool_]
+    finish_reason: list[str]
     task: list[str]
     prompt_token_ids: list[list[int] | None]
     output_token_ids: list[list[int] | None]
@@ -127,6 +129,28 @@ class RowTable:
         """Return the rows whose remaining length is known."""
         return self.select(~self.censored)
 
+    def ran_to_their_end(self) -> "RowTable":
+        """Return the rows of requests that ended by themselves or at their ``max_tokens``.
+
+        What these generated is what a scheduler would have wanted to know. Those cut by a
+        leaving client or a stopping server say nothing of the kind.
+        """
+        whole = np.isin(self.requests.finish_reason, ("stop", "length"))
+        return self.select(whole[self.request])
+
+    def tokens_left(self) -> IntArray:
+        """Return max_tokens - n, [n_rows]: no request generates more.
+
+        Where a request's ``max_tokens`` is unknown (0), the largest of the table stands in.
+        """
+        cap = np.where(self.max_tokens > 0, self.max_tokens, self.max_tokens.max(initial=0))
+        return np.maximum(cap - self.generated_tokens, 1)
+
+    def counts(self) -> FloatArray:
+        """Return the token counts of `predictor.hidden_state_mlp.COUNTS`, [n_rows, 3]."""
+        columns = (self.generated_tokens, self.prompt_tokens, self.tokens_left())
+        return np.stack(columns, axis=1).astype(np.float32)
+
     def vectors(self) -> FloatArray:
         """Return all hidden states of this table, [n_rows, d]; they must fit in memory."""
         return self.hidden_states.take(self.vector)
@@ -176,6 +200,7 @@ def load_rows(dataset: Path) -> RowTable:
             group=group,
             total_tokens=requests.column("total_tokens").to_numpy().astype(np.int64),
             censored=requests.column("censored").to_numpy(),
+            finish_reason=requests.column("finish_reason").to_pylist(),
             task=requests.column("task").to_pylist(),
             prompt_token_ids=requests.column("prompt_token_ids").to_pylist(),
             output_token_ids=requests.column("output_token_ids").to_pylist(),

@@ -7,10 +7,16 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from predictor.export import ExportCheckpoint
+from predictor.regression_training import RemainingLengthTraining
 from predictor.rows_data_module import RowsDataModule
-from predictor.training import ExportCheckpoint, RemainingLengthTraining
+from predictor.survival_training import SurvivalTraining
+from predictor.training import PredictorTraining
 
-__all__ = ["train"]
+__all__ = ["TRAININGS", "train"]
+
+TRAININGS = (SurvivalTraining, RemainingLengthTraining)
+"""What ``--model`` may name."""
 
 
 class _TrainCLI(LightningCLI):
@@ -19,13 +25,13 @@ class _TrainCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the arguments that belong to neither model, data nor trainer."""
         parser.add_argument(
-            "--out", type=Path, default=Path("runs/star"), help="folder of the checkpoint"
+            "--out", type=Path, default=Path("runs/predictor"), help="folder of the checkpoint"
         )
         parser.add_argument(
             "--patience",
             type=int,
             default=10,
-            help="stop after so many epochs without a better validation MAE",
+            help="stop after so many epochs without a better validation figure",
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -33,8 +39,8 @@ class _TrainCLI(LightningCLI):
         chosen = self.config[self.subcommand] if self.subcommand else self.config
         out: Path = chosen["out"]
         callbacks = [
-            EarlyStopping("val_mae", patience=chosen["patience"]),
-            ModelCheckpoint(out / "training", monitor="val_mae", save_last=True),
+            EarlyStopping(self.model.monitor, patience=chosen["patience"]),
+            ModelCheckpoint(out / "training", monitor=self.model.monitor, save_last=True),
             ExportCheckpoint(out),
         ]
         kwargs["callbacks"] = callbacks + list(kwargs.get("callbacks") or [])
@@ -47,10 +53,15 @@ class _TrainCLI(LightningCLI):
 
 
 def train(arguments: list[str]) -> None:
-    """Run ``headway train fit|validate|test`` with Lightning's command line."""
+    """Run ``headway train fit|validate|test`` with Lightning's command line.
+
+    ``--model`` is SurvivalTraining or RemainingLengthTraining; the files in
+    ``configs/predictor/`` choose one.
+    """
     _TrainCLI(
-        RemainingLengthTraining,
+        PredictorTraining,
         RowsDataModule,
+        subclass_mode_model=True,
         args=arguments,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},

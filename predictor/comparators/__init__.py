@@ -8,6 +8,7 @@ from predictor.comparators.comparator import Comparator, row_token_ids
 from predictor.comparators.constant_median import ConstantMedian
 from predictor.comparators.kaplan_meier import KaplanMeier
 from predictor.comparators.prompt_self_report import PromptSelfReport
+from predictor.comparators.regressor import Regressor
 from predictor.comparators.text_regressor import FineTuning, TextRegressor
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FineTuning",
     "KaplanMeier",
     "PromptSelfReport",
+    "Regressor",
     "TextRegressor",
     "row_token_ids",
 ]
@@ -26,6 +28,8 @@ __all__ = [
 COMPARATORS: dict[str, Callable[..., Comparator]] = {
     "constant_median": ConstantMedian,
     "kaplan_meier": KaplanMeier,
+    "regressor": Regressor,
+    "regressor_cut_as_ended": Regressor,
     "prompt_self_report": PromptSelfReport,
     "auxiliary_encoder": AuxiliaryEncoder,
     "auxiliary_causal_lm": AuxiliaryCausalLM,

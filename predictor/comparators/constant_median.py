@@ -14,8 +14,8 @@ class ConstantMedian:
 
     .. math:: \hat y = \operatorname{median}_i y_i = \arg\min_c \sum_i |y_i - c|
 
-    so no constant has a lower mean absolute error on the training rows. Censored rows are
-    left out, since their remaining tokens are only a lower bound.
+    so no constant has a lower mean absolute error on the training rows. Rows of requests that
+    their ``max_tokens`` ended count with the tokens that came; those cut otherwise are left out.
     """
 
     name = "constant_median"
@@ -34,14 +34,14 @@ class ConstantMedian:
         return []
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Take the median of the uncensored training rows.
+        """Take the median of the training rows.
 
         Raises:
-            ValueError: every training row is censored, or there is none.
+            ValueError: no training request ran to its end.
         """
-        remaining = train.uncensored().remaining_tokens
+        remaining = train.ran_to_their_end().remaining_tokens
         if len(remaining) == 0:
-            raise ValueError(f"{self.name}: none of {len(train)} training rows is uncensored")
+            raise ValueError(f"{self.name}: no request of {len(train)} rows ran to its end")
         self._median = float(np.median(remaining))
 
     def predict(self, rows: RowTable) -> npt.NDArray[np.float32]:

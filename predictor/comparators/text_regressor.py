@@ -130,7 +130,7 @@ class TextRegressor:
 
         Raises:
             ValueError: token ids were not recorded, the rows are of another model, or one of
-                the two tables has no uncensored row.
+                the two tables has no request that ran to its end.
         """
         started = time.monotonic()
         settings = self._fine_tuning
@@ -161,9 +161,9 @@ class TextRegressor:
     def _subsample(
         self, part: str, rows: RowTable, limit: int, order: np.random.Generator
     ) -> RowTable:
-        known = rows.uncensored()
+        known = rows.ran_to_their_end()
         if len(known) == 0:
-            raise ValueError(f"{self.name}: none of {len(rows)} {part} rows is uncensored")
+            raise ValueError(f"{self.name}: no request of {len(rows)} {part} rows ran to its end")
         if len(known) > limit:
             logger.info("%s: %d of %d %s rows", self.name, limit, len(known), part)
         return known.select(order.permutation(len(known))[:limit])

@@ -39,7 +39,9 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["dataset", "--help"], ["inspect", "validate", "merge"]),
         (["evaluate", "--help"], ["--comparators", "checkpoint"]),
         (["tune", "--help"], ["--trials"]),
-        (["train", "fit", "--help"], ["--data.dataset", "--model.lr", "--patience"]),
+        (["train", "fit", "--help"], ["--data.dataset", "--model.help", "--patience"]),
+        (["train", "fit", "--model.help", "SurvivalTraining"], ["--model.limit", "--model.noise"]),
+        (["train", "fit", "--model.help", "RemainingLengthTraining"], ["--model.widths"]),
     ],
 )
 def test_help_teaches(
@@ -64,6 +66,9 @@ def test_every_configuration_file_is_accepted(
     printed = yaml.safe_load(capsys.readouterr().out)
     given = yaml.safe_load(config.read_text())
     assert set(given) <= set(printed)
+    if arguments[0] == "train":
+        for name, value in given["model"]["init_args"].items():
+            assert printed["model"]["init_args"][name] == value
 
 
 def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +91,10 @@ def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
         (["tune", "{tmp}/none"], "there is no such folder"),
         (["tune", "{tmp}/dataset", "--trials", "0"], "trials must be at least 1"),
         (["evaluate", "{tmp}/dataset", "{tmp}"], "no config.json, so this is no checkpoint"),
-        (["train", "fit", "--data.dataset", "{tmp}/none"], "there is no such folder"),
+        (
+            ["train", "fit", "--model", "SurvivalTraining", "--data.dataset", "{tmp}/none"],
+            "there is no such folder",
+        ),
     ],
 )
 def test_a_mistake_in_the_input_is_one_line(
@@ -102,6 +110,11 @@ def test_a_mistake_in_the_input_is_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
     assert error.startswith(f"headway {filled[0]}: ")
+
+
+@pytest.mark.parametrize("model", [[], ["--model.lr", "0.1"], ["--model", "PredictorTraining"]])
+def test_a_training_without_a_predictor_is_a_usage_error(model: list[str]) -> None:
+    assert exit_status("train", "fit", "--data.dataset", "dataset", *model) == 2
 
 
 def test_the_packages_import_without_vllm_or_torch() -> None:

@@ -17,6 +17,7 @@ from predictor.comparators import (
     row_token_ids,
 )
 from predictor.comparators.prompt_self_report import parse_length
+from predictor.evaluation_result import LABELS, OWN_NAME
 from predictor.row_table import HiddenStates, Requests, RowTable
 
 K = 20
@@ -24,7 +25,10 @@ MAX_TOKENS = 4096
 
 
 def rows_of(
-    total_tokens: list[int], censored: list[bool] | None = None, with_token_ids: bool = True
+    total_tokens: list[int],
+    censored: list[bool] | None = None,
+    with_token_ids: bool = True,
+    cut_by: str = "length",
 ) -> RowTable:
     """Return the rows that k = 20 gives for requests of these lengths: n = 0, 20, 40, ..."""
     cut = np.array(censored or [False] * len(total_tokens))
@@ -47,6 +51,7 @@ def rows_of(
             group=np.arange(len(totals)),
             total_tokens=totals,
             censored=cut,
+            finish_reason=[cut_by if was_cut else "stop" for was_cut in cut],
             task=["chat"] * len(totals),
             prompt_token_ids=[[1, 2, 3] if with_token_ids else None for _ in totals],
             output_token_ids=[list(range(n)) if with_token_ids else None for n in total_tokens],
@@ -73,15 +78,17 @@ def kaplan_meier(total_tokens: list[int], censored: list[bool], *ages: int) -> l
     return predicted.tolist()
 
 
-def test_constant_is_the_median_of_uncensored_rows() -> None:
-    # Rows: 40 -> 40, 20; 30 -> 30, 10; the cut request of 1000 tokens says nothing.
-    rows = rows_of([40, 30, 1000], [False, False, True])
+@pytest.mark.parametrize(("cut_by", "median"), [("abort", 25), ("length", 40)])
+def test_constant_is_the_median_of_the_tokens_that_came(cut_by: str, median: float) -> None:
+    # Rows: 40 -> 40, 20; 30 -> 30, 10; 100 -> 100, 80, 60, 40, 20 where max_tokens ended it.
+    # Left by its client at 100, it does not say what would have come.
+    rows = rows_of([40, 30, 100], [False, False, True], cut_by=cut_by)
     comparator = ConstantMedian()
     comparator.fit(rows, rows)
     predicted = comparator.predict(rows)
     assert predicted.shape == (len(rows),)
     assert predicted.dtype == np.float32
-    assert set(predicted.tolist()) == {25.0}
+    assert set(predicted.tolist()) == {median}
 
 
 def test_kaplan_meier_by_hand_without_cuts() -> None:
@@ -105,9 +112,26 @@ def test_kaplan_meier_agrees_with_a_published_curve() -> None:
     assert kaplan_meier(ended + cut, flags, 0) == [23]
 
 
-def test_kaplan_meier_falls_back_to_the_longest_length_seen() -> None:
+def test_kaplan_meier_expects_max_tokens_where_half_the_requests_were_cut() -> None:
     totals, cut = [10, 500, 500, 500], [False, True, True, True]
-    assert kaplan_meier(totals, cut, 0, 100, 500, 900) == [500, 400, 0, 0]
+    left = [MAX_TOKENS - age for age in (0, 100, 500, 900)]
+    assert kaplan_meier(totals, cut, 0, 100, 500, 900) == left
+
+
+def test_kaplan_meier_forecasts_the_conditional_curve_to_max_tokens() -> None:
+    # S = 3/4, 1/2 at 10 and 20; two of the four were cut at 30.
+    rows = rows_of([10, 20, 30, 30], [False, False, True, True])
+    comparator = KaplanMeier()
+    comparator.fit(rows, rows)
+    fresh, aged = at_age(rows, 0), at_age(rows, 10)
+    fresh.max_tokens[:] = aged.max_tokens[:] = 50
+    h = [0, 9, 10, 20, 39, 40, 49, 50]
+    np.testing.assert_allclose(
+        comparator.forecast(fresh).at(h)[0], [1, 1, 3 / 4, 1 / 2, 1 / 2, 1 / 2, 1 / 2, 0]
+    )
+    np.testing.assert_allclose(
+        comparator.forecast(aged).at(h)[0], [1, 1, 2 / 3, 2 / 3, 2 / 3, 0, 0, 0]
+    )
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
@@ -161,12 +185,15 @@ def test_predicting_before_fitting_is_refused(
         comparator().predict(rows_of([50]))
 
 
-@pytest.mark.parametrize("comparator", [ConstantMedian, PromptSelfReport])
-def test_only_cut_requests_are_refused(
-    comparator: Callable[[], ConstantMedian | PromptSelfReport],
+@pytest.mark.parametrize(
+    ("comparator", "message"),
+    [(ConstantMedian, "no request of 6 rows ran to its end"), (PromptSelfReport, "uncensored")],
+)
+def test_only_requests_that_clients_left_are_refused(
+    comparator: Callable[[], ConstantMedian | PromptSelfReport], message: str
 ) -> None:
-    rows = rows_of([50, 60], [True, True])
-    with pytest.raises(ValueError, match="uncensored"):
+    rows = rows_of([50, 60], [True, True], cut_by="abort")
+    with pytest.raises(ValueError, match=message):
         comparator().fit(rows, rows)
 
 
@@ -186,12 +213,18 @@ def test_first_number_of_an_answer(answer: str, length: int | None) -> None:
 
 
 def test_registry_names_what_it_builds() -> None:
-    assert {name: COMPARATORS[name]().name for name in list(COMPARATORS)[:3]} == {
-        "constant_median": "constant_median",
-        "kaplan_meier": "kaplan_meier",
-        "prompt_self_report": "prompt_self_report",
-    }
-    assert list(COMPARATORS)[3:] == ["auxiliary_encoder", "auxiliary_causal_lm"]
+    for name in ("constant_median", "kaplan_meier", "prompt_self_report"):
+        assert COMPARATORS[name]().name == name
+    assert list(COMPARATORS) == [
+        "constant_median",
+        "kaplan_meier",
+        "regressor",
+        "regressor_cut_as_ended",
+        "prompt_self_report",
+        "auxiliary_encoder",
+        "auxiliary_causal_lm",
+    ]
+    assert {*COMPARATORS, OWN_NAME} == set(LABELS), "each has a label for tables and figures"
 
 
 def test_parameters_of_methods_without_a_model() -> None:
