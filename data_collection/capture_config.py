@@ -1,11 +1,13 @@
 """What to capture, as given to vLLM's own ``--additional-config``."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 __all__ = ["CaptureConfig", "RecordConfig", "read_capture_config"]
+
+Config = TypeVar("Config", bound="CaptureConfig")
 
 _SECTION = "headway"
 
@@ -45,8 +47,13 @@ class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record: RecordConfig | None = None
 
 
-def read_capture_config(additional_config: Mapping[str, Any]) -> CaptureConfig:
+def read_capture_config(additional_config: Mapping[str, Any], config_type: type[Config]) -> Config:
     """Validate the ``headway`` section of vLLM's additional configuration.
+
+    Args:
+        additional_config: what was given to vLLM.
+        config_type: what the section is read as: `CaptureConfig`, or more for a worker that
+            can do more.
 
     Raises:
         ValueError: the section is missing, a key is unknown (the message names the known
@@ -59,10 +66,10 @@ def read_capture_config(additional_config: Mapping[str, Any]) -> CaptureConfig:
         )
     section = additional_config[_SECTION]
     try:
-        return msgspec.convert(section, CaptureConfig)
+        return msgspec.convert(section, config_type)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"--additional-config, section {_SECTION!r}: {error}. Known keys: "
-            f"{', '.join(CaptureConfig.__struct_fields__)}; "
+            f"--additional-config, section {_SECTION!r}: {error}. Keys known to this worker: "
+            f"{', '.join(config_type.__struct_fields__)}; "
             f"in 'record': {', '.join(RecordConfig.__struct_fields__)}"
         ) from error

@@ -1,12 +1,16 @@
 """What the capture hook hands on: rows of hidden states, and the ends of requests."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
 
-__all__ = ["CapturedRows", "FinishedRequest", "RowConsumer"]
+__all__ = ["Cadence", "CapturedRows", "FinishedRequest", "RowConsumer"]
+
+Cadence = Literal["request", "step"]
+"""When rows are captured: whenever a request's own n is a multiple of k; or of every running
+request together on each k-th engine step. Both capture the end of every prefill, n = 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,7 @@ class CapturedRows:
         request_ids: [n_rows] ids inside the engine.
         prompt_tokens: [n_rows] prompt lengths.
         generated_tokens: [n_rows] tokens generated before this step's sample.
+        max_tokens: [n_rows] the cap each request asked for; 0 when unknown.
         hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
             engine's device and in the model's dtype. A copy: it may be kept.
     """
@@ -26,6 +31,7 @@ class CapturedRows:
     request_ids: list[str]
     prompt_tokens: list[int]
     generated_tokens: list[int]
+    max_tokens: list[int]
     hidden_states: torch.Tensor
 
 
@@ -56,8 +62,13 @@ class FinishedRequest(msgspec.Struct, frozen=True):
 class RowConsumer(Protocol):
     """Something that wants the captured rows: a recorder, a forecaster.
 
-    All three are called on the engine's thread and must return at once.
+    Its methods are called on the engine's thread and must return at once.
+
+    Attributes:
+        cadence: which rows it wants.
     """
+
+    cadence: Cadence
 
     def on_rows(self, rows: CapturedRows) -> None:
         """Take the rows of one step."""

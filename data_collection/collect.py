@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_collection.arrivals import Arrivals
-from data_collection.capture_config import read_capture_config
+from data_collection.capture_config import CaptureConfig, read_capture_config
 from data_collection.dataset_card import write_card
 from data_collection.dataset_schema import DatasetError, read_sessions, requests_files
 from data_collection.models import ModelIdentity, identify, resolve_model
@@ -123,7 +123,7 @@ def collect(
             "record": {**recording, "flush_seconds": record.flush_seconds},
         }
     }
-    read_capture_config(capture)
+    read_capture_config(capture, CaptureConfig)
     done = done_prompts(out, sampling.n)
     to_do = [prompt for prompt in everything if prompt.id not in done]
     if len(to_do) < len(everything):

@@ -18,7 +18,7 @@ import torch
 
 from data_collection.atomic_file import replace_file
 from data_collection.capture_config import RecordConfig
-from data_collection.captured_rows import CapturedRows, FinishedRequest
+from data_collection.captured_rows import Cadence, CapturedRows, FinishedRequest
 from data_collection.dataset_card import write_card
 from data_collection.dataset_schema import (
     REQUESTS_SCHEMA,
@@ -42,6 +42,7 @@ class _OpenRequest:
     """Rows of a request that has not ended, in the order they came."""
 
     prompt_tokens: int
+    max_tokens: int
     steps: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
     vectors: list[npt.NDArray[Any]] = field(default_factory=list)
@@ -76,6 +77,8 @@ class Recorder:
     Raises:
         DatasetError: the folder holds a dataset of another model, layer, dtype or k.
     """
+
+    cadence: Cadence = "request"
 
     def __init__(self, config: RecordConfig, session: Session) -> None:
         self._config = config
@@ -205,7 +208,9 @@ class Recorder:
                 continue
             request = self._open.get(request_id)
             if request is None:
-                request = self._open[request_id] = _OpenRequest(rows.prompt_tokens[i])
+                request = self._open[request_id] = _OpenRequest(
+                    rows.prompt_tokens[i], rows.max_tokens[i]
+                )
             request.steps.append(rows.step)
             request.generated.append(rows.generated_tokens[i])
             request.vectors.append(stored[i].copy())
@@ -228,7 +233,9 @@ class Recorder:
         Asynchronous scheduling runs a request one step past its end, so rows with
         n >= total are dropped; a row captured again after preemption replaces the first.
         """
-        request = self._open.pop(finished.request_id, None) or _OpenRequest(finished.prompt_tokens)
+        request = self._open.pop(finished.request_id, None) or _OpenRequest(
+            finished.prompt_tokens, finished.max_tokens
+        )
         latest = {n: i for i, n in enumerate(request.generated) if n < finished.total_tokens}
         order = [latest[n] for n in sorted(latest)]
         generated = np.array([request.generated[i] for i in order], dtype=np.int32)
@@ -284,7 +291,7 @@ class Recorder:
                     finish_reason=SERVER_STOPPED,
                     prompt_tokens=request.prompt_tokens,
                     total_tokens=max(request.generated) + 1,
-                    max_tokens=0,
+                    max_tokens=request.max_tokens,
                     prompt_token_ids=None,
                     output_token_ids=[],
                     extra_args={},

@@ -80,7 +80,9 @@ def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
         prompt_tokens = request.prompt_len
         # The V2 runner sees a request resumed after preemption as a new one.
         known = len(request.prefill_token_ids) if request.prefill_token_ids else prompt_tokens
-        hook.request_added(request.req_id, prompt_tokens)
+        sampling = request.sampling_params
+        max_tokens = (sampling.max_tokens or 0) if sampling else 0
+        hook.request_added(request.req_id, prompt_tokens, max_tokens)
         hook.request_scheduled(
             request.req_id,
             request.num_computed_tokens,

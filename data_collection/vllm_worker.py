@@ -42,6 +42,9 @@ __all__ = ["HeadwayWorker"]
 class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
     """The platform's worker, with a capture hook after every forward pass."""
 
+    config_type: type[CaptureConfig] = CaptureConfig
+    """What the ``headway`` section of ``--additional-config`` may hold."""
+
     _hook: CaptureHook | None = None
     _recorder: Recorder | None = None
     _armed = True
@@ -55,17 +58,15 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
                 f"Headway reads the internals of vLLM {SUPPORTED_VLLM}x, this is {found}"
             )
         refuse_unsupported(vllm_config)
-        self._capture = read_capture_config(vllm_config.additional_config)
+        self._capture = read_capture_config(vllm_config.additional_config, self.config_type)
+        self._generated: dict[str, int] = {}
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as usual, then arm the hook: warm-up steps carry no requests."""
         result = super().compile_or_warm_up_model()
-        pp_group = get_pp_group()
-        if is_recording_rank(
-            get_tensor_model_parallel_rank(), pp_group.rank_in_group, pp_group.world_size
-        ):
-            self._hook = CaptureHook(self._capture.k, self._consumers(self._capture))
+        if self.is_recording_rank():
+            self._hook = CaptureHook(self._capture.k, self.consumers(), self._generated)
         return result
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -87,6 +88,13 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             self._hook = None
         super().shutdown()
 
+    def is_recording_rank(self) -> bool:
+        """Whether this worker of a model-parallel group captures."""
+        pp_group = get_pp_group()
+        return is_recording_rank(
+            get_tensor_model_parallel_rank(), pp_group.rank_in_group, pp_group.world_size
+        )
+
     def headway_arm(self, armed: bool) -> None:
         """Switch capture off and on between requests, to measure what it costs."""
         self._armed = armed
@@ -101,10 +109,11 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         }
         return status | (self._recorder.status() if self._recorder else {})
 
-    def _consumers(self, capture: CaptureConfig) -> list[RowConsumer]:
+    def consumers(self) -> list[RowConsumer]:
+        """Build what receives the rows; called once, after warm-up, on the recording rank."""
         consumers: list[RowConsumer] = []
-        if capture.record is not None:
-            self._recorder = Recorder(capture.record, self._session(capture))
+        if self._capture.record is not None:
+            self._recorder = Recorder(self._capture.record, self._session(self._capture))
             consumers.append(self._recorder)
         return consumers
 

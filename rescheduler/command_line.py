@@ -13,8 +13,11 @@ _VERBS: dict[str, tuple[str, str]] = {
     "collect": ("data_collection.collect:collect", "collect a dataset from a model in vLLM"),
     "dataset": ("", "inspect, validate or merge datasets"),
     "train": ("predictor.train_command:train", "train a predictor with Lightning"),
-    "tune": ("predictor.tuning:tune", "search depth, widths, learning rate and batch size"),
+    "tune": ("predictor.tuning:tune", "search a predictor's shape and training"),
     "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
+    "watch": ("rescheduler.watch:watch", "show what running requests will still generate"),
+    "recalibrate": ("rescheduler.recalibrate:recalibrate", "mend a predictor from what it served"),
+    "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
 }
 
 _DATASET_VERBS = {
@@ -32,8 +35,11 @@ Forecast how many tokens every running LLM request still has to generate.
 
 A first round, on the embedded model:
   headway collect runs/demo --config configs/collect/quick.yaml
-  headway train fit --config configs/predictor/star.yaml --data.dataset runs/demo --out runs/star
-  headway evaluate runs/demo runs/star
+  headway train fit --config configs/predictor/survival.yaml --data.dataset runs/demo
+  headway evaluate runs/demo runs/survival
+
+Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):
+  headway watch --connect tcp://127.0.0.1:5557
 
 Every verb takes --help, --config FILE.yaml and --print_config.
 """
@@ -68,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:<10}{text}" for verb, (_, text) in _VERBS.items()]
+    lines = [f"  {verb:<12}{text}" for verb, (_, text) in _VERBS.items()]
     return _USAGE.format(verbs="\n".join(lines))
 
 

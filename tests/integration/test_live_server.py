@@ -3,12 +3,10 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from serving import free_port, post, wait_until_ready
 
 from data_collection.dataset_schema import read_sessions
 from data_collection.validate_dataset import validate
 from predictor.row_table import RowTable, load_rows
-
-START_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -33,22 +30,11 @@ class Served:
     dataset: Path
 
 
-def post(port: int, path: str, body: dict[str, Any], **options: Any) -> Any:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    return urllib.request.urlopen(request, **options)
-
-
 @pytest.fixture(scope="module")
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("live")
     dataset = folder / "dataset"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = {"headway": {"k": 5, "record": {"path": str(dataset), "flush_seconds": 1}}}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
@@ -72,18 +58,6 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-
-
-def wait_until_ready(port: int, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-4000:])
 
 
 def talk(port: int) -> dict[str, dict[str, Any]]:

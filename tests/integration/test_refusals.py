@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from data_collection.capture_config import read_capture_config
+from data_collection.capture_config import CaptureConfig, read_capture_config
 from data_collection.collect import engine_arguments
 from data_collection.vllm_adapter import is_recording_rank, refuse_unsupported
 
@@ -58,12 +58,12 @@ def test_prefill_context_parallelism_is_refused(smollm2: Path) -> None:
 )
 def test_the_capture_section_is_validated(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_capture_config({"headway": section})
+        read_capture_config({"headway": section}, CaptureConfig)
 
 
 def test_a_missing_capture_section_shows_one() -> None:
     with pytest.raises(ValueError, match=r"no 'headway' section; give for example"):
-        read_capture_config({"headwy": {}})
+        read_capture_config({"headwy": {}}, CaptureConfig)
 
 
 def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records() -> None:

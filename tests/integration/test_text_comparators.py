@@ -1,5 +1,6 @@
 """Comparators that read text, with real MiniLM and SmolLM2 weights on a handful of rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def rows(tokenizer: Any) -> RowTable:
             group=np.arange(len(CONVERSATIONS)),
             total_tokens=totals,
             censored=np.zeros(len(CONVERSATIONS), dtype=np.bool_),
+            finish_reason=["stop"] * len(CONVERSATIONS),
             task=["chat"] * len(CONVERSATIONS),
             prompt_token_ids=prompts,
             output_token_ids=outputs,
@@ -128,11 +130,10 @@ def test_max_minutes_stops_training(rows: RowTable) -> None:
     assert len(comparator.training_loss) == len(comparator.validation_mae) == 1
 
 
-def test_cut_requests_are_left_out_of_training(rows: RowTable) -> None:
-    rows = rows.select(np.arange(len(rows)))
-    rows.censored[:] = True
-    with pytest.raises(ValueError, match="none of 12 training rows is uncensored"):
-        AuxiliaryEncoder().fit(rows, rows)
+def test_requests_that_clients_left_are_left_out_of_training(rows: RowTable) -> None:
+    left = replace(rows.requests, finish_reason=["abort"] * len(CONVERSATIONS))
+    with pytest.raises(ValueError, match="no request of 12 training rows ran to its end"):
+        AuxiliaryEncoder().fit(replace(rows, requests=left), rows)
 
 
 def test_limits_of_the_models_are_enforced() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import vllm
-from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
@@ -70,11 +72,16 @@ def test_the_installed_version_is_the_supported_one() -> None:
             SchedulerOutput,
             {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
         ),
-        (NewRequestData, {"req_id", "num_computed_tokens", "prefill_token_ids"}),
+        (
+            NewRequestData,
+            {"req_id", "num_computed_tokens", "prefill_token_ids", "sampling_params"},
+        ),
+        (ModelRunnerOutput, {"req_ids"}),
+        (CacheConfig, {"num_gpu_blocks"}),
         (CachedRequestData, {"req_ids", "num_computed_tokens", "num_output_tokens"}),
         (VllmConfig, {"speculative_config", "additional_config", "model_config"}),
-        (SchedulerConfig, {"scheduler_cls", "async_scheduling"}),
-        (ParallelConfig, {"prefill_context_parallel_size"}),
+        (SchedulerConfig, {"scheduler_cls", "async_scheduling", "max_num_seqs"}),
+        (ParallelConfig, {"prefill_context_parallel_size", "data_parallel_rank"}),
         (ModelConfig, {"model", "dtype", "runner"}),
     ],
 )
@@ -92,22 +99,33 @@ def test_properties_and_methods_we_read() -> None:
     assert callable(ModelConfig.get_hidden_size)
 
 
-def test_scheduler_output_takes_an_extra_attribute() -> None:
-    assert not hasattr(SchedulerOutput, "__slots__")
-    assert "slots" not in inspect.getsource(SchedulerOutput).split("class ")[0]
+@pytest.mark.parametrize("structure", [SchedulerOutput, ModelRunnerOutput])
+def test_outputs_take_an_extra_attribute(structure: type) -> None:
+    assert not hasattr(structure, "__slots__")
+    assert "slots" not in inspect.getsource(structure).split("class ")[0]
+
+
+def test_what_the_gauges_read_of_the_scheduler() -> None:
+    names = attributes_set_in("v1.core.sched.scheduler", "Scheduler")
+    assert {"running", "waiting", "requests", "kv_cache_manager", "cache_config"} <= names
+    assert "block_size" in names
+    assert isinstance(KVCacheManager.usage, property)
 
 
 @pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
 def test_scheduler_hooks(scheduler: type[Scheduler]) -> None:
     assert "request" in inspect.signature(scheduler._free_request).parameters
     assert callable(scheduler.schedule)
+    parameters = inspect.signature(scheduler.update_from_output).parameters
+    assert {"scheduler_output", "model_runner_output"} <= set(parameters)
     assert "vllm_config" in inspect.signature(Scheduler.__init__).parameters
 
 
 def test_worker_hooks() -> None:
     assert "scheduler_output" in inspect.signature(Worker.execute_model).parameters
-    for name in ("compile_or_warm_up_model", "shutdown"):
+    for name in ("compile_or_warm_up_model", "shutdown", "load_model", "sample_tokens"):
         assert callable(getattr(Worker, name))
+    assert callable(AsyncModelRunnerOutput.get_output)
 
 
 def test_v1_runner_state() -> None:

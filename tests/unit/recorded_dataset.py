@@ -48,6 +48,7 @@ def step_rows(
         request_ids=list(generated),
         prompt_tokens=[11] * len(generated),
         generated_tokens=list(generated.values()),
+        max_tokens=[100] * len(generated),
         hidden_states=torch.from_numpy(hidden.astype(np.float32)),
     )
 

@@ -1,0 +1,161 @@
+"""CURVE keys of the telemetry: who may send and hear it once it leaves the machine."""
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.auth import create_certificates, load_certificate
+from zmq.auth.thread import ThreadAuthenticator
+
+from predictor.live.telemetry_messages import TelemetryError
+
+__all__ = [
+    "apply_curve",
+    "create_keys",
+    "is_loopback",
+    "keys",
+    "refuse_open_endpoint",
+]
+
+Side = Literal["engine", "watcher"]
+
+_OTHER: dict[Side, Side] = {"engine": "watcher", "watcher": "engine"}
+_DOMAIN = "headway"
+_IPV4_LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
+
+
+def keys(folder: Path) -> None:
+    """Make the keys that telemetry needs when it leaves the machine.
+
+    Args:
+        folder: new or empty folder for the keys of the engines and of the watcher.
+    """
+    create_keys(folder)
+    print(
+        f"wrote two pairs of keys to {folder}\n"
+        "  machines with engines need:      engine.key_secret, watcher.key\n"
+        "  the machine that watches needs:  watcher.key_secret, engine.key\n"
+        "Copy them over a safe channel; whoever has a .key_secret file is that side."
+    )
+
+
+def create_keys(folder: Path) -> None:
+    """Write ``engine.key``, ``watcher.key`` and their ``.key_secret`` to a folder of mode 0700.
+
+    Raises:
+        TelemetryError: the folder is not empty: keys in use are never overwritten.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise TelemetryError(f"{folder}: not empty; give keys a new folder of their own")
+    folder.chmod(0o700)
+    for side in _OTHER:
+        _, secret = create_certificates(folder, side)
+        Path(secret).chmod(0o600)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Return whether only this machine reaches a ZMQ endpoint.
+
+    That is ``ipc://``, ``inproc://``, and TCP on 127.0.0.0/8, ``localhost`` or ``[::1]``.
+    """
+    scheme, _, address = endpoint.partition("://")
+    if scheme in ("ipc", "inproc"):
+        return True
+    host = address.rpartition(":")[0]  # of `source;destination` neither parses
+    if scheme != "tcp" or not host:
+        return False
+    if host == "localhost" or host == "[::1]":
+        return True
+    try:
+        return ipaddress.IPv4Address(host) in _IPV4_LOOPBACK
+    except ValueError:
+        return False
+
+
+def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
+    """Refuse to send or hear telemetry off the loopback without keys.
+
+    Raises:
+        TelemetryError: names the endpoint and the remedy.
+    """
+    if keys is None and not is_loopback(endpoint):
+        raise TelemetryError(
+            f"{endpoint}: telemetry leaves the machine only with keys. Make them with "
+            "`headway keys DIR` and give DIR as keys to both sides, or use an endpoint on "
+            "127.0.0.1"
+        )
+
+
+def apply_curve(
+    socket: zmq.Socket[bytes], folder: Path | str, side: Side, serves: bool
+) -> ThreadAuthenticator | None:
+    """Encrypt a socket with CURVE and let it talk to the other side only.
+
+    Call it before the socket binds or connects. Whoever connects knows the server by its
+    public key. Whoever binds asks ZAP, ZeroMQ's handler of admissions, to admit the other
+    side's public key and nothing else. A context has one such handler: give every socket
+    that binds with keys a context of its own. Without a running handler, every peer is refused.
+
+    Args:
+        socket: not yet bound or connected.
+        folder: made by `create_keys`; ``SIDE.key_secret`` and the other side's ``.key`` are
+            read.
+        side: whose socket it is.
+        serves: whether it binds; all sockets that connect to it must then not serve.
+
+    Returns:
+        The running handler, where it serves: stop it after the socket is closed and before
+        its context is terminated.
+
+    Raises:
+        TelemetryError: a key file is missing or damaged, or the context has a handler.
+    """
+    public, secret = _load(Path(folder) / f"{side}.key_secret")
+    other, _ = _load(Path(folder) / f"{_OTHER[side]}.key")
+    if secret is None:
+        raise TelemetryError(f"{folder}/{side}.key_secret: holds no secret key")
+    try:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        if not serves:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, other)
+            return None
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handler: nobody, not everybody
+    except zmq.ZMQError as error:
+        raise TelemetryError(f"{folder}: damaged keys of the {side}: {error}") from error
+    authenticator = ThreadAuthenticator(socket.context)
+    authenticator.configure_curve_callback(_DOMAIN, _OneKey(other))
+    try:
+        authenticator.start()
+    except zmq.ZMQError as error:
+        raise TelemetryError(
+            "another socket of this ZMQ context binds with keys: give each a context of its own"
+        ) from error
+    return authenticator
+
+
+class _OneKey:
+    """Admits one public key, as `ThreadAuthenticator` asks for it."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a peer with this public key may connect."""
+        return key == self._key
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    if not path.is_file():
+        raise TelemetryError(
+            f"{path}: no such key; make a folder of keys with `headway keys DIR`, and copy the "
+            "files it names to the other machine"
+        )
+    try:
+        return load_certificate(path)
+    except ValueError as error:
+        raise TelemetryError(f"{path}: a damaged key: {error}") from error

@@ -1,0 +1,171 @@
+"""Predict for all running requests of an engine in one batch."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_collection.captured_rows import Cadence, CapturedRows, FinishedRequest
+from predictor.hidden_state_mlp import RequestRows
+from predictor.live.engine_forecasts import EngineForecasts
+from predictor.live.telemetry_publisher import TelemetryPublisher
+from predictor.survival_mlp import SurvivalMLP
+
+__all__ = ["Forecaster"]
+
+_UNKNOWN = 2**31
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnTheWay:
+    """Curves whose copy to the host may still be under way."""
+
+    rows: CapturedRows
+    tokens_left: list[int]
+    curves: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def has_arrived(self) -> bool:
+        """Whether the copy is done."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
+class Forecaster:
+    """A `RowConsumer` that forecasts every running request each k-th step, and each new one.
+
+    All memory it needs on the device is taken when it is made, so that vLLM's profiling
+    counts it: the weights, and one batch of inputs. On a GPU the network runs as a CUDA
+    graph, one for each power of two up to the largest batch, and the curves are copied to
+    the host on a side stream; they are handed on when they have arrived, at the next step at
+    the latest. On a CPU it computes on one thread.
+
+    Args:
+        predictor: on the CPU; it is moved to the device.
+        device: the engine's.
+        max_requests: most requests in a step (``max_num_seqs``).
+        publisher: where forecasts and ends are told, if anywhere.
+    """
+
+    cadence: Cadence = "step"
+
+    def __init__(
+        self,
+        predictor: SurvivalMLP,
+        device: torch.device,
+        max_requests: int,
+        publisher: TelemetryPublisher | None,
+    ) -> None:
+        self._predictor = predictor
+        self._edges = predictor.edges.double().numpy().copy()
+        predictor.to(device)
+        predictor.requires_grad_(False)
+        self._device = device
+        self._publisher = publisher
+        self.handing_on_seconds = 0.0
+        self._pending: deque[_OnTheWay] = deque()
+        largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
+        self._sizes = sorted({*(size for size in _BUCKETS if size < largest), largest})
+        self._inputs = RequestRows(
+            torch.zeros(largest, predictor.hidden_size, device=device),
+            torch.zeros(largest, 3, device=device),
+        )
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._capture_graphs()
+
+    def on_rows(self, rows: CapturedRows) -> None:
+        """Predict for the rows of a step and start the curves' way to the host."""
+        left = [
+            max(1, cap - n) if cap else _UNKNOWN
+            for cap, n in zip(rows.max_tokens, rows.generated_tokens, strict=True)
+        ]
+        counts = torch.tensor(
+            [rows.generated_tokens, rows.prompt_tokens, left], dtype=torch.float32
+        ).T
+        if self._device.type == "cuda":
+            self._predict_on_gpu(rows, counts, left)
+        else:
+            inputs = RequestRows(rows.hidden_states.float(), counts)
+            with torch.inference_mode():
+                curves = _on_one_thread(lambda: self._predictor.survival(inputs))
+            self._pending.append(_OnTheWay(rows, left, curves, None))
+
+    def on_finished(self, finished: list[FinishedRequest]) -> None:
+        """Tell of requests that ended."""
+        if self._publisher is not None:
+            self._publisher.finished(finished)
+
+    def take_arrived(self) -> list[EngineForecasts]:
+        """Return the forecasts that have reached the host since the last call, and tell them."""
+        started = time.thread_time()
+        arrived = []
+        while self._pending and self._pending[0].has_arrived():
+            arrived.append(self._as_forecasts(self._pending.popleft()))
+        if self._publisher is not None:
+            for forecasts in arrived:
+                self._publisher.forecasts(forecasts)
+        self.handing_on_seconds += time.thread_time() - started
+        return arrived
+
+    def close(self) -> None:
+        """Stop the telemetry."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _as_forecasts(self, item: _OnTheWay) -> EngineForecasts:
+        rows = item.rows
+        curves = item.curves.numpy().astype(np.float64)
+        return EngineForecasts(
+            step=rows.step,
+            request_ids=rows.request_ids,
+            prompt_tokens=rows.prompt_tokens,
+            generated_tokens=rows.generated_tokens,
+            tokens_left=item.tokens_left,
+            edges=self._edges,
+            survival=self._predictor.recalibration.apply(curves),
+        )
+
+    def _predict_on_gpu(self, rows: CapturedRows, counts: torch.Tensor, left: list[int]) -> None:
+        n = len(rows.request_ids)
+        size = next(size for size in self._sizes if size >= n)
+        self._inputs.hidden_states[:n].copy_(rows.hidden_states)
+        self._inputs.counts[:n].copy_(counts.pin_memory(), non_blocking=True)
+        graph, curves = self._graphs[size]
+        graph.replay()
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copy_stream):
+            on_host = torch.empty((n, curves.shape[1]), dtype=curves.dtype, pin_memory=True)
+            on_host.copy_(curves[:n], non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._copy_stream)
+        # The next replay overwrites the graph's output: it must wait for this copy.
+        torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
+        self._pending.append(_OnTheWay(rows, left, on_host, copied))
+
+    def _capture_graphs(self) -> None:
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                inputs = RequestRows(self._inputs.hidden_states[:size], self._inputs.counts[:size])
+                self._predictor.survival(inputs)  # warm up what a capture may not allocate
+                torch.cuda.synchronize(self._device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    curves = self._predictor.survival(inputs)
+                self._graphs[size] = (graph, curves)
+
+
+def _on_one_thread(call: Callable[[], Any]) -> Any:
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return call()
+    torch.set_num_threads(1)
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(threads)

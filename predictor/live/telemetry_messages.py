@@ -1,0 +1,204 @@
+"""What an engine tells of its running requests, as typed MessagePack; never pickle.
+
+A ZMQ message is two frames: `TOPIC`, which names the version of this schema, and one of
+`Snapshot`, `Forecasts` and `Finished`.
+"""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "TOPIC",
+    "Finished",
+    "FinishedEvent",
+    "Forecasts",
+    "Gauges",
+    "Message",
+    "RequestForecast",
+    "Snapshot",
+    "TelemetryError",
+    "decode_message",
+    "decode_survival",
+    "encode_message",
+    "encode_survival",
+]
+
+TOPIC = b"headway/1"
+"""The first frame of every message: name and version of the schema."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+_SCALE = 65_535
+
+
+class TelemetryError(ValueError):
+    """Bytes that are no telemetry message."""
+
+
+class Gauges(msgspec.Struct, frozen=True, array_like=True):
+    """State of an engine.
+
+    Attributes:
+        running: requests in the running batch.
+        waiting: requests that wait to be scheduled.
+        kv_usage: share of the KV cache in use, 0 to 1.
+        kv_capacity_tokens: tokens the KV cache holds.
+    """
+
+    running: Count = 0
+    waiting: Count = 0
+    kv_usage: float = 0.0
+    kv_capacity_tokens: Count = 0
+
+
+class RequestForecast(msgspec.Struct, frozen=True, array_like=True):
+    """A running request and its latest forecast.
+
+    Attributes:
+        request_id: id inside the engine.
+        prompt_tokens: length of the prompt.
+        generated_tokens: n when the message was sent.
+        forecast_at: n when the forecast was made.
+        tokens_left: tokens to ``max_tokens`` when the forecast was made.
+        survival: the curve at the grid's edges, see `encode_survival`; the age since
+            ``forecast_at`` is not in it.
+    """
+
+    request_id: str
+    prompt_tokens: Count
+    generated_tokens: Count
+    forecast_at: Count
+    tokens_left: Count
+    survival: bytes
+
+
+class FinishedEvent(msgspec.Struct, frozen=True, array_like=True):
+    """A request that ended, with its true length.
+
+    Attributes:
+        request_id: id inside the engine.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``.
+        prompt_tokens: length of the prompt.
+        total_tokens: tokens generated.
+        max_tokens: the cap the request asked for.
+    """
+
+    request_id: str
+    finish_reason: str
+    prompt_tokens: Count
+    total_tokens: Count
+    max_tokens: Count
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Who sent a message, and where it stands among its others.
+
+    Attributes:
+        instance: name of the engine.
+        rank: its data-parallel rank.
+        epoch: nanoseconds since 1970 at which the publisher started; a restart has a larger one.
+        seq: number of the message within the epoch, from 0, over all kinds.
+        step: engine steps so far.
+        time: seconds since 1970.
+    """
+
+    instance: str
+    rank: Count
+    epoch: Count
+    seq: Count
+    step: Count
+    time: float
+
+
+class Snapshot(_Header, frozen=True, kw_only=True, tag="snapshot"):
+    """Everything that runs: on every k-th step, and each second also when idle.
+
+    Attributes:
+        gauges: state of the engine.
+        model: name of the serving model.
+        k: steps between two predictions.
+        edges: [n_edges] the grid of the curves, in tokens.
+        requests: every running request that has a forecast.
+    """
+
+    gauges: Gauges
+    model: str
+    k: Annotated[int, msgspec.Meta(ge=1)]
+    edges: list[int]
+    requests: list[RequestForecast]
+
+
+class Forecasts(_Header, frozen=True, kw_only=True, tag="forecasts"):
+    """Requests that were just prefilled, with their first forecast.
+
+    Attributes:
+        edges: [n_edges] the grid of the curves, in tokens.
+        requests: the new requests.
+    """
+
+    edges: list[int]
+    requests: list[RequestForecast]
+
+
+class Finished(_Header, frozen=True, kw_only=True, tag="finished"):
+    """Requests that ended.
+
+    Attributes:
+        requests: how each ended.
+    """
+
+    requests: list[FinishedEvent]
+
+
+Message = Snapshot | Forecasts | Finished
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """Return the second frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_message(payload: bytes) -> Message:
+    """Read the second frame of a message.
+
+    Raises:
+        TelemetryError: it is no message of this schema, or a curve does not fit the grid.
+    """
+    try:
+        message: Message = _decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise TelemetryError(f"not a telemetry message: {error}") from error
+    if not isinstance(message, Finished):
+        edges = np.array(message.edges, dtype=np.float64)
+        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+            raise TelemetryError(f"edges {message.edges[:5]}... do not ascend from 0")
+        for request in message.requests:
+            decode_survival(request.survival, len(edges))
+            if request.generated_tokens < request.forecast_at:
+                raise TelemetryError(f"{request.request_id} is younger than its forecast")
+    return message
+
+
+def encode_survival(survival: npt.NDArray[np.floating]) -> list[bytes]:
+    """Code curves [n_requests, n_edges] as 16-bit shares of 65,535, little endian."""
+    coded = np.rint(np.clip(survival, 0, 1) * _SCALE).astype("<u2")
+    return [row.tobytes() for row in coded]
+
+
+def decode_survival(coded: bytes, n_edges: int) -> npt.NDArray[np.float64]:
+    """Return the curve [n_edges], within 1/131,070 of what was coded.
+
+    Raises:
+        TelemetryError: it has another length, does not start at 1, or rises.
+    """
+    if len(coded) != 2 * n_edges:
+        raise TelemetryError(f"a curve of {len(coded)} bytes on a grid of {n_edges} edges")
+    values = np.frombuffer(coded, dtype="<u2")
+    if values[0] != _SCALE or (values[1:] > values[:-1]).any():
+        raise TelemetryError("a curve that does not start at 1, or rises")
+    return values.astype(np.float64) / _SCALE

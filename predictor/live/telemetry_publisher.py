@@ -1,0 +1,258 @@
+"""Publish an engine's forecasts over ZMQ, from a thread that never blocks the engine."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from data_collection.captured_rows import FinishedRequest
+from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.engine_forecasts import EngineForecasts
+from predictor.live.live_config import TelemetryConfig
+from predictor.live.telemetry_messages import (
+    TOPIC,
+    Finished,
+    FinishedEvent,
+    Forecasts,
+    Gauges,
+    Message,
+    RequestForecast,
+    Snapshot,
+    TelemetryError,
+    encode_message,
+    encode_survival,
+)
+
+__all__ = ["TelemetryPublisher"]
+
+logger = logging.getLogger("headway.telemetry")
+
+
+class TelemetryPublisher:
+    """Tells subscribers what runs in an engine and what is expected of it.
+
+    The engine's thread only puts into a queue. The publishing thread codes curves, keeps the
+    latest forecast of every running request, and sends a `Snapshot` on every k-th step and at
+    least each ``snapshot_seconds``, also when the engine is idle or stuck; `Forecasts` of
+    requests that were just prefilled; and `Finished` as requests end. A slow subscriber loses
+    messages, which it sees by their numbers; the next snapshot is whole again.
+
+    Args:
+        config: where to publish.
+        rank: data-parallel rank; raises the bound port.
+        model: name of the serving model.
+        k: steps between two predictions.
+        edges: [n_edges] grid of the curves, in tokens.
+        generated: kept up to date by the engine's thread with n of every running request.
+
+    Raises:
+        TelemetryError: an endpoint cannot be bound or may not be open, or keys are missing.
+    """
+
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        rank: int,
+        model: str,
+        k: int,
+        edges: list[int],
+        generated: Mapping[str, int],
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._model = model
+        self._k = k
+        self._edges = edges
+        self._generated = generated
+        self._epoch = time.time_ns()
+        self._seq = 0
+        self._step = 0
+        self._gauges = Gauges()
+        self._latest: dict[str, RequestForecast] = {}
+        self._queue: SimpleQueue[EngineForecasts | list[FinishedRequest] | None] = SimpleQueue()
+        self.thread_seconds = 0.0
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        try:
+            self._socket, self.endpoint = self._open()
+        except Exception:
+            self._context.destroy(linger=0)
+            raise
+        self._instance = config.instance or _default_name(self.endpoint)
+        self._thread = threading.Thread(target=self._publish, name="headway-telemetry", daemon=True)
+        self._thread.start()
+
+    # The engine's thread.
+
+    def forecasts(self, forecasts: EngineForecasts) -> None:
+        """Queue the predictions of a step."""
+        self._queue.put(forecasts)
+
+    def finished(self, finished: list[FinishedRequest]) -> None:
+        """Queue the ends of requests."""
+        self._queue.put(finished)
+
+    def at_step(self, step: int, gauges: Gauges | None) -> None:
+        """Note where the engine is; sent with the next snapshot."""
+        self._step = step
+        if gauges is not None:
+            self._gauges = gauges
+
+    def close(self) -> None:
+        """Send what is queued and close the socket."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    # The publishing thread.
+
+    def _publish(self) -> None:
+        try:
+            self._send_all()
+        except Exception:  # the engine must go on
+            logger.exception("telemetry stopped")
+        finally:
+            self._socket.close(linger=200)
+            if self._authenticator is not None:
+                self._authenticator.stop()
+            self._context.term()
+
+    def _send_all(self) -> None:
+        next_snapshot = time.monotonic()
+        while True:
+            try:
+                item = self._queue.get(timeout=max(0.0, next_snapshot - time.monotonic()))
+            except Empty:
+                item = []
+            if item is None:
+                return
+            whole = isinstance(item, EngineForecasts) and self._take(item)
+            if isinstance(item, list) and item:
+                self._tell_finished(item)
+            if whole or time.monotonic() >= next_snapshot:
+                self._send_snapshot()
+                next_snapshot = time.monotonic() + self._config.snapshot_seconds
+            self.thread_seconds = time.thread_time()
+
+    def _take(self, forecasts: EngineForecasts) -> bool:
+        """Keep a step's forecasts; return whether it was a k-th step, else tell the new ones."""
+        coded = encode_survival(forecasts.survival)
+        requests = [
+            RequestForecast(*fields)
+            for fields in zip(
+                forecasts.request_ids,
+                forecasts.prompt_tokens,
+                forecasts.generated_tokens,
+                forecasts.generated_tokens,
+                forecasts.tokens_left,
+                coded,
+                strict=True,
+            )
+        ]
+        running = self._generated.keys()
+        requests = [request for request in requests if request.request_id in running]
+        self._latest |= {request.request_id: request for request in requests}
+        if forecasts.step % self._k == 0:
+            return True
+        self._send(Forecasts(**self._header(), edges=self._edges, requests=requests))
+        return False
+
+    def _tell_finished(self, finished: list[FinishedRequest]) -> None:
+        for request in finished:
+            self._latest.pop(request.request_id, None)
+        events = [
+            FinishedEvent(
+                request_id=request.request_id,
+                finish_reason=request.finish_reason,
+                prompt_tokens=request.prompt_tokens,
+                total_tokens=request.total_tokens,
+                max_tokens=request.max_tokens,
+            )
+            for request in finished
+        ]
+        self._send(Finished(**self._header(), requests=events))
+
+    def _send_snapshot(self) -> None:
+        generated = dict(self._generated)
+        requests = []
+        for name, request in self._latest.items():
+            n = generated.get(name)
+            if n is not None:
+                requests.append(
+                    RequestForecast(
+                        name,
+                        request.prompt_tokens,
+                        max(n, request.forecast_at),
+                        request.forecast_at,
+                        request.tokens_left,
+                        request.survival,
+                    )
+                )
+        self._send(
+            Snapshot(
+                **self._header(),
+                gauges=self._gauges,
+                model=self._model,
+                k=self._k,
+                edges=self._edges,
+                requests=requests,
+            )
+        )
+
+    def _header(self) -> dict[str, Any]:
+        header = {
+            "instance": self._instance,
+            "rank": self._rank,
+            "epoch": self._epoch,
+            "seq": self._seq,
+            "step": self._step,
+            "time": time.time(),
+        }
+        self._seq += 1
+        return header
+
+    def _send(self, message: Message) -> None:
+        self._socket.send_multipart([TOPIC, encode_message(message)])
+
+    def _open(self) -> tuple[zmq.Socket[bytes], str]:
+        config = self._config
+        publisher = self._context.socket(zmq.PUB)
+        for endpoint in (config.bind, *config.connect):
+            if endpoint:
+                refuse_open_endpoint(endpoint, config.keys)
+        if config.keys is not None:
+            self._authenticator = apply_curve(
+                publisher, config.keys, side="engine", serves=bool(config.bind)
+            )
+        bound = _raised(config.bind, self._rank)
+        if bound:
+            try:
+                publisher.bind(bound)
+            except zmq.ZMQError as error:
+                raise TelemetryError(
+                    f"telemetry cannot bind {bound}: {error.strerror}. Give another "
+                    "forecast.telemetry.bind in --additional-config, or stop what uses it"
+                ) from error
+        for endpoint in config.connect:
+            publisher.connect(endpoint)
+        last = publisher.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
+        return publisher, last.rstrip(b"\0").decode()
+
+
+def _raised(endpoint: str, rank: int) -> str:
+    """Return a TCP endpoint with its port raised by the rank; port 0 and others stay."""
+    if not endpoint.startswith("tcp://") or rank == 0:
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if port.isdigit() and port != "0" else endpoint
+
+
+def _default_name(endpoint: str) -> str:
+    return f"{socket.gethostname()}:{endpoint.rpartition(':')[2]}"

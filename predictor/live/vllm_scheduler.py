@@ -1,0 +1,88 @@
+"""A scheduler that knows the forecasts of its requests; otherwise vLLM's own.
+
+Given to vLLM as ``--scheduler-cls predictor.live.vllm_scheduler.LiveHeadwayScheduler``.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from data_collection.vllm_scheduler import AsyncHeadwayScheduler, SyncHeadwayScheduler
+from predictor.forecast import SurvivalForecast
+from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUTE, EngineForecasts
+from predictor.live.telemetry_messages import Gauges
+
+__all__ = ["AsyncLiveHeadwayScheduler", "LiveHeadwayScheduler", "SyncLiveHeadwayScheduler"]
+
+
+class _KnowsForecasts:
+    """Keeps the latest forecast of every request, and tells the worker how full the engine is.
+
+    Attributes:
+        headway_forecasts: request id -> the step's forecasts it is in, and its row there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.headway_forecasts: dict[str, tuple[EngineForecasts, int]] = {}
+        super().__init__(*args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        setattr(output, GAUGES_ATTRIBUTE, scheduler_gauges(self))
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        for forecasts in getattr(model_runner_output, FORECASTS_ATTRIBUTE, []):
+            for row, name in enumerate(forecasts.request_ids):
+                if name in self.requests:  # type: ignore[attr-defined]
+                    self.headway_forecasts[name] = (forecasts, row)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def remaining_forecast(self, request: Request) -> SurvivalForecast | None:
+        """Return what is expected of a request now, or None before its first forecast."""
+        known = self.headway_forecasts.get(request.request_id)
+        if known is None:
+            return None
+        forecasts, row = known
+        since = max(0, request.num_output_tokens - forecasts.generated_tokens[row])
+        fresh = SurvivalForecast.new(
+            forecasts.edges, forecasts.survival[row : row + 1], forecasts.tokens_left[row]
+        )
+        return fresh.aged(since)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self.headway_forecasts.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+def scheduler_gauges(scheduler: Any) -> Gauges:
+    """Read how full an engine is from vLLM's scheduler."""
+    cache = scheduler.cache_config
+    return Gauges(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        kv_usage=float(scheduler.kv_cache_manager.usage),
+        kv_capacity_tokens=int(cache.num_gpu_blocks) * int(scheduler.block_size),
+    )
+
+
+class SyncLiveHeadwayScheduler(_KnowsForecasts, SyncHeadwayScheduler):
+    """For engines that schedule a step after the last one's tokens are known."""
+
+
+class AsyncLiveHeadwayScheduler(_KnowsForecasts, AsyncHeadwayScheduler):
+    """For engines that schedule a step ahead of the last one's tokens."""
+
+
+class LiveHeadwayScheduler:
+    """Becomes the one of the two that this engine needs."""
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        """Build the scheduler for this configuration."""
+        is_async = vllm_config.scheduler_config.async_scheduling
+        scheduler = AsyncLiveHeadwayScheduler if is_async else SyncLiveHeadwayScheduler
+        return scheduler(vllm_config, *args, **kwargs)
