@@ -41,9 +41,9 @@ class SurvivalTraining(PredictorTraining):
         limit: int = 8192,
         widths: tuple[int, ...] = (512, 128),
         inputs: tuple[str, ...] = ("generated_tokens", "prompt_tokens"),
-        lr: float = 3e-4,
+        lr: float = 1e-4,
         weight_decay: float = 0.1,
-        noise: float = 1.5,
+        noise: float = 1.0,
         recalibrate: bool = True,
     ) -> None:
         super().__init__(widths, inputs, lr, weight_decay, noise)

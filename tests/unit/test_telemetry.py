@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -121,9 +122,10 @@ def life(chosen: list[str]) -> tuple[Engine, list[Message]]:
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[Engine, list[Message]]:
     """What an engine told, with any message dropped, doubled and out of place."""
-    engine, told = life(draw(st.lists(actions, min_size=1, max_size=25)))
-    indices = st.lists(st.integers(0, max(0, len(told) - 1)), max_size=2 * len(told))
-    return engine, [told[i] for i in draw(indices)]
+    engine, told = life(draw(st.lists(actions, min_size=2, max_size=20)))
+    copies = draw(st.lists(st.integers(0, 2), min_size=len(told), max_size=len(told)))
+    came = [message for message, n in zip(told, copies, strict=True) for _ in range(n)]
+    return engine, draw(st.one_of(st.just(came), st.permutations(came)))
 
 
 @settings(deadline=None)
@@ -301,6 +303,58 @@ def test_a_vanished_request_may_still_be_told_to_have_ended() -> None:
     assert (view.vanished, view.instances[KEY].requests) == (1, {})
     (finished,) = view.receive(frames(end), 0.0)
     assert len(finished.forecasts) == 1
+    assert view.vanished == 0
+
+
+def test_late_messages_do_not_bring_an_ended_request_back() -> None:
+    engine, view = Engine(), TelemetryView()
+    first, early, end = engine.start(), engine.snapshot(), engine.finish()
+    assert len(view.receive(frames(end), 0.0)) == 1
+    for late in (first, early):
+        view.receive(frames(late), 0.0)
+        assert view.instances[KEY].requests == {}
+    again = engine.finish(name="request-1")
+    assert view.receive(frames(again), 0.0) == []
+
+
+def test_late_messages_do_not_undo_a_snapshot() -> None:
+    engine, view = Engine(), TelemetryView()
+    first, early = engine.start(), engine.snapshot()
+    engine.finish()  # lost
+    view.receive(frames(engine.snapshot()), 0.0)
+    for late in (first, early):
+        view.receive(frames(late), 0.0)
+        assert view.instances[KEY].requests == {}
+        assert view.instances[KEY].gauges.running == 0
+    assert view.outdated == 2
+
+
+def test_late_forecasts_do_not_replace_newer_ones() -> None:
+    engine, view = Engine(), TelemetryView()
+    first = engine.start()
+    (begun,) = first.requests
+    moved = msgspec.structs.replace(begun, generated_tokens=6)
+    predicted = msgspec.structs.replace(begun, generated_tokens=9, forecast_at=9)
+    told = [
+        msgspec.structs.replace(first, seq=seq, requests=[request])
+        for seq, request in ((1, moved), (0, begun), (3, predicted), (4, moved))
+    ]
+    shown = []
+    for message in told:
+        view.receive(frames(message), 0.0)
+        shown.append(view.instances[KEY].requests["request-1"].latest)
+    assert shown == [moved, moved, predicted, predicted]
+
+
+def test_a_vanished_request_may_come_back() -> None:
+    engine, view = Engine(), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    whole = engine.snapshot()
+    without = msgspec.structs.replace(whole, requests=[])
+    view.receive(frames(without), 0.0)
+    assert view.vanished == 1
+    view.receive(frames(engine.snapshot()), 0.0)
+    assert set(view.instances[KEY].requests) == {"request-1"}
     assert view.vanished == 0
 
 
