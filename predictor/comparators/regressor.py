@@ -32,6 +32,12 @@ class Regressor:
         return sum(weight.numel() for weight in weights)
 
     @property
+    def training_seconds(self) -> float:
+        """What the training took that wrote the checkpoint."""
+        trained = self._predictor.provenance if self._predictor else {}
+        return float(trained.get("training_seconds", 0.0))
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of its figures must know."""
         return []

@@ -85,9 +85,9 @@ def coverages(forecast: SurvivalForecast, came: Outcomes) -> list[float]:
 
 
 def test_within_counts_the_rows_that_may_generate_more() -> None:
-    # S(10) = 0.2 and 0.8: one ended at 4, one was cut at 15; the third had 8 tokens left.
+    # S(10) = 0.2 and 0.8: one ended at 4, one was cut at 15; the third had 10 tokens left.
     forecast = curves(0.2, 0.8, 0.5)
-    came = Outcomes(np.array([4, 15, 8]), np.array([False, True, True]), np.array([30, 15, 8]))
+    came = Outcomes(np.array([4, 15, 10]), np.array([False, True, True]), np.array([30, 15, 10]))
     brier, auc = within(forecast, came, 10)
     assert brier == pytest.approx((0.2**2 + 0.2**2) / 2)
     assert auc == 1
