@@ -82,13 +82,15 @@ def watch(
                     finished_log.append(scored)
             now = time.monotonic()
             ending = now >= end
-            with subscriber.lock:
-                if live:
+            if live:
+                with subscriber.lock:  # but not while writing, which may block
                     shown = screen(view, quality, recent, endpoints, now, *console.size)
-                    live.update(shown, refresh=True)
-                elif now >= next_line or ending:
-                    print(summary_line(view, quality, endpoints, now), flush=True)
-                    next_line = now + _LINE_SECONDS
+                live.update(shown, refresh=True)
+            elif now >= next_line or ending:
+                with subscriber.lock:
+                    line = summary_line(view, quality, endpoints, now)
+                print(line, flush=True)
+                next_line = now + _LINE_SECONDS
             if ending:
                 return
             time.sleep(max(0.0, min(refresh_seconds, end - now)))
@@ -117,8 +119,8 @@ def screen(
     parts: list[RenderableType] = []
     if view.instances:
         rows = max(3, height - _OTHER_LINES - _RECENT - len(view.instances))
-        for part in (_instances(view, now), _requests(view, width, rows), _recent(recent)):
-            parts += [part, Text()]
+        tables = _instances(view, now), _requests(view, width, rows), _recent(recent)
+        parts += [part for table in tables for part in (table, Text())]
     else:
         parts.append(Text(_waiting(endpoints)))
     parts.append(Text(_figures(quality)))
@@ -135,7 +137,6 @@ def summary_line(
     view: TelemetryView, quality: ForecastQuality, endpoints: Sequence[str], now: float
 ) -> str:
     """Return one line that says the same in short."""
-    start = time.strftime("%H:%M:%S")
     if view.instances:
         stale = sum(view.is_stale(key, now) for key in view.instances)
         gauges = [instance.gauges for instance in view.instances.values()]
@@ -147,11 +148,9 @@ def summary_line(
         )
     else:
         said = _waiting(endpoints)
-    parts = [said, _wrong_messages(view)]
     alarm = quality.alarm()
-    if alarm:
-        parts.append(f"ALARM: {alarm}")
-    return f"{start} " + "; ".join(part for part in parts if part)
+    parts = [said, _wrong_messages(view), f"ALARM: {alarm}" if alarm else ""]
+    return f"{time.strftime('%H:%M:%S')} " + "; ".join(part for part in parts if part)
 
 
 def _newly_scored(subscriber: TelemetrySubscriber, quality: ForecastQuality) -> list[ScoredRequest]:
