@@ -13,7 +13,7 @@ OWN_NAME = "headway"
 """The predictor's own name among the methods."""
 
 LABELS = {
-    OWN_NAME: "Headway",
+    OWN_NAME: "This predictor",
     "regressor": "STAR regressor, cut rows left out",
     "regressor_cut_as_ended": "STAR regressor, cut rows as ended",
     "constant_median": "Constant median",

@@ -1,5 +1,6 @@
 """Headway's predictor: a survival curve of the remaining length from one hidden state."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,16 @@ class SurvivalMLP(HiddenStateMLP):
         """Recalibrate learned curves [n, n_edges] and cap them by ``tokens_left`` [n]."""
         curves = self.recalibration.apply(survival.cpu().numpy().astype(np.float64))
         return SurvivalForecast.new(self.edges.cpu().numpy(), curves, tokens_left.cpu().numpy())
+
+    def fingerprint(self) -> str:
+        """Return 12 hexadecimal digits that name these weights and this recalibration."""
+        digest = hashlib.sha256(repr((self.edges.tolist(), *self._knots())).encode())
+        for name, values in sorted(self.state_dict().items()):
+            digest.update(name.encode() + values.cpu().numpy().tobytes())
+        return digest.hexdigest()[:12]
+
+    def _knots(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.recalibration.nominal, self.recalibration.observed
 
     def recalibrate(self, recalibration: Recalibration) -> None:
         """Use another post-hoc recalibration, also in checkpoints saved from here on."""

@@ -26,6 +26,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
         request_id: id inside the engine.
         instance: name of the engine.
         model: name of the serving model.
+        checkpoint: fingerprint of the predictor that forecast it.
         finish_reason: ``stop`` or ``length``.
         total_tokens: tokens generated.
         generated: [n_forecasts] tokens n when each forecast was made.
@@ -37,6 +38,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
     request_id: str
     instance: str
     model: str
+    checkpoint: str
     finish_reason: str
     total_tokens: int
     generated: list[int]
@@ -79,6 +81,7 @@ class FinishedLog:
             request_id=finished.event.request_id,
             instance=finished.instance.name,
             model=finished.model,
+            checkpoint=finished.checkpoint,
             finish_reason=finished.event.finish_reason,
             total_tokens=finished.event.total_tokens,
             generated=[int(n) for n in scored.generated],

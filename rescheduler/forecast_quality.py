@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.recalibration import observed_levels, observed_share
-from rescheduler.telemetry import FinishedForecasts
+from rescheduler.telemetry_view import FinishedForecasts
 
 __all__ = ["AGES", "INTERVALS", "ForecastQuality", "ScoredRequest"]
 

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rescheduler.forecast_quality import ForecastQuality
-from rescheduler.telemetry import TelemetryView
+from rescheduler.telemetry_view import TelemetryView
 
 __all__ = ["MetricsServer", "QualityExporter"]
 

@@ -22,8 +22,8 @@ _DATASET_CARD = "dataset_card.md"
 def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> None:
     """Refit a predictor's recalibration to the requests it has forecast.
 
-    The network stays as it is; what it calls an 80% interval holds 80% of the ends again. Use
-    the log of an engine that served this very checkpoint, and restart the engine with the new.
+    The network stays as it is; what it calls an 80% interval holds 80% of the ends again. The
+    log must be of engines that served this very checkpoint; restart them with the new one.
 
     Args:
         checkpoint: folder or Hugging Face id of the survival model that served.
@@ -42,7 +42,7 @@ def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> 
             "a checkpoint trained with configs/predictor/survival.yaml"
         )
     requests = _newest(finished, last)
-    _refuse_other_models(requests, finished, predictor.serving_model)
+    _refuse_other_predictors(requests, finished, predictor)
     if len(requests) < _FEWEST_REQUESTS:
         raise ValueError(
             f"{finished}: {len(requests)} requests ran to their end, at least "
@@ -79,10 +79,20 @@ def _newest(finished: Path, last: int) -> list[LoggedRequest]:
     return list(deque(ended, maxlen=last))
 
 
-def _refuse_other_models(requests: list[LoggedRequest], finished: Path, model: str) -> None:
+def _refuse_other_predictors(
+    requests: list[LoggedRequest], finished: Path, predictor: SurvivalMLP
+) -> None:
+    fingerprint = predictor.fingerprint()
     for request in requests:
-        if request.model != model:
+        if request.model != predictor.serving_model:
             raise ValueError(
                 f"{finished}: request {request.request_id} ran on {request.model}, this "
-                f"checkpoint reads {model}; give a log of that model only, or a smaller --last"
+                f"checkpoint reads {predictor.serving_model}; give a log of that model only, or a "
+                "smaller --last"
+            )
+        if request.checkpoint != fingerprint:
+            raise ValueError(
+                f"{finished}: request {request.request_id} was forecast by the predictor "
+                f"{request.checkpoint}, this checkpoint is {fingerprint}; give the one that "
+                "served, or a smaller --last"
             )

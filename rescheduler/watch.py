@@ -17,7 +17,8 @@ from rich.text import Text
 from rescheduler.finished_log import FinishedLog
 from rescheduler.forecast_quality import ForecastQuality, ScoredRequest
 from rescheduler.quality_exporter import QualityExporter
-from rescheduler.telemetry import TelemetrySubscriber, TelemetryView
+from rescheduler.telemetry import TelemetrySubscriber
+from rescheduler.telemetry_view import TelemetryView
 
 __all__ = ["screen", "summary_line", "watch"]
 

@@ -34,7 +34,7 @@ _SCALE = 65_535
 
 
 class TelemetryError(ValueError):
-    """Bytes that are no telemetry message."""
+    """Bytes that are no telemetry message, or an endpoint or keys that telemetry cannot use."""
 
 
 class Gauges(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +118,7 @@ class Snapshot(_Header, frozen=True, kw_only=True, tag="snapshot"):
     Attributes:
         gauges: state of the engine.
         model: name of the serving model.
+        checkpoint: fingerprint of the predictor, see `SurvivalMLP.fingerprint`.
         k: steps between two predictions.
         edges: [n_edges] the grid of the curves, in tokens.
         requests: every running request that has a forecast.
@@ -125,6 +126,7 @@ class Snapshot(_Header, frozen=True, kw_only=True, tag="snapshot"):
 
     gauges: Gauges
     model: str
+    checkpoint: str
     k: Annotated[int, msgspec.Meta(ge=1)]
     edges: list[int]
     requests: list[RequestForecast]
@@ -171,7 +173,7 @@ def decode_message(payload: bytes) -> Message:
     """
     try:
         message: Message = _decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TelemetryError(f"not a telemetry message: {error}") from error
     if not isinstance(message, Finished):
         edges = np.array(message.edges, dtype=np.float64)

@@ -47,6 +47,7 @@ class TelemetryPublisher:
         config: where to publish.
         rank: data-parallel rank; raises the bound port.
         model: name of the serving model.
+        checkpoint: fingerprint of the predictor.
         k: steps between two predictions.
         edges: [n_edges] grid of the curves, in tokens.
         generated: kept up to date by the engine's thread with n of every running request.
@@ -60,6 +61,7 @@ class TelemetryPublisher:
         config: TelemetryConfig,
         rank: int,
         model: str,
+        checkpoint: str,
         k: int,
         edges: list[int],
         generated: Mapping[str, int],
@@ -67,6 +69,7 @@ class TelemetryPublisher:
         self._config = config
         self._rank = rank
         self._model = model
+        self._checkpoint = checkpoint
         self._k = k
         self._edges = edges
         self._generated = generated
@@ -82,6 +85,8 @@ class TelemetryPublisher:
         try:
             self._socket, self.endpoint = self._open()
         except Exception:
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.destroy(linger=0)
             raise
         self._instance = config.instance or _default_name(self.endpoint)
@@ -199,6 +204,7 @@ class TelemetryPublisher:
                 **self._header(),
                 gauges=self._gauges,
                 model=self._model,
+                checkpoint=self._checkpoint,
                 k=self._k,
                 edges=self._edges,
                 requests=requests,
@@ -222,6 +228,11 @@ class TelemetryPublisher:
 
     def _open(self) -> tuple[zmq.Socket[bytes], str]:
         config = self._config
+        if config.keys is not None and config.bind and config.connect:
+            raise TelemetryError(
+                "telemetry with keys either binds or connects: who binds is the CURVE server. "
+                'Give bind: "" beside forecast.telemetry.connect in --additional-config'
+            )
         publisher = self._context.socket(zmq.PUB)
         for endpoint in (config.bind, *config.connect):
             if endpoint:

@@ -97,6 +97,7 @@ class LiveHeadwayWorker(HeadwayWorker):
                 config.telemetry,
                 rank=self.vllm_config.parallel_config.data_parallel_rank,
                 model=identity.name,
+                checkpoint=predictor.fingerprint(),
                 k=self._capture.k,
                 edges=[int(edge) for edge in predictor.edges.tolist()],
                 generated=self._generated,

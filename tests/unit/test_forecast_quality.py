@@ -3,6 +3,7 @@
 import json
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from rescheduler.finished_log import FinishedLog, read_finished_log
 from rescheduler.forecast_quality import ForecastQuality
 from rescheduler.quality_exporter import QualityExporter
 from rescheduler.recalibrate import recalibrate
-from rescheduler.telemetry import FinishedForecasts, InstanceKey, KeptForecast, TelemetryView
+from rescheduler.telemetry_view import FinishedForecasts, InstanceKey, KeptForecast, TelemetryView
 
 EDGES = survival_edges(4096)
 K = 20
@@ -57,6 +58,7 @@ def finished_requests(
             FinishedForecasts(
                 instance=InstanceKey("gpu0", 0),
                 model="acme/small",
+                checkpoint="",
                 event=FinishedEvent(f"request-{i}", reason or true_reason, 9, total, MAX_TOKENS),
                 edges=tuple(EDGES.tolist()),
                 forecasts=[KeptForecast(at, MAX_TOKENS - at, coded) for at in range(0, total, K)],
@@ -109,7 +111,7 @@ def test_errors_are_of_the_capped_median_by_age() -> None:
     (coded,) = encode_survival(np.array([[1.0, 0.5, 0.0]]))  # median 100
     event = FinishedEvent("a", "stop", 9, 150, 200)
     forecasts = [KeptForecast(0, 200, coded), KeptForecast(130, 70, coded)]
-    request = FinishedForecasts(InstanceKey("e", 0), "m", event, (0, 100, 1000), forecasts)
+    request = FinishedForecasts(InstanceKey("e", 0), "m", "", event, (0, 100, 1000), forecasts)
     quality = ForecastQuality()
     scored = quality.add(request)
     assert scored is not None
@@ -137,11 +139,13 @@ def test_an_impossible_window_is_refused(wrong: dict[str, int]) -> None:
         ForecastQuality(**wrong)
 
 
-def write_log(path: Path, requests: list[FinishedForecasts]) -> None:
+def write_log(path: Path, requests: list[FinishedForecasts], served_by: Path | None = None) -> None:
+    served = load_predictor(str(served_by)) if served_by else None
+    checkpoint = served.fingerprint() if isinstance(served, SurvivalMLP) else ""
     quality = ForecastQuality()
     with FinishedLog(path) as log:
         for request in requests:
-            scored = quality.add(request)
+            scored = quality.add(replace(request, checkpoint=checkpoint))
             if scored is not None:
                 log.append(scored)
 
@@ -232,7 +236,7 @@ def test_recalibrating_mends_the_coverage(
     checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
     (checkpoint / "dataset_card.md").write_text("about the data")
     assert coverage_80_of(IDENTITY, wrong_by=4.0) < 0.7
-    write_log(log, finished_requests(500, wrong_by=4.0))
+    write_log(log, finished_requests(500, wrong_by=4.0), checkpoint)
     recalibrate(str(checkpoint), log, tmp_path / "mended")
     printed = capsys.readouterr().out
     assert "flatters" in printed
@@ -249,7 +253,8 @@ def test_recalibrating_mends_the_coverage(
 
     # The length of answers changes once more, under the mended predictor.
     again, served_with = tmp_path / "again.jsonl", mended.recalibration
-    write_log(again, finished_requests(500, wrong_by=0.5, served_with=served_with))
+    served = finished_requests(500, wrong_by=0.5, served_with=served_with)
+    write_log(again, served, tmp_path / "mended")
     recalibrate(str(tmp_path / "mended"), again, tmp_path / "mended twice")
     twice = load_predictor(str(tmp_path / "mended twice"))
     assert isinstance(twice, SurvivalMLP)
@@ -258,7 +263,8 @@ def test_recalibrating_mends_the_coverage(
 
 def test_only_the_last_requests_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
-    write_log(log, [*finished_requests(50, wrong_by=5.0), *finished_requests(40, seed=1)])
+    requests = [*finished_requests(50, wrong_by=5.0), *finished_requests(40, seed=1)]
+    write_log(log, requests, checkpoint)
     recalibrate(str(checkpoint), log, tmp_path / "out", last=40)
     assert "40 requests" in capsys.readouterr().out
 
@@ -266,13 +272,17 @@ def test_only_the_last_requests_count(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_cannot_be_recalibrated_is_refused(tmp_path: Path) -> None:
     checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
     new = tmp_path / "new"
-    write_log(log, finished_requests(29))
+    write_log(log, finished_requests(29), checkpoint)
     with pytest.raises(ValueError, match="29 requests ran to their end, at least 30"):
         recalibrate(str(checkpoint), log, new)
     with pytest.raises(ValueError, match="last must be at least 30"):
         recalibrate(str(checkpoint), log, new, last=10)
     with pytest.raises(ValueError, match="is there already"):
         recalibrate(str(checkpoint), log, checkpoint)
+    other, elsewhere = survival_checkpoint(tmp_path / "other"), tmp_path / "elsewhere.jsonl"
+    write_log(elsewhere, finished_requests(40), other)
+    with pytest.raises(ValueError, match="was forecast by the predictor"):
+        recalibrate(str(checkpoint), elsewhere, new)
     with log.open("a") as file:
         line = log.read_text().splitlines()[0].replace("acme/small", "other/large")
         file.write(f"{line}\n")

@@ -36,7 +36,8 @@ from predictor.live.telemetry_messages import (
     encode_message,
     encode_survival,
 )
-from rescheduler.telemetry import FinishedForecasts, InstanceKey, TelemetrySubscriber, TelemetryView
+from rescheduler.telemetry import TelemetrySubscriber
+from rescheduler.telemetry_view import FinishedForecasts, InstanceKey, TelemetryView
 
 EDGES = [0, 1, 5, 20, 100, 400]
 KEY = InstanceKey("gpu0", 0)
@@ -78,6 +79,7 @@ class Engine:
             **self._header(),
             gauges=Gauges(len(self.running), 2, 0.25, 1_000),
             model="acme/small",
+            checkpoint="0123456789ab",
             k=3,
             edges=EDGES,
             requests=list(self.running.values()),

@@ -21,7 +21,7 @@ from test_telemetry import Engine, frames, publisher
 
 from rescheduler.finished_log import read_finished_log
 from rescheduler.forecast_quality import ForecastQuality, ScoredRequest
-from rescheduler.telemetry import TelemetryView
+from rescheduler.telemetry_view import TelemetryView
 from rescheduler.watch import screen, summary_line, watch
 
 ENDPOINTS = ["tcp://127.0.0.1:5557"]
