@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
 	$(BIN)/headway collect $(RUN)/dataset --config configs/collect/quick.yaml
 	$(BIN)/headway dataset inspect $(RUN)/dataset
-	$(BIN)/headway train fit --config configs/predictor/star.yaml --data.dataset $(RUN)/dataset --out $(RUN)/predictor
+	$(BIN)/headway train fit --config configs/predictor/survival.yaml --data.dataset $(RUN)/dataset --out $(RUN)/predictor
 	$(BIN)/headway evaluate $(RUN)/dataset $(RUN)/predictor --out $(RUN)/evaluation
 
 test: $(INSTALLED)
