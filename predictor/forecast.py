@@ -149,7 +149,7 @@ class SurvivalForecast:
         alive, last = self._curve(self.age[:, None])[:, 0], self._curve(end[:, None])[:, 0]
         area = self._integral(self.age) - self._integral(end) + (alive - last) / 2
         tokens = np.divide(area, alive, out=np.ones_like(area), where=alive > 0)
-        return np.asarray(np.maximum(tokens, 1.0))
+        return np.asarray(np.clip(tokens, 1.0, end - self.age))
 
     def median(self) -> FloatArray:
         """Return the smallest h with S(h) ≤ 1/2, in tokens, [n_requests]."""

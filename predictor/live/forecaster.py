@@ -2,12 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController
 
 from data_collection.captured_rows import Cadence, CapturedRows, FinishedRequest
 from predictor.hidden_state_mlp import RequestRows
@@ -66,6 +65,7 @@ class Forecaster:
         predictor.requires_grad_(False)
         self._device = device
         self._publisher = publisher
+        self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
         self.handing_on_seconds = 0.0
         self._pending: deque[_OnTheWay] = deque()
         largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
@@ -92,8 +92,8 @@ class Forecaster:
             self._predict_on_gpu(rows, counts, left)
         else:
             inputs = RequestRows(rows.hidden_states.float(), counts)
-            with torch.inference_mode():
-                curves = _on_one_thread(lambda: self._predictor.survival(inputs))
+            with torch.inference_mode(), self._threads.limit(limits=1, user_api="openmp"):
+                curves = self._predictor.survival(inputs)
             self._pending.append(_OnTheWay(rows, left, curves, None))
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
@@ -158,14 +158,3 @@ class Forecaster:
                 with torch.cuda.graph(graph):
                     curves = self._predictor.survival(inputs)
                 self._graphs[size] = (graph, curves)
-
-
-def _on_one_thread(call: Callable[[], Any]) -> Any:
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return call()
-    torch.set_num_threads(1)
-    try:
-        return call()
-    finally:
-        torch.set_num_threads(threads)
