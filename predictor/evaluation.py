@@ -182,7 +182,7 @@ def _calibration(predictor: HiddenStateMLP, test: RowTable) -> Calibration | Non
         predictor.recalibration = recalibration
         levels = levels_of(predictor.forecast(request_rows(test)), _outcomes(test))
         observed[name] = observed_share(levels, test.censored, nominal).tolist()
-    first = test.generated_tokens == 0
+    first = test.generated_tokens == test.generated_tokens.min()
     shares, p_value = d_calibration(levels[first], test.censored[first])
     return Calibration(
         d_shares=shares.tolist(),

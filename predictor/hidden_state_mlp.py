@@ -144,7 +144,8 @@ class HiddenStateMLP(
         if self._columns:
             counts = torch.log1p(rows.counts[:, self._columns].clamp_min(0))
             self.count_mean.copy_(counts.mean(dim=0))
-            self.count_std.copy_(counts.std(dim=0, correction=0) + 1e-6)
+            spread = counts.std(dim=0, correction=0)
+            self.count_std.copy_(torch.where(spread > 1e-3, spread, 1.0))  # all alike: no scale
 
     def forecast(self, rows: RequestRows) -> Forecast:
         """Forecast n requests, capped by the tokens left to ``max_tokens``.

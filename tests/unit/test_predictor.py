@@ -19,7 +19,8 @@ from predictor import (
     SurvivalMLP,
     load_predictor,
 )
-from predictor.hidden_state_mlp import HiddenStateMLP
+from predictor.evaluation_result import LABELS, OWN_NAME
+from predictor.hidden_state_mlp import COUNTS, HiddenStateMLP
 from predictor.row_table import load_rows
 from predictor.rows_data_module import RowsDataModule, request_rows
 from predictor.survival_metrics import LEVELS, WITHIN
@@ -139,13 +140,23 @@ def test_a_predictor_built_by_hand_can_be_saved(predictor: HiddenStateMLP, tmp_p
     assert predictor.serving_model in (tmp_path / "README.md").read_text()
 
 
-def test_token_counts_are_read_beside_the_hidden_state_and_only_where_asked() -> None:
-    rows = [RequestRows(torch.ones(1, D), torch.tensor([[n, 11.0, 90.0]])) for n in (0.0, 40.0)]
-    reads, ignores = (
-        small(SurvivalMLP, edges=[0, 5, 20], inputs=inputs) for inputs in (["generated_tokens"], [])
-    )
-    assert reads.forecast(rows[0]).at(5.0) != reads.forecast(rows[1]).at(5.0)
-    assert ignores.forecast(rows[0]).at(5.0) == ignores.forecast(rows[1]).at(5.0)
+@pytest.mark.parametrize("inputs", [(), ("prompt_tokens",), ("tokens_left", "generated_tokens")])
+def test_the_token_counts_that_were_asked_for_are_read_and_no_others(
+    inputs: tuple[str, ...],
+) -> None:
+    predictor = small(SurvivalMLP, edges=[0, 5, 20], inputs=inputs, widths=[64])
+    before = torch.tensor([[20.0, 11, 90]])
+    for column, name in enumerate(COUNTS):
+        after = before.clone()
+        after[0, column] += 400
+        curves = [
+            predictor.forecast(RequestRows(torch.ones(1, D), counts)).uncapped().at(5.0)
+            for counts in (before, after)
+        ]
+        assert (curves[0] != curves[1]) == (name in inputs)
+
+
+def test_a_regressor_that_reads_token_counts_does_not_predict_without_them() -> None:
     regressor = small(RemainingLengthMLP, inputs=["prompt_tokens"])
     assert isinstance(regressor, RemainingLengthMLP)
     with pytest.raises(ValueError, match="also reads prompt_tokens: use forecast"):
@@ -211,7 +222,7 @@ def test_evaluate_prints_the_table_and_draws_the_figures(
     out = tmp_path / "evaluation"
     assert main(["evaluate", str(dataset), str(checkpoint), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "| Headway |" in printed and "Kaplan–Meier" in printed
+    assert f"| {LABELS[OWN_NAME]} |" in printed and "Kaplan–Meier" in printed
     metrics = json.loads((out / "metrics.json").read_text())
     assert {"mae", "median_ae", "p90_ae", "n_requests", "n_rows"} <= set(metrics)
     assert metrics["mae_median"] == metrics["mae"]

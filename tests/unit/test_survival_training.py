@@ -12,7 +12,7 @@ from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
 from predictor import CheckpointError, RemainingLengthMLP, RequestRows, SurvivalMLP, load_predictor
 from predictor.comparators import Regressor
-from predictor.evaluation_result import LABELS
+from predictor.evaluation_result import LABELS, OWN_NAME
 from predictor.recalibration import Recalibration
 from predictor.row_table import RowTable, load_rows
 from predictor.rows_data_module import RowsDataModule, request_rows
@@ -279,7 +279,7 @@ def test_the_calibration_is_measured_with_and_without_the_recalibration(evaluati
 
 def test_the_report_shows_every_method_and_every_figure(evaluation: Path) -> None:
     report = (evaluation / "report.md").read_text()
-    for name in ("headway", "regressor", "regressor_cut_as_ended", "kaplan_meier"):
+    for name in (OWN_NAME, "regressor", "regressor_cut_as_ended", "kaplan_meier"):
         assert f"| {LABELS[name]} |" in report
     assert "the best comparator's" in report and "chi-squared test p = " in report
     for name in ("mae", "by_age", "predicted_against_true", "calibration"):
