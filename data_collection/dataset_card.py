@@ -40,6 +40,7 @@ tokens the request still generated after it.
 
 ```python
 from datasets import load_dataset
+
 rows = load_dataset("parquet", data_files="data/rows-*.parquet", split="train")
 requests = load_dataset("parquet", data_files="data/requests-*.parquet", split="train")
 ```
