@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
@@ -19,6 +18,7 @@ from predictor.live.telemetry_messages import (
     Snapshot,
     TelemetryError,
     decode_message,
+    decode_survival,
 )
 
 __all__ = [
@@ -346,9 +346,7 @@ def _decoded_forecast(edges: Sequence[int], kept: Iterable[KeptForecast]) -> Sur
     rows = list(kept)
     if not rows:
         return SurvivalForecast.new([0, 1], np.empty((0, 2)))
-    coded = np.frombuffer(b"".join(row.survival for row in rows), dtype="<u2")
-    shares: npt.NDArray[np.float64] = coded.reshape(len(rows), len(edges)).astype(np.float64)
-    curves = shares / shares[:, :1]  # every curve starts at 1
+    curves = decode_survival([row.survival for row in rows], len(edges))
     return SurvivalForecast.new(edges, curves, [row.tokens_left for row in rows])
 
 

@@ -4,6 +4,7 @@ A ZMQ message is two frames: `TOPIC`, which names the version of this schema, an
 `Snapshot`, `Forecasts` and `Finished`.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -179,8 +180,8 @@ def decode_message(payload: bytes) -> Message:
         edges = np.array(message.edges, dtype=np.float64)
         if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
             raise TelemetryError(f"edges {message.edges[:5]}... do not ascend from 0")
+        decode_survival([request.survival for request in message.requests], len(edges))
         for request in message.requests:
-            decode_survival(request.survival, len(edges))
             if request.generated_tokens < request.forecast_at:
                 raise TelemetryError(f"{request.request_id} is younger than its forecast")
     return message
@@ -192,15 +193,16 @@ def encode_survival(survival: npt.NDArray[np.floating]) -> list[bytes]:
     return [row.tobytes() for row in coded]
 
 
-def decode_survival(coded: bytes, n_edges: int) -> npt.NDArray[np.float64]:
-    """Return the curve [n_edges], within 1/131,070 of what was coded.
+def decode_survival(coded: Sequence[bytes], n_edges: int) -> npt.NDArray[np.float64]:
+    """Return the curves [n_requests, n_edges], within 1/131,070 of what was coded.
 
     Raises:
-        TelemetryError: it has another length, does not start at 1, or rises.
+        TelemetryError: a curve has another length, does not start at 1, or rises.
     """
-    if len(coded) != 2 * n_edges:
-        raise TelemetryError(f"a curve of {len(coded)} bytes on a grid of {n_edges} edges")
-    values = np.frombuffer(coded, dtype="<u2")
-    if values[0] != _SCALE or (values[1:] > values[:-1]).any():
+    for curve in coded:
+        if len(curve) != 2 * n_edges:
+            raise TelemetryError(f"a curve of {len(curve)} bytes on a grid of {n_edges} edges")
+    values = np.frombuffer(b"".join(coded), dtype="<u2").reshape(len(coded), n_edges)
+    if (values[:, 0] != _SCALE).any() or (values[:, 1:] > values[:, :-1]).any():
         raise TelemetryError("a curve that does not start at 1, or rises")
     return values.astype(np.float64) / _SCALE

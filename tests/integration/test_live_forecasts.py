@@ -129,8 +129,9 @@ def told(heard: Heard) -> dict[tuple[str, int], tuple[int, np.ndarray]]:
     found = {}
     for message in heard.messages:
         if isinstance(message, Snapshot | Forecasts):
-            for request in message.requests:
-                curve = decode_survival(request.survival, len(message.edges))
+            coded = [request.survival for request in message.requests]
+            curves = decode_survival(coded, len(message.edges))
+            for request, curve in zip(message.requests, curves, strict=True):
                 found[request.request_id, request.forecast_at] = (request.tokens_left, curve)
     return found
 

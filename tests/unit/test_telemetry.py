@@ -255,7 +255,7 @@ def test_forecasts_age_with_the_tokens_since() -> None:
     engine.decode(12)
     view.receive(frames(engine.snapshot(predicts=False)), 0.0)
     names, forecast = view.forecast(KEY)
-    curve = decode_survival(coded_curve(30.0), len(EDGES))
+    (curve,) = decode_survival([coded_curve(30.0)], len(EDGES))
     whole = SurvivalForecast.new(EDGES, curve[None], MAX_TOKENS)
     h = np.arange(0, 420)
     assert names == ["request-1"]
@@ -279,7 +279,7 @@ def test_a_request_that_ends_brings_its_forecasts_with_it() -> None:
     assert finished.event.total_tokens == 30
     np.testing.assert_array_equal(
         finished.forecast().at(20.0),
-        [decode_survival(coded_curve(30.0 + n), len(EDGES))[3] for n in (0, 10, 30)],
+        decode_survival([coded_curve(30.0 + n) for n in (0, 10, 30)], len(EDGES))[:, 3],
     )
 
 

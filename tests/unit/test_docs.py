@@ -1,0 +1,35 @@
+"""What the pages show in Python runs, and says what they say."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+def test_the_forecast_page_computes_what_it_says() -> None:
+    (block,) = python_blocks("forecast.md")
+    names: dict[str, object] = {}
+    exec(block, names)
+    forecast = names["forecast"]
+    np.testing.assert_allclose(forecast.at([0, 10, 50]), [[1, 0.6, 1 / 3]])  # type: ignore[attr-defined]
+    assert "# [[1, 0.6, 0.333...]]" in block
+
+
+def test_every_page_that_a_page_links_to_is_there() -> None:
+    root = DOCS.parent
+    for page in [*DOCS.glob("*.md"), root / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_configuration_that_a_page_names_is_there() -> None:
+    root = DOCS.parent
+    for page in [*DOCS.glob("*.md"), root / "README.md", root / "Makefile"]:
+        for name in re.findall(r"configs/[\w/]+\.yaml", page.read_text()):
+            assert (root / name).is_file(), f"{page.name} names {name}"
