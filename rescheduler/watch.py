@@ -1,7 +1,9 @@
 """`headway watch`: what the running requests are expected to do, in a terminal."""
 
 import math
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -43,7 +45,8 @@ def watch(
 ) -> None:
     """Show what every running request is still expected to generate, and how right that was.
 
-    In a terminal a live screen; into a pipe or a file a line every few seconds. Ctrl-C ends it.
+    In a terminal a live screen; into a pipe or a file a line every few seconds. Ctrl-C ends it,
+    and so does SIGTERM.
 
     Args:
         connect: ZMQ endpoint of an engine's telemetry, or a list of several.
@@ -61,6 +64,8 @@ def watch(
         raise ValueError("give either endpoints to connect to or one to bind, not both")
     if not refresh_seconds > 0:
         raise ValueError(f"refresh_seconds must be above 0, not {refresh_seconds}")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     quality, recent = ForecastQuality(), deque[ScoredRequest](maxlen=_RECENT)
     with ExitStack() as stack, suppress(KeyboardInterrupt):

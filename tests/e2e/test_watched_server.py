@@ -98,8 +98,8 @@ def test_watch_scores_forecasts_through_a_killed_and_restarted_engine(
             answer(port, ["Four", "Five"], 17)
             wait_for(prometheus, scored, 5)
             assert metric(prometheus, "headway_instance_stale") == 0
-        watch.send_signal(signal.SIGINT)
-        assert watch.wait(timeout=20) in (0, 130)
+        watch.terminate()
+        assert watch.wait(timeout=30) == 0
     finally:
         if watch.poll() is None:
             watch.kill()

@@ -50,7 +50,7 @@ def test_prefill_context_parallelism_is_refused(smollm2: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"kk": 20}, "unknown field `kk`.*Known keys: k, record"),
+        ({"kk": 20}, "unknown field `kk`.*Keys known to this worker: k, record"),
         ({"k": 0}, "`int` >= 1.*at `[$].k`"),
         ({"record": {"path": "x", "dtype": "int8"}}, "int8.*in 'record': path, dtype"),
         ({"record": {}}, "missing required field `path`"),
