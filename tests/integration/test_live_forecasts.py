@@ -1,4 +1,4 @@
-"""A real vLLM server forecasts its requests: values, ends, its own scheduler, and refusals."""
+"""A real vLLM server, scheduling asynchronously, forecasts its requests; what it refuses."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         listener.start()
         with log.open("w") as output:
             server = subprocess.Popen(
-                server_command(smollm2, port, section),
+                [*server_command(smollm2, port, section), "--async-scheduling"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
