@@ -64,11 +64,12 @@ def watch(
         raise ValueError("give either endpoints to connect to or one to bind, not both")
     if not refresh_seconds > 0:
         raise ValueError(f"refresh_seconds must be above 0, not {refresh_seconds}")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     quality, recent = ForecastQuality(), deque[ScoredRequest](maxlen=_RECENT)
     with ExitStack() as stack, suppress(KeyboardInterrupt):
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, before)
         finished_log = stack.enter_context(FinishedLog(log)) if log else None
         subscriber = stack.enter_context(TelemetrySubscriber(connect, bind, keys))
         view, endpoints = subscriber.view, subscriber.endpoints

@@ -208,11 +208,17 @@ def test_a_terminal_gets_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.index("\x1b[?1049h") < text.index("\x1b[?1049l")  # the screen it found is back
 
 
-def test_ctrl_c_leaves_quietly(capsys: pytest.CaptureFixture[str]) -> None:
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_quietly_and_so_does_a_service_manager(
+    capsys: pytest.CaptureFixture[str], sent: signal.Signals
+) -> None:
+    # As in a terminal: where the tests run in the background, Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), sent))
     interrupt.start()
     watch("tcp://127.0.0.1:1", refresh_seconds=0.1, for_seconds=60.0)
     interrupt.join()
+    signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
     assert captured.err == ""
     (line,) = captured.out.splitlines()
