@@ -1,5 +1,7 @@
 """`headway model`: prepare the embedded model."""
 
+import sys
+
 from data_collection.models import EMBEDDED_MODELS, identify, prepare_embedded
 
 __all__ = ["model"]
@@ -22,5 +24,5 @@ def model(name: str) -> None:
     if name not in EMBEDDED_MODELS:
         raise ValueError(f"unknown model {name!r}; embedded models: {', '.join(EMBEDDED_MODELS)}")
     folder = prepare_embedded(name)
-    print(f"{identify(str(folder)).name} is ready:")
-    print(folder)
+    print(f"{identify(str(folder)).name} is ready:", file=sys.stderr)
+    print(folder)  # alone on standard output, for $(headway model ...)

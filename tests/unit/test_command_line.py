@@ -131,3 +131,10 @@ def test_the_module_is_the_command() -> None:
     assert done.stderr.strip() == (
         "headway model: unknown model 'nothing'; embedded models: smollm2"
     )
+
+
+def test_the_models_folder_stands_alone_on_standard_output(
+    smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["model", "smollm2"]) == 0
+    assert capsys.readouterr().out == f"{smollm2}\n", "so that $(headway model smollm2) works"
