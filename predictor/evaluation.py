@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from predictor.comparators import COMPARATORS, Comparator, KaplanMeier
 from predictor.evaluation_figures import draw_figures
 from predictor.evaluation_report import markdown_report
 from predictor.evaluation_result import AgeScores, Calibration, Evaluation, MethodResult
-from predictor.forecast import Forecast, PointForecast
+from predictor.forecast import Forecast, PointForecast, SurvivalForecast
 from predictor.hidden_state_mlp import HiddenStateMLP
 from predictor.latency import median_latency_ms
 from predictor.metrics import error_by_bin, summarise_errors
-from predictor.recalibration import Recalibration, observed_share
+from predictor.recalibration import observed_share
 from predictor.row_table import RowTable, load_rows
 from predictor.rows_data_module import request_rows
 from predictor.survival_metrics import Outcomes, d_calibration, levels_of, survival_scores
@@ -39,6 +39,7 @@ def evaluate(
     out: Path | None = None,
     comparators: dict[str, dict[str, Any]] | None = None,
     split_seed: int | None = None,
+    part: Literal["validation", "test"] = "test",
 ) -> None:
     """Measure a predictor and its comparators on the test split of a dataset.
 
@@ -53,6 +54,7 @@ def evaluate(
             regressor and regressor_cut_as_ended (with a checkpoint each), prompt_self_report,
             auxiliary_encoder, auxiliary_causal_lm.
         split_seed: of the split; the checkpoint's own when not given.
+        part: ``validation`` to choose between settings, so that the test is looked at last.
 
     Raises:
         ModelMismatchError: the predictor is of another model; both are named.
@@ -73,10 +75,10 @@ def evaluate(
         name: table.select(np.isin(table.request, requests))
         for name, requests in split_requests(table.requests.group, seed).items()
     }
-    test = parts["test"].ran_to_their_end()
+    test = parts[part].ran_to_their_end()
     if len(test) == 0:
-        raise ValueError(f"{dataset}: no test request ran to its end, nothing can be measured")
-    own = _measure(
+        raise ValueError(f"{dataset}: no {part} request ran to its end, nothing can be measured")
+    own, found = _measure(
         test,
         partial(_forecast, predictor),
         sum(weights.numel() for weights in predictor.parameters()),
@@ -93,30 +95,31 @@ def evaluate(
         started = time.monotonic()
         comparator.fit(parts["train"], parts["validation"])
         seconds = getattr(comparator, "training_seconds", time.monotonic() - started)
-        print(f"{name}: predicting {len(test)} test rows", flush=True)
+        print(f"{name}: predicting {len(test)} {part} rows", flush=True)
         forecast = partial(_comparator_forecast, comparator)
-        results[name] = _measure(test, forecast, comparator.parameters, seconds)
+        results[name], _ = _measure(test, forecast, comparator.parameters, seconds)
         notes += comparator.notes
     evaluation = Evaluation(
         own=own,
         comparators=results,
-        calibration=_calibration(predictor, test),
+        calibration=_calibration(predictor, found, test),
         n_requests=len(np.unique(test.request)),
         n_rows=len(test),
         cut_rows=int(test.censored.sum()),
-        left_out_rows=len(parts["test"]) - len(test),
+        left_out_rows=len(parts[part]) - len(test),
         provenance={
             "model": f"{table.session.model} ({table.session.revision})",
             "dataset": f"{dataset.resolve().name}: {len(table.requests)} requests, "
             f"{len(table)} rows",
             "split_seed": seed,
+            "part": part,
             "commit": source_commit(),
             "machine": machine(),
             "versions": versions(),
         },
         notes=notes,
     )
-    _write(evaluation, test, predictor, out or dataset / "evaluation")
+    _write(evaluation, test, found, out or dataset / "evaluation")
 
 
 def _forecast(predictor: HiddenStateMLP, rows: RowTable) -> Forecast:
@@ -138,7 +141,7 @@ def _measure(
     forecast: Callable[[RowTable], Forecast],
     parameters: int,
     training_seconds: float,
-) -> MethodResult:
+) -> tuple[MethodResult, Forecast]:
     # Timed first, while nothing is cached: ten rows of ten requests.
     _, first = np.unique(test.request, return_index=True)
     ten = test.select(np.resize(first, 10))
@@ -156,7 +159,7 @@ def _measure(
             mae = float(np.abs(median - remaining)[rows].mean())
             scores = survival_scores(found.select(rows), outcomes.select(rows))
             by_generated.append(AgeScores(low, high, len(rows), mae, scores))
-    return MethodResult(
+    result = MethodResult(
         errors=summarise_errors(median, remaining),
         mae_ended=float(np.abs(median - remaining)[ended].mean()) if ended.any() else float("nan"),
         mae_mean=float(np.abs(found.mean() - remaining).mean()),
@@ -168,28 +171,25 @@ def _measure(
         by_generated=by_generated,
         by_total=error_by_bin(median, remaining, total, _edges(total)),
     )
+    return result, found
 
 
-def _calibration(predictor: HiddenStateMLP, test: RowTable) -> Calibration | None:
+def _calibration(predictor: HiddenStateMLP, found: Forecast, test: RowTable) -> Calibration | None:
     """Compare levels with shares, with and without the predictor's recalibration."""
-    if not isinstance(predictor, SurvivalMLP):
+    if not isinstance(predictor, SurvivalMLP) or not isinstance(found, SurvivalForecast):
         return None
-    nominal = np.linspace(0.025, 0.975, 39)
-    used = predictor.recalibration
-    observed = {}
-    levels: Any = None
-    for name, recalibration in (("raw", Recalibration((0, 1), (0, 1))), ("used", used)):
-        predictor.recalibration = recalibration
-        levels = levels_of(predictor.forecast(request_rows(test)), _outcomes(test))
-        observed[name] = observed_share(levels, test.censored, nominal).tolist()
+    outcomes, cut = _outcomes(test), test.censored
+    raw = levels_of(predictor.forecast_as_learned(request_rows(test)), outcomes)
+    levels = levels_of(found, outcomes)
     first = test.generated_tokens == test.generated_tokens.min()
-    shares, p_value = d_calibration(levels[first], test.censored[first])
+    shares, p_value = d_calibration(levels[first], cut[first])
+    nominal = np.linspace(0.025, 0.975, 39)
     return Calibration(
         d_shares=shares.tolist(),
         d_p_value=p_value,
         nominal=nominal.tolist(),
-        observed=observed["used"],
-        observed_raw=observed["raw"],
+        observed=observed_share(levels, cut, nominal).tolist(),
+        observed_raw=observed_share(raw, cut, nominal).tolist(),
     )
 
 
@@ -199,12 +199,11 @@ def _edges(values: Any) -> Sequence[int]:
     return list(range(0, int(values.max()) + width + 1, width))
 
 
-def _write(evaluation: Evaluation, test: RowTable, predictor: HiddenStateMLP, out: Path) -> None:
+def _write(evaluation: Evaluation, test: RowTable, found: Forecast, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     document = json.dumps(evaluation.as_json(), indent=1) + "\n"
     write_text_atomically(out / "metrics.json", document)
-    medians = predictor.forecast(request_rows(test)).median()
-    figures = draw_figures(evaluation, test.remaining_tokens, medians, out)
+    figures = draw_figures(evaluation, test.remaining_tokens, found.median(), out)
     report = markdown_report(evaluation, figures)
     write_text_atomically(out / "report.md", report)
     print(report)

@@ -16,9 +16,10 @@ def markdown_report(evaluation: Evaluation, figures: list[Path]) -> str:
     lines = [
         f"# Remaining-length forecasts for {evaluation.provenance['model']}",
         "",
-        f"{evaluation.n_rows} test rows of {evaluation.n_requests} requests that no method "
-        f"trained on, {evaluation.cut_rows} of them of requests that their max_tokens ended; "
-        f"{evaluation.left_out_rows} rows of requests cut otherwise are left out. The truth is "
+        f"{evaluation.n_rows} {evaluation.provenance['part']} rows of {evaluation.n_requests} "
+        f"requests that no method trained on, {evaluation.cut_rows} of them of requests that their "
+        f"max_tokens ended; {evaluation.left_out_rows} rows of requests cut otherwise are left "
+        "out. The truth is "
         "the tokens that came, and every forecast knows the cap. Errors are in tokens, of the "
         "forecast's median; latency on one core.",
         "",

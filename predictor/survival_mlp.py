@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from predictor.forecast import SurvivalForecast
@@ -18,12 +19,10 @@ __all__ = ["SurvivalMLP"]
 class SurvivalMLP(HiddenStateMLP):
     r"""Predict P(R > h) for the remaining tokens R of a request, at every edge of a grid.
 
-    .. math:: S(e_j) = g\Big(\prod_{i < j} \big(1 - \operatorname{sigmoid}(x_i + b_i(n))\big)\Big)
+    .. math:: S(e_j) = g\Big(\prod_{i < j} \big(1 - \operatorname{sigmoid}(x_i)\big)\Big)
 
-    with x the trunk's output (`HiddenStateMLP`), one discrete-time hazard a bin; b(n) what the
-    age n alone implies (`baseline_logits`), where ``generated_tokens`` is an input; and g the
-    post-hoc `Recalibration`, the identity at first. The network thus learns what the hidden
-    state says beyond the age. Trained with `hazard_nll`.
+    with x the trunk's output (`HiddenStateMLP`), one discrete-time hazard a bin, and g the
+    post-hoc `Recalibration`, the identity at first. Trained with `hazard_nll`.
 
     Args:
         edges: [n_edges] the grid, in whole tokens from 0 to the model's limit.
@@ -67,12 +66,21 @@ class SurvivalMLP(HiddenStateMLP):
     def forecast(self, rows: RequestRows) -> SurvivalForecast:
         """Forecast n requests, capped by the tokens left to ``max_tokens``."""
         self.refuse_other_width(rows.hidden_states)
-        return self.forecast_from(self.survival(rows), rows.counts[:, 2])
+        return self._capped(self.recalibrated(self.survival(rows).cpu()), rows)
 
-    def forecast_from(self, survival: torch.Tensor, tokens_left: torch.Tensor) -> SurvivalForecast:
-        """Recalibrate learned curves [n, n_edges] and cap them by ``tokens_left`` [n]."""
-        curves = self.recalibration.apply(survival.cpu().numpy().astype(np.float64))
-        return SurvivalForecast.new(self.edges.cpu().numpy(), curves, tokens_left.cpu().numpy())
+    @torch.inference_mode()
+    def forecast_as_learned(self, rows: RequestRows) -> SurvivalForecast:
+        """Forecast n requests without the recalibration, to see what it does."""
+        self.refuse_other_width(rows.hidden_states)
+        return self._capped(self.survival(rows).cpu().numpy().astype(np.float64), rows)
+
+    def recalibrated(self, survival: torch.Tensor) -> npt.NDArray[np.float64]:
+        """Return learned curves on the host [n, n_edges], recalibrated."""
+        return self.recalibration.apply(survival.numpy().astype(np.float64))
+
+    def _capped(self, curves: npt.NDArray[np.float64], rows: RequestRows) -> SurvivalForecast:
+        left = rows.counts[:, 2].cpu().numpy()
+        return SurvivalForecast.new(self.edges.cpu().numpy(), curves, left)
 
     def fingerprint(self) -> str:
         """Return 12 hexadecimal digits that name these weights and this recalibration."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +70,12 @@ def watch(
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, before)
-        finished_log = stack.enter_context(FinishedLog(log)) if log else None
+        finished_log = stack.enter_context(closing(FinishedLog(log))) if log else None
         subscriber = stack.enter_context(TelemetrySubscriber(connect, bind, keys))
         view, endpoints = subscriber.view, subscriber.endpoints
         if prometheus_port is not None:
             exporter = QualityExporter(view, quality, subscriber.lock)
-            stack.enter_context(exporter.serve(prometheus_port, prometheus_host))
+            stack.enter_context(closing(exporter.serve(prometheus_port, prometheus_host)))
         live = None
         if sys.stdout.isatty() and not console.is_dumb_terminal and not headless:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))

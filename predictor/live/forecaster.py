@@ -4,7 +4,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
@@ -120,7 +119,6 @@ class Forecaster:
 
     def _as_forecasts(self, item: _OnTheWay) -> EngineForecasts:
         rows = item.rows
-        curves = item.curves.numpy().astype(np.float64)
         return EngineForecasts(
             step=rows.step,
             request_ids=rows.request_ids,
@@ -128,7 +126,7 @@ class Forecaster:
             generated_tokens=rows.generated_tokens,
             tokens_left=item.tokens_left,
             edges=self._edges,
-            survival=self._predictor.recalibration.apply(curves),
+            survival=self._predictor.recalibrated(item.curves),
         )
 
     def _predict_on_gpu(self, rows: CapturedRows, counts: torch.Tensor, left: list[int]) -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def write_log(path: Path, requests: list[FinishedForecasts], served_by: Path | N
     served = load_predictor(str(served_by)) if served_by else None
     checkpoint = served.fingerprint() if isinstance(served, SurvivalMLP) else ""
     quality = ForecastQuality()
-    with FinishedLog(path) as log:
+    with closing(FinishedLog(path)) as log:
         for request in requests:
             scored = quality.add(replace(request, checkpoint=checkpoint))
             if scored is not None:
@@ -306,7 +307,7 @@ def test_prometheus_reads_what_is_watched() -> None:
         view.receive(frames(message), 10.0)
     view.receive([b"junk"], 10.0)
     exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
-    with exporter.serve(0) as server:
+    with closing(exporter.serve(0)) as server:
         with pytest.raises(ValueError, match=rf"127.0.0.1:{server.port}: the port is in use"):
             exporter.serve(server.port)
 

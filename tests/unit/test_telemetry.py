@@ -534,7 +534,7 @@ def test_one_context_has_one_handler_of_keys(two_folders: tuple[Path, Path]) -> 
         ("tcp://127.8.8.8:*", True),
         ("tcp://localhost:5557", True),
         ("tcp://[::1]:5557", True),
-        ("ipc:///tmp/headway", True),
+        ("ipc://telemetry", True),
         ("inproc://headway", True),
         ("tcp://0.0.0.0:5557", False),
         ("tcp://*:5557", False),
