@@ -14,6 +14,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _KEPT = 5
+_CONSTANTS = ("cluster_view.py", "engine_records.py", "engine_state.py")
+"""Files without compiled functions, whose constants are compiled in."""
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +59,9 @@ def _keep_code_by_source() -> None:
     digest = hashlib.sha256()
     for package in ("predictor", "rescheduler"):
         for source in sorted((root / package).rglob("*.py")):
-            digest.update(source.read_bytes())
+            text = source.read_bytes()
+            if source.name in _CONSTANTS or b"@compiled" in text or b"@njit" in text:
+                digest.update(text)
     caches = Path.home() / ".cache" / "headway" / "numba"
     mine = caches / digest.hexdigest()[:16]
     config.CACHE_DIR = str(mine)

@@ -1,0 +1,212 @@
+"""BalanceRoute: the margin below the heaviest worker, now (BR-0) or over a horizon (BR-H)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.compilation import compiled
+from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
+from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place
+
+__all__ = [
+    "BR0",
+    "BRH",
+    "br0",
+    "brh",
+    "brh_scores",
+    "checked_steps",
+    "discounts",
+    "envelope",
+    "raise_envelope",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@compiled
+def br0(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+    """Place each request, in order of arrival, where F_g is greatest."""
+    load, slots, room = problem.load, problem.slots, problem.room
+    n_instances = len(load)
+    highest = load.max()
+    for i in range(len(problem.size)):
+        size = problem.size[i]
+        best, best_score = -1, 0
+        for g in range(n_instances):
+            if slots[g] <= 0 or room[g] < size:
+                continue
+            margin = highest - load[g]
+            score = size - n_instances * max(size - margin, 0)
+            if best < 0 or score > best_score or (score == best_score and load[g] < load[best]):
+                best, best_score = g, score
+        if best >= 0:
+            place(problem, target, i, best)
+            highest = max(highest, load[best])
+        elif full(problem):
+            return
+
+
+@routing_policy("br0")
+@dataclass(frozen=True)
+class BR0(RoutingPolicy):
+    r"""BR-0: reward what fills a margin, punish what overflows it by the G workers that wait.
+
+    .. math:: F_g = \Delta - G\,(\Delta - m_g)_+, \qquad m_g = \max_{g'} L_{g'} - L_g
+
+    for a request of Δ context tokens; the greatest F_g wins, ties go to the lowest load, then to
+    the lowest index. Without the first of these, every request that overflows nowhere would go to
+    worker 0.
+
+    Source: The EP Barrier Tax (Li 2026), 'BR-0: The Single-Step View' and 'Lessons from a bug'.
+    """
+
+    needs = Needs.LOADS
+    kernel = br0
+
+
+@compiled
+def envelope(ahead: FloatArray) -> FloatArray:
+    """Return M(h) = max_g Λ_g(h), [P], over all instances, those without a place included."""
+    highest: FloatArray = ahead[0].copy()
+    for g in range(1, len(ahead)):
+        raise_envelope(highest, ahead[g])
+    return highest
+
+
+@compiled
+def raise_envelope(highest: FloatArray, expected: FloatArray) -> None:
+    """Lift the [P] envelope to an instance's expected loads, which have risen."""
+    for p in range(len(highest)):
+        highest[p] = max(highest[p], expected[p])
+
+
+@compiled
+def discounts(points: IntArray, gamma: float) -> FloatArray:
+    """Return γ^h of each point, [P]."""
+    weights = np.empty(len(points))
+    for p in range(len(points)):
+        weights[p] = gamma ** points[p]
+    return weights
+
+
+@compiled
+def brh_scores(
+    ahead: FloatArray,
+    parameters: FloatArray,
+    weights: FloatArray,
+    size: float,
+    highest: FloatArray,
+    scores: FloatArray,
+) -> None:
+    """Write F_g of a request of Δ = ``size`` tokens into [G] ``scores``.
+
+    Args:
+        ahead: [G, P] Λ_g(h).
+        parameters: α, β (0: the number of instances) and γ.
+        weights: [P] γ^h.
+        size: Δ, in tokens.
+        highest: [P] the envelope M(h).
+        scores: [G], written; in tokens.
+    """
+    alpha, beta = parameters[0], parameters[1]
+    if beta == 0:
+        beta = float(len(scores))
+    scores[:] = alpha * weights.sum() * size
+    for p in range(len(weights)):
+        weight, over = beta * weights[p], size - highest[p]
+        for g in range(len(scores)):
+            scores[g] -= weight * max(over + ahead[g, p], 0.0)
+
+
+@compiled
+def brh(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+    """Place each request, in order of arrival, where the F_g of the horizon is greatest."""
+    ahead = problem.ahead
+    highest = envelope(ahead)
+    weights = discounts(problem.points, parameters[2])
+    scores = np.empty(len(problem.load))
+    for i in range(len(problem.size)):
+        brh_scores(ahead, parameters, weights, float(problem.size[i]), highest, scores)
+        for g in range(len(scores)):
+            scores[g] = -scores[g]
+        best = best_by_load(problem, i, scores)
+        if best >= 0:
+            place(problem, target, i, best)
+            raise_envelope(highest, ahead[best])
+        elif full(problem):
+            return
+
+
+def checked_steps(name: str, horizon: int, steps: Sequence[int]) -> tuple[int, ...]:
+    """Return the points of a policy that looks ahead: its ``steps``, or 0..``horizon``.
+
+    Raises:
+        ValueError: a negative horizon, or steps that do not ascend from 0.
+    """
+    if not steps:
+        if horizon < 0:
+            raise ValueError(f"{name}: horizon is {horizon}; it is a number of steps, 0 or more")
+        return tuple(range(horizon + 1))
+    rising = all(a < b for a, b in pairwise(steps))
+    if steps[0] != 0 or not rising or any(step != int(step) for step in steps):
+        raise ValueError(f"{name}: steps must be whole and ascend from 0, not be {list(steps)}")
+    return tuple(steps)
+
+
+@routing_policy("brh")
+@dataclass(frozen=True)
+class BRH(RoutingPolicy):
+    r"""BR-H: BR-0 over the next H steps, the later ones discounted.
+
+    .. math:: F_g = \alpha \Big(\sum_h \gamma^h\Big) \Delta
+              - \beta \sum_h \gamma^h (\Delta - m_{g,h})_+,
+              \qquad m_{g,h} = \max_{g'} \Lambda_{g'}(h) - \Lambda_g(h)
+
+    Δ stays the same at every step, as in the paper; ties go as in BR-0. The paper projects the
+    loads binarily, each request wholly there until the step it is predicted to end at: that is
+    what a point forecast gives here. With survival curves the same score reads expected loads.
+    With α = 1, β = 0 (that is, G) and a horizon of 0, BR-H is BR-0. Since the first term is the
+    same for every worker and β scales the second, neither changes where one request goes.
+
+    Attributes:
+        alpha: weight of the tokens accepted, not negative.
+        beta: weight of the tokens that overflow; 0 for the number of instances.
+        gamma: discount of a step, in (0, 1].
+        horizon: last decode step looked at, H.
+        steps: the decode steps looked at instead of 0..H, ascending from 0.
+
+    Source: The EP Barrier Tax (Li 2026), 'BR-H: Looking Ahead'.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    gamma: float = 0.9
+    horizon: int = 50
+    steps: Sequence[int] = ()
+
+    needs = Needs.FORECASTS
+    kernel = brh
+
+    def __post_init__(self) -> None:
+        """Refuse what is no weight, no discount or no horizon.
+
+        Raises:
+            ValueError: an option out of range.
+        """
+        if self.alpha < 0 or self.beta < 0:
+            raise ValueError(f"brh: alpha {self.alpha} and beta {self.beta} cannot be negative")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"brh: gamma is {self.gamma}; a discount is in (0, 1]")
+        checked_steps("brh", self.horizon, self.steps)
+
+    def parameters(self) -> FloatArray:
+        """Return α, β and γ."""
+        return np.array([self.alpha, self.beta, self.gamma])
+
+    def points(self) -> IntArray:
+        """Return the decode steps that margins are taken at."""
+        return np.array(checked_steps("brh", self.horizon, self.steps), dtype=np.int64)

@@ -1,0 +1,354 @@
+"""The local search of BF-IO: requests swapped, exchanged and moved until J falls no more."""
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.compilation import compiled_core, compiled_inline
+from rescheduler.routing.bfio_state import (
+    REST_SPREAD,
+    Search,
+    add,
+    envelope_exchanged,
+    envelope_with,
+    leave,
+    rank,
+    refresh,
+    remove,
+    restore,
+    value,
+)
+
+__all__ = ["best_waiting", "even_out", "local_search", "nearest_waiting"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+KICKS = 2
+"""Random changes that lead from one local optimum towards another: one is mostly undone."""
+WORSE = 3.0
+"""How many times the best J a local optimum may have for the search to go on from there."""
+PARTNERS, PATIENCE = 16, 128
+"""Exchanges looked at for one request before the next has its turn."""
+TINY = 1e-9
+"""Relative change of J that is rounding."""
+
+
+@compiled_inline
+def _first_not_below(ascending: FloatArray, wanted: float) -> int:
+    """Return the index of the first of the ascending numbers that is not below the wanted."""
+    low, high = 0, len(ascending)
+    while low < high:
+        middle = (low + high) >> 1
+        if ascending[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled_inline
+def best_waiting(
+    search: Search, ceiling: float, rest: float, room: int, limit: float, reach: int
+) -> int:
+    r"""Return the waiting candidate that joins `REST` at the least cost, below a limit, or -1.
+
+    .. math:: \sum_h G \max\big(O(h), R(h) + \hat w_j(h)\big) - \hat w_j(h)
+        \ge G \max\Big(\sum_h O, \sum_h R + \hat w_j\Big) - \sum_h \hat w_j
+
+    bounds the cost by the candidate's total alone, so that they are looked at in the order of
+    that bound, away from the total that fills up to the others, and no further than it helps.
+
+    Args:
+        search: with `OTHERS` (O) and `REST` (R) set.
+        ceiling: Σ_h O.
+        rest: Σ_h R.
+        room: context tokens that the candidate may bring.
+        limit: cost from which on none is wanted.
+        reach: candidates looked at, at most.
+    """
+    n_instances, m = float(search.row.shape[0]), len(search.order)
+    up = _first_not_below(search.ascending, ceiling - rest)
+    down = up - 1
+    best, left = -1, reach
+    while left > 0:
+        low = n_instances * ceiling - search.ascending[down] if down >= 0 else np.inf
+        high = np.inf
+        if up < m:
+            high = n_instances * (rest + search.ascending[up]) - search.ascending[up]
+        if min(low, high) >= limit:
+            break
+        if low <= high:
+            j = search.order[down]
+            down -= 1
+        else:
+            j = search.order[up]
+            up += 1
+        if search.where[j] >= 0 or search.size[j] > room:
+            continue
+        left -= 1
+        envelope = envelope_with(search.weight, search.noise, search.line, search.risk, j)
+        cost = n_instances * envelope - search.total[j]
+        if cost < limit:
+            best, limit = j, cost
+    looked_at, passed = reach - left, up - down - 1
+    search.work[0] += looked_at * (search.row.shape[1] + 32) + 10 * passed
+    return best
+
+
+@compiled_inline
+def nearest_waiting(search: Search, wanted: float, room: int) -> int:
+    """Return the waiting candidate whose total is nearest to the wanted one, or -1."""
+    m = len(search.order)
+    up = _first_not_below(search.ascending, wanted)
+    down = up - 1
+    while down >= 0 or up < m:
+        below = wanted - search.ascending[down] if down >= 0 else np.inf
+        above = search.ascending[up] - wanted if up < m else np.inf
+        if below <= above:
+            j = search.order[down]
+            down -= 1
+        else:
+            j = search.order[up]
+            up += 1
+        if search.where[j] < 0 and search.size[j] <= room:
+            return j  # type: ignore[no-any-return]
+    return -1
+
+
+@compiled_inline
+def _propose(search: Search, i: int, g: int, swap: bool, spare: bool) -> tuple[int, int]:
+    """Return a better (j, k) for i on g: j takes its place, i goes to k; or -1 for j.
+
+    First the best waiting candidate (k = -1, the pool), if ``swap``. Then, if g is the largest
+    somewhere, the exchange with a request elsewhere that lowers the envelope most, or, if there
+    are ``spare`` slots, the move there.
+    """
+    n_instances, n_points = search.row.shape
+    m = len(search.order)
+    ceiling, largest = leave(search.weight, search.row, search.line, search.at, g, i)
+    if search.risk > 0:
+        for h in range(n_points):
+            search.line[REST_SPREAD, h] = search.spread[g, h] - search.noise[i, h]
+    search.work[0] += 2 * n_points + 150
+    if swap:
+        limit = n_instances * largest - search.total[i]
+        limit -= TINY * abs(limit)
+        rest, room = search.row_total[g] - search.total[i], search.room[g] + search.size[i]
+        j = best_waiting(search, ceiling, rest, room, limit, m)
+        if j >= 0:
+            return j, -1
+    limit = largest * (1 - TINY)
+    if ceiling >= limit:
+        return -1, -1
+    n_places = m + n_instances if spare else m
+    looked_at, best_j, best_k = 0, -1, -1
+    # Each request begins elsewhere, so that a bounded look does not always meet the same ones.
+    step = i
+    for step in range(i + 1, i + 1 + n_places):
+        place = step if step < n_places else step - n_places
+        j = min(place, m)
+        k = search.where[j] if place < m else place - m
+        if k < 0 or k == g or (j == m and search.slots[k] == 0):
+            continue
+        difference = search.size[i] - search.size[j]
+        if search.room[g] + difference < 0 or search.room[k] < difference:
+            continue
+        less = search.total[i] - search.total[j]
+        if max(search.row_total[g] - less, search.row_total[k] + less) >= limit:
+            continue
+        looked_at += 1
+        envelope = envelope_exchanged(
+            search.weight,
+            search.noise,
+            search.row,
+            search.spread,
+            search.line,
+            search.at,
+            search.risk,
+            i,
+            g,
+            j,
+            k,
+        )
+        if envelope < limit:
+            best_j, best_k, limit = j, k, envelope
+        if looked_at == PATIENCE or (looked_at >= PARTNERS and best_j >= 0):
+            break
+    search.work[0] += looked_at * (3 * n_points + 32) + 10 * (step - i)
+    return best_j, best_k
+
+
+@compiled_inline
+def _change(search: Search, i: int, g: int, j: int, k: int) -> None:
+    """Let i leave g, where j takes its place, and go to k (-1: the pool)."""
+    remove(search, i, g)
+    if j < len(search.order):
+        if k >= 0:
+            remove(search, j, k)
+        add(search, j, g)
+    if k >= 0:
+        add(search, i, k)
+    for changed in (g, k):
+        if changed >= 0:
+            refresh(search, changed)
+
+
+@compiled_inline
+def _draw(seed: npt.NDArray[np.uint64], n: int) -> int:
+    """Return one of 0 .. n - 1 (xorshift64)."""
+    x = seed[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    seed[0] = x
+    return np.int64((x >> np.uint64(11)) % np.uint64(n))  # type: ignore[return-value]
+
+
+@compiled_core
+def local_search(
+    search: Search,
+    row: FloatArray,
+    spread: FloatArray,
+    slots: IntArray,
+    room: IntArray,
+    best: IntArray,
+    fixed: BoolArray,
+    seed: npt.NDArray[np.uint64],
+    limit: int,
+) -> None:
+    """Improve the assignment ``best`` in place: it never gets worse, nor admits fewer.
+
+    An iterated local search. Requests have their turn one after the other, round after round,
+    and take the change that `_propose` finds. When a round has found none, the assignment is
+    kept if it is the best, some random changes are made, and it goes on.
+
+    Args:
+        search: of the candidates.
+        row: [G, P] loads before the decision.
+        spread: [G, P] their variance, if κ > 0.
+        slots: [G] free before.
+        room: [G] free before.
+        best: [m] where each candidate is, or -1.
+        fixed: [m] candidates that must be admitted.
+        seed: [1] of the random changes, not 0.
+        limit: of `Search.work`.
+    """
+    n_instances, n_points = row.shape
+    m = len(best)
+    n_slots, n_placed = 0, 0
+    for g in range(n_instances):
+        n_slots += slots[g]
+    for i in range(m):
+        n_placed += best[i] >= 0
+    swaps, spare = n_placed < m, n_placed < n_slots
+    if n_placed == 0:
+        return
+    optima_left = 4 * n_placed * m
+    best_value = np.inf
+    start_again = True
+    turn, unchanged, kicks = -1, 0, 0
+    while search.work[0] < limit:
+        if start_again:
+            restore(search, row, spread, slots, room, best)
+            rank(search)
+            search.work[0] += 5 * n_instances * n_points + 100
+            start_again = False
+        j, k = -1, -1
+        if kicks > 0:
+            kicks -= 1
+            i, j = _draw(seed, m), _draw(seed, m)
+            while search.where[i] < 0:
+                i = i + 1 if i + 1 < m else 0
+            g, k = search.where[i], search.where[j]
+            if (
+                g == k
+                or (k < 0 and fixed[i])
+                or search.room[g] + search.size[i] < search.size[j]
+                or (k >= 0 and search.room[k] + search.size[j] < search.size[i])
+            ):
+                j = -1
+        else:
+            turn = turn + 1 if turn + 1 < m else 0
+            unchanged += 1
+            i, g = turn, search.where[turn]
+            if g >= 0:
+                j, k = _propose(search, i, g, swaps and not fixed[i], spare)
+        if j >= 0:
+            _change(search, i, g, j, k)
+            search.work[0] += 12 * n_points + 200
+            unchanged = 0
+        if unchanged >= m:
+            reached = value(search)
+            if reached < best_value:
+                best_value = reached
+                for i in range(m):
+                    best[i] = search.where[i]
+            optima_left -= 1
+            if optima_left < 0 or best_value <= TINY * n_points:
+                break
+            start_again = reached > WORSE * best_value
+            unchanged, kicks = 0, KICKS + optima_left % 3
+    if not start_again and value(search) < best_value:
+        for i in range(m):
+            best[i] = search.where[i]
+
+
+@compiled_core
+def even_out(
+    search: Search,
+    row: FloatArray,
+    spread: FloatArray,
+    slots: IntArray,
+    room: IntArray,
+    best: IntArray,
+) -> None:
+    """Choose among assignments of the same J one with less between the most and least loaded.
+
+    The exchange of Lemma 1: as long as the instances of the largest and the smallest total are
+    further apart than the largest request, a request of the one changes places with a smaller
+    one of the other, if that does not raise J. With J alone, several instances at the maximum
+    would hide each other's excess.
+
+    Args: as `local_search`.
+
+    Source: A Universal Load Balancing Principle (Chen et al. 2026), appendix C.1, Lemma 1.
+    """
+    restore(search, row, spread, slots, room, best)
+    rank(search)
+    m = len(best)
+    for _ in range(m):
+        g, k = int(np.argmax(search.row_total)), int(np.argmin(search.row_total))
+        apart = search.row_total[g] - search.row_total[k]
+        if m == 0 or apart <= search.ascending[m - 1]:
+            break
+        first, second, least = -1, -1, apart * (1 - TINY)
+        for i in range(m):
+            if search.where[i] != g:
+                continue
+            for j in range(m):
+                if search.where[j] != k:
+                    continue
+                left = abs(apart - 2 * (search.total[i] - search.total[j]))
+                if left >= least or search.room[k] < search.size[i] - search.size[j]:
+                    continue
+                _, largest = leave(search.weight, search.row, search.line, search.at, g, i)
+                envelope = envelope_exchanged(
+                    search.weight,
+                    search.noise,
+                    search.row,
+                    search.spread,
+                    search.line,
+                    search.at,
+                    search.risk,
+                    i,
+                    g,
+                    j,
+                    k,
+                )
+                if envelope <= largest * (1 + TINY):
+                    first, second, least = i, j, left
+        if first < 0:
+            break
+        _change(search, first, g, second, k)
+        best[first], best[second] = k, g

@@ -1,0 +1,305 @@
+"""An assignment that BF-IO searches from: its loads, its envelope, and changes of them."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from rescheduler.compilation import compiled, compiled_inline
+
+__all__ = [
+    "OTHERS",
+    "REST",
+    "REST_SPREAD",
+    "Search",
+    "accumulate",
+    "add",
+    "envelope_exchanged",
+    "envelope_with",
+    "leave",
+    "new_search",
+    "rank",
+    "refresh",
+    "remove",
+    "restore",
+    "value",
+]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+TOP, SECOND, OTHERS, REST, REST_SPREAD = range(5)
+"""Rows of `Search.line`."""
+# Sums in the order that suits vector registers.
+_summing = njit(
+    cache=True,
+    nogil=True,
+    _nrt=False,
+    forceinline=True,
+    fastmath={"reassoc", "contract", "nnan", "nsz"},
+)
+
+
+class Search(NamedTuple):
+    r"""An assignment of candidates, and what is needed to change it in O(H).
+
+    m candidates, G instances, P points. Candidate m brings nothing: to change places with it is
+    to move.
+
+    Attributes:
+        weight: [m + 1, P] ŵ_i(h) = S_i(h)(c_i + δ(h)).
+        noise: [m + 1, P] S_i(h)(1 - S_i(h))(c_i + δ(h))², or [0, P] if κ = 0.
+        total: [m + 1] Σ_h ŵ_i(h).
+        size: [m + 1] context tokens.
+        order: [m] candidates by ascending total.
+        ascending: [m] their totals.
+        row: [G, P] L_g(h).
+        spread: [G, P] V_g(h), or [0, P] if κ = 0.
+        row_total: [G] Σ_h L_g(h).
+        slots: [G] still free.
+        room: [G] context tokens still free.
+        line: [5, P] the largest of L_g(h) + κ√V_g(h) over g, and the second; then, for one
+            instance, the largest of the others, and its own L and V without one request.
+        at: [2, P] whose the largest is, and the second.
+        where: [m + 1] instance of each candidate, or -1.
+        work: [1] done so far, about in multiples of one addition in a vector register.
+        risk: κ.
+    """
+
+    weight: FloatArray
+    noise: FloatArray
+    total: FloatArray
+    size: IntArray
+    order: IntArray
+    ascending: FloatArray
+    row: FloatArray
+    spread: FloatArray
+    row_total: FloatArray
+    slots: IntArray
+    room: IntArray
+    line: FloatArray
+    at: IntArray
+    where: IntArray
+    work: IntArray
+    risk: float
+
+
+@compiled
+def new_search(
+    weight: FloatArray, noise: FloatArray, size: IntArray, n_instances: int, risk: float
+) -> Search:
+    """Return a search without a state, which `restore` gives it."""
+    m, n_points = len(size) - 1, weight.shape[1]
+    total = np.zeros(m + 1)
+    for i in range(m):
+        for h in range(n_points):
+            total[i] += weight[i, h]
+    order = np.argsort(total[:m])
+    ascending = np.empty(m)
+    for rank in range(m):
+        ascending[rank] = total[order[rank]]
+    return Search(
+        weight,
+        noise,
+        total,
+        size,
+        order,
+        ascending,
+        np.empty((n_instances, n_points)),
+        np.empty((n_instances if risk > 0 else 0, n_points)),
+        np.empty(n_instances),
+        np.empty(n_instances, dtype=np.int64),
+        np.empty(n_instances, dtype=np.int64),
+        np.empty((5, n_points)),
+        np.empty((2, n_points), dtype=np.int64),
+        np.full(m + 1, -1, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+        risk,
+    )
+
+
+@_summing  # type: ignore[untyped-decorator]
+def envelope_with(
+    weight: FloatArray, noise: FloatArray, line: FloatArray, risk: float, j: int
+) -> float:
+    """Return Σ_h of the largest load when j joins the instance of `REST`."""
+    total = 0.0
+    for h in range(weight.shape[1]):
+        own = line[REST, h] + weight[j, h]
+        if risk > 0:
+            own += risk * np.sqrt(max(line[REST_SPREAD, h] + noise[j, h], 0.0))
+        others = line[OTHERS, h]
+        total += own if own > others else others
+    return total
+
+
+@_summing  # type: ignore[untyped-decorator]
+def envelope_exchanged(
+    weight: FloatArray,
+    noise: FloatArray,
+    row: FloatArray,
+    spread: FloatArray,
+    line: FloatArray,
+    at: IntArray,
+    risk: float,
+    i: int,
+    g: int,
+    j: int,
+    k: int,
+) -> float:
+    """Return Σ_h of the largest load when i on g (whose `OTHERS` are set) and j on k change."""
+    total = 0.0
+    for h in range(weight.shape[1]):
+        less = weight[i, h] - weight[j, h]
+        first, second = row[g, h] - less, row[k, h] + less
+        if risk > 0:
+            calmer = noise[i, h] - noise[j, h]
+            first += risk * np.sqrt(max(spread[g, h] - calmer, 0.0))
+            second += risk * np.sqrt(max(spread[k, h] + calmer, 0.0))
+        # Where g and k are first and second, the second stays below their new maximum.
+        others = line[SECOND, h] if at[0, h] == k else line[OTHERS, h]
+        own = first if first > second else second
+        total += own if own > others else others
+    return total
+
+
+@_summing  # type: ignore[untyped-decorator]
+def leave(
+    weight: FloatArray, row: FloatArray, line: FloatArray, at: IntArray, g: int, i: int
+) -> tuple[float, float]:
+    """Set `REST` of g without i, and `OTHERS`; return Σ_h of the others and of the largest."""
+    others, largest = 0.0, 0.0
+    for h in range(weight.shape[1]):
+        line[REST, h] = row[g, h] - weight[i, h]
+        top = line[TOP, h]
+        other = line[SECOND, h] if at[0, h] == g else top
+        line[OTHERS, h] = other
+        others += other
+        largest += top
+    return others, largest
+
+
+@_summing  # type: ignore[untyped-decorator]
+def accumulate(rows: FloatArray, g: int, weight: FloatArray, i: int, sign: float) -> None:
+    """Add ``sign`` times row i of the weights to row g."""
+    for h in range(rows.shape[1]):
+        rows[g, h] += sign * weight[i, h]
+
+
+@compiled_inline
+def add(search: Search, i: int, g: int) -> None:
+    """Put candidate i on instance g; the envelope is not brought up to date."""
+    accumulate(search.row, g, search.weight, i, 1.0)
+    if search.risk > 0:
+        accumulate(search.spread, g, search.noise, i, 1.0)
+    search.row_total[g] += search.total[i]
+    search.slots[g] -= 1
+    search.room[g] -= search.size[i]
+    search.where[i] = g
+
+
+@compiled_inline
+def remove(search: Search, i: int, g: int) -> None:
+    """Undo `add`."""
+    accumulate(search.row, g, search.weight, i, -1.0)
+    if search.risk > 0:
+        accumulate(search.spread, g, search.noise, i, -1.0)
+    search.row_total[g] -= search.total[i]
+    search.slots[g] += 1
+    search.room[g] += search.size[i]
+    search.where[i] = -1
+
+
+@compiled_inline
+def _peak(row: FloatArray, spread: FloatArray, risk: float, g: int, h: int) -> float:
+    peak = row[g, h]
+    if risk > 0:
+        peak += risk * np.sqrt(max(spread[g, h], 0.0))
+    return peak  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def _rank_column(
+    row: FloatArray, spread: FloatArray, risk: float, line: FloatArray, at: IntArray, h: int
+) -> None:
+    """Find the largest and the second of the loads at one point."""
+    largest, second, first_at, second_at = -np.inf, -np.inf, 0, 0
+    for g in range(row.shape[0]):
+        peak = _peak(row, spread, risk, g, h)
+        if peak > second:
+            if peak > largest:
+                largest, second, first_at, second_at = peak, largest, g, first_at
+            else:
+                second, second_at = peak, g
+    line[TOP, h], line[SECOND, h] = largest, second
+    at[0, h], at[1, h] = first_at, second_at
+
+
+@compiled_inline
+def refresh(search: Search, g: int) -> None:
+    """Bring the envelope up to date after instance g has changed."""
+    row, spread, risk, line, at = search.row, search.spread, search.risk, search.line, search.at
+    for h in range(row.shape[1]):
+        peak = _peak(row, spread, risk, g, h)
+        first, second = at[0, h] == g, at[1, h] == g
+        if (first | second) and peak < line[SECOND, h]:
+            _rank_column(row, spread, risk, line, at, h)
+        elif first:
+            line[TOP, h] = peak
+        elif peak > line[TOP, h]:
+            line[SECOND, h], at[1, h] = line[TOP, h], at[0, h]
+            line[TOP, h], at[0, h] = peak, g
+        elif second or peak > line[SECOND, h]:
+            line[SECOND, h], at[1, h] = peak, g
+
+
+@compiled_inline
+def restore(
+    search: Search,
+    row: FloatArray,
+    spread: FloatArray,
+    slots: IntArray,
+    room: IntArray,
+    where: IntArray,
+) -> None:
+    """Set the loads before the decision, and the assignment of ``where`` on top of them."""
+    n_instances, n_points = row.shape
+    for g in range(n_instances):
+        total = 0.0
+        for h in range(n_points):
+            search.row[g, h] = row[g, h]
+            total += row[g, h]
+        search.row_total[g] = total
+        search.slots[g] = slots[g]
+        search.room[g] = room[g]
+        if search.risk > 0:
+            for h in range(n_points):
+                search.spread[g, h] = spread[g, h]
+    for i in range(len(where)):
+        search.where[i] = -1
+        if where[i] >= 0:
+            add(search, i, where[i])
+
+
+@compiled_inline
+def rank(search: Search) -> None:
+    """Find the envelope anew."""
+    for h in range(search.row.shape[1]):
+        _rank_column(search.row, search.spread, search.risk, search.line, search.at, h)
+
+
+@_summing  # type: ignore[untyped-decorator]
+def _value(line: FloatArray, row_total: FloatArray) -> float:
+    largest, loads = 0.0, 0.0
+    for h in range(line.shape[1]):
+        largest += line[TOP, h]
+    for g in range(len(row_total)):
+        loads += row_total[g]
+    return len(row_total) * largest - loads
+
+
+@compiled_inline
+def value(search: Search) -> float:
+    """Return J, the envelope being up to date."""
+    return _value(search.line, search.row_total)  # type: ignore[no-any-return]

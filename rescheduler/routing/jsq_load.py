@@ -1,0 +1,46 @@
+"""JSQ-Load: to the instance with the least KV load."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.compilation import compiled
+from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
+from rescheduler.routing.problem import RoutingProblem, full, place
+
+__all__ = ["JSQLoad", "jsq_load"]
+
+
+@compiled
+def jsq_load(
+    problem: RoutingProblem,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where the load is least."""
+    load, slots, room = problem.load, problem.slots, problem.room
+    for i in range(len(problem.size)):
+        size = problem.size[i]
+        best = -1
+        for g in range(len(load)):
+            if slots[g] > 0 and room[g] >= size and (best < 0 or load[g] < load[best]):
+                best = g
+        if best >= 0:
+            place(problem, target, i, best)
+        elif full(problem):
+            return
+
+
+@routing_policy("jsq_load")
+@dataclass(frozen=True)
+class JSQLoad(RoutingPolicy):
+    r"""Join the shortest queue, in tokens: :math:`g = \arg\min_g L_g`.
+
+    The greedy step that most lowers :math:`\sum_g (L_g - \bar L)^2`. Ties go to the lowest index.
+
+    Source: The EP Barrier Tax (Li 2026), 'A Simple but Strong Baseline'.
+    """
+
+    needs = Needs.LOADS
+    kernel = jsq_load

@@ -1,0 +1,52 @@
+"""A policy's compiled kernel behind a pointer, which compiled code can call without knowing it.
+
+The simulator's engine is thus compiled once, whatever the policy, and each policy when it is
+first used; a policy of one's own runs in it as the built-in ones do.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import cfunc, typeof, types
+
+import rescheduler.compilation  # noqa: F401  (says where machine code is kept)
+from rescheduler.cluster_view import ClusterView
+from rescheduler.routing.policy import RoutingPolicy
+from rescheduler.routing.problem import RoutingProblem, routing_problem
+
+__all__ = ["NO_KERNEL", "Kernel", "kernel_of"]
+
+Kernel = Callable[[RoutingProblem, npt.NDArray[np.float64], npt.NDArray[np.int64]], None]
+
+
+def kernel_of(policy: RoutingPolicy) -> Kernel | None:
+    """Return the policy's kernel behind a pointer, or None if it has to be asked in Python."""
+    if policy.kernel is None:
+        return None
+    return _behind_pointer(type(policy).kernel.py_func)
+
+
+@cache
+def _behind_pointer(function: Callable[..., None]) -> Kernel:
+    made: Kernel = cfunc(_signature(), cache=True)(function)
+    return made
+
+
+@cache
+def _signature() -> Any:
+    none = np.empty(0, dtype=np.int64)
+    nothing = ClusterView(none, none, none, none, none, none, None, none, none, None, none)
+    problem = typeof(routing_problem(nothing, none, with_spread=False))
+    return types.void(problem, types.float64[::1], types.int64[::1])
+
+
+def _no_kernel(
+    problem: RoutingProblem, parameters: npt.NDArray[np.float64], target: npt.NDArray[np.int64]
+) -> None:
+    """Stand in for the kernel of a policy that has none; it is never called."""
+
+
+NO_KERNEL = _behind_pointer(_no_kernel)

@@ -1,0 +1,121 @@
+"""What every routing policy is: named, configured, pure, and plain about what it needs."""
+
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.cluster_view import Assignment, ClusterView
+from rescheduler.routing.problem import empty_target, routing_problem
+
+__all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+NO_POINTS: IntArray = np.empty(0, dtype=np.int64)
+
+
+class Needs(IntEnum):
+    """What a policy has to know of the requests; each level includes those before it."""
+
+    COUNTS = 0
+    """How many requests are where: nothing that an ordinary load balancer lacks."""
+    LOADS = 1
+    """The KV load of every instance and the size of every waiting request."""
+    LENGTHS = 2
+    """One number a request: the tokens it is expected to generate."""
+    FORECASTS = 3
+    """Survival curves of the running and the waiting requests."""
+
+
+@dataclass(frozen=True)
+class RoutingPolicy(ABC):
+    """Assigns waiting requests to decode instances.
+
+    A policy is pure: the same view gives the same assignment. It is asked with a pool of
+    waiting requests, or, for instant dispatch, with a pool of one. It never fills an instance
+    above its slots or its KV capacity; what fits nowhere goes on waiting.
+
+    A subclass either names a compiled ``kernel(problem, parameters, target)``, which the
+    simulator can run without returning to Python, or overrides `assign`.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+    kernel: ClassVar[Any] = None
+    """``kernel(problem, parameters, target)``, compiled by numba; None for a Python policy."""
+
+    def parameters(self) -> FloatArray:
+        """Return the numbers that the kernel reads."""
+        return np.empty(0)
+
+    def points(self) -> IntArray:
+        """Return the decode steps ahead at which the policy wants expected loads, [P]."""
+        return NO_POINTS
+
+    def with_spread(self) -> bool:
+        """Say whether the policy also reads the variance of the loads."""
+        return False
+
+    def with_lengths(self, lengths: npt.ArrayLike) -> Self:
+        """Return the policy fitted to the output lengths seen so far, if it depends on them."""
+        del lengths
+        return self
+
+    def assign(self, view: ClusterView) -> Assignment:
+        """Return where the waiting requests of a view go.
+
+        Raises:
+            ValueError: the view lacks forecasts that the policy needs.
+        """
+        if self.needs >= Needs.LENGTHS and (view.forecast is None or view.waiting_forecast is None):
+            raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
+        if self.kernel is None:
+            raise NotImplementedError(f"{self.name}: neither a kernel nor its own assign")
+        problem = routing_problem(view, self.points(), self.with_spread())
+        target = empty_target(problem)
+        type(self).kernel(problem, self.parameters(), target)
+        return Assignment(target)
+
+
+_POLICIES: dict[str, type[RoutingPolicy]] = {}
+
+P = TypeVar("P", bound=type[RoutingPolicy])
+
+
+def routing_policy(name: str) -> Callable[[P], P]:
+    """Register a policy class under the name that configurations use."""
+
+    def register(policy: P) -> P:
+        if name in _POLICIES:
+            raise ValueError(f"there already is a routing policy {name!r}")
+        policy.name = name
+        _POLICIES[name] = policy
+        return policy
+
+    return register
+
+
+def policy_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_POLICIES)
+
+
+def create_policy(name: str, **options: Any) -> RoutingPolicy:
+    """Return the policy of that name with the given options.
+
+    Raises:
+        ValueError: no such policy, no such option, or a value that the policy refuses.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"no routing policy {name!r}; known: {', '.join(policy_names())}")
+    known = [field.name for field in fields(_POLICIES[name])]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = ", ".join(known) if known else "none"
+        raise ValueError(f"{name} has no option {unknown[0]!r}; it takes: {takes}")
+    return _POLICIES[name](**options)

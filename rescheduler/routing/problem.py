@@ -1,0 +1,179 @@
+"""The arrays a routing policy decides on, and the bookkeeping of one placement."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.expected_load import expected_load
+from predictor.forecast import Forecast
+from rescheduler.cluster_view import UNLIMITED, ClusterView
+from rescheduler.compilation import compiled
+
+__all__ = ["RoutingProblem", "best_by_load", "fits", "full", "place", "routing_problem"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class RoutingProblem(NamedTuple):
+    r"""One decision, as arrays that compiled policies work on (and use up).
+
+    G instances, P horizon points, n waiting requests in order of arrival. All arrays are
+    C-contiguous. A policy may change them: `place` keeps them up to date while it assigns one
+    request after another.
+
+    Attributes:
+        load: [G] context tokens on each instance now.
+        running: [G] requests there, started or not.
+        queued: [G] of those, requests that have not started.
+        slots: [G] requests that may still be placed there; `UNLIMITED` for instant dispatch.
+        room: [G] context tokens that may still be placed there, likewise.
+        capacity: [G] tokens that the KV cache holds.
+        work: [G] tokens still expected from the requests there, summed; 0 if unknown.
+        points: [P] decode steps h ahead, ascending from 0; empty for policies without a horizon.
+        growth: [P] tokens that a request gains until each point: h, or a drift's sum.
+        ahead: [G, P] Λ_g(h), the expected load at each point.
+        spread: [G, P] V_g(h), the variance of the load, or [G, 0].
+        size: [n] context tokens that each waiting request brings.
+        survival: [n, P] S_i(h) of each waiting request.
+        remaining: [n] tokens it is expected to generate; 0 if unknown.
+        waited: [n] steps it has waited.
+        dispatched: [1] requests routed before; `place` counts on.
+    """
+
+    load: IntArray
+    running: IntArray
+    queued: IntArray
+    slots: IntArray
+    room: IntArray
+    capacity: IntArray
+    work: FloatArray
+    points: IntArray
+    growth: FloatArray
+    ahead: FloatArray
+    spread: FloatArray
+    size: IntArray
+    survival: FloatArray
+    remaining: FloatArray
+    waited: IntArray
+    dispatched: IntArray
+
+
+@compiled
+def fits(problem: RoutingProblem, i: int, g: int) -> bool:
+    """Say whether instance g has a slot and the KV room for waiting request i.
+
+    Loops over instances test the two arrays themselves: handing a problem to a function costs
+    more than the test, since each of its arrays is counted in and out.
+    """
+    return problem.slots[g] > 0 and problem.room[g] >= problem.size[i]  # type: ignore[no-any-return]
+
+
+@compiled
+def full(problem: RoutingProblem) -> bool:
+    """Say whether no instance has a slot left."""
+    slots = problem.slots
+    for g in range(len(slots)):  # noqa: SIM110, any() does not compile
+        if slots[g] > 0:
+            return False
+    return True
+
+
+@compiled
+def best_by_load(problem: RoutingProblem, i: int, score: FloatArray) -> int:
+    """Return the instance that fits i and has the least of [G] scores, or -1.
+
+    Ties go to the lowest load, then to the lowest index.
+    """
+    load, slots, room = problem.load, problem.slots, problem.room
+    size = problem.size[i]
+    best = -1
+    for g in range(len(load)):
+        if slots[g] <= 0 or room[g] < size:
+            continue
+        if best < 0 or score[g] < score[best] or (score[g] == score[best] and load[g] < load[best]):
+            best = g
+    return best
+
+
+@compiled
+def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
+    r"""Assign waiting request i to instance g and count it there.
+
+    .. math:: \Lambda_g(h) \mathrel{+}= S_i(h)(c_i + h), \quad
+              V_g(h) \mathrel{+}= S_i(h)(1 - S_i(h))(c_i + h)^2
+    """
+    target[i] = g
+    size = problem.size[i]
+    problem.load[g] += size
+    problem.running[g] += 1
+    problem.slots[g] -= 1
+    problem.room[g] -= size
+    problem.work[g] += problem.remaining[i]
+    problem.dispatched[0] += 1
+    for p in range(len(problem.points)):
+        tokens = size + problem.growth[p]
+        expected = problem.survival[i, p] * tokens
+        problem.ahead[g, p] += expected
+        if problem.spread.shape[1] > 0:
+            problem.spread[g, p] += expected * (tokens - expected)
+
+
+def routing_problem(view: ClusterView, points: IntArray, with_spread: bool) -> RoutingProblem:
+    """Return the arrays of a decision on a cluster as it is.
+
+    Args:
+        view: of the cluster; with forecasts if there are points.
+        points: [P] decode steps ahead at which expected loads are needed.
+        with_spread: compute their variance too.
+
+    Raises:
+        ValueError: horizon points without forecasts.
+    """
+    load, running = view.kv_load, view.running
+    n_points, n_instances = len(points), view.n_instances
+    ahead = np.zeros((n_instances, n_points))
+    spread = np.zeros((n_instances, n_points if with_spread else 0))
+    survival = np.ones((view.n_waiting, n_points))
+    if n_points:
+        if view.forecast is None or view.waiting_forecast is None:
+            raise ValueError("the policy looks ahead, but there are no forecasts")
+        expected = expected_load(
+            view.forecast, view.instance, view.context_tokens, n_instances, int(points[-1])
+        )
+        ahead[:] = expected.mean[:, points]
+        if with_spread:
+            spread[:] = expected.variance[:, points]
+        survival = np.ascontiguousarray(view.waiting_forecast.at(points))
+    work = np.zeros(n_instances)
+    if view.forecast is not None:
+        np.add.at(work, view.instance, view.forecast.mean())
+    unlimited = np.full(n_instances, UNLIMITED)
+    return RoutingProblem(
+        load=load,
+        running=running,
+        queued=view.queued.astype(np.int64),
+        slots=unlimited if view.instant else view.slots - running,
+        room=unlimited.copy() if view.instant else view.kv_capacity - load,
+        capacity=view.kv_capacity.astype(np.int64),
+        work=work,
+        points=points,
+        growth=points.astype(np.float64),
+        ahead=ahead,
+        spread=spread,
+        size=view.waiting_prompt_tokens + view.waiting_generated_tokens,
+        survival=survival,
+        remaining=_mean(view.waiting_forecast, view.n_waiting),
+        waited=view.waited_steps.astype(np.int64),
+        dispatched=np.array([view.dispatched], dtype=np.int64),
+    )
+
+
+def _mean(forecast: Forecast | None, n_requests: int) -> FloatArray:
+    return np.zeros(n_requests) if forecast is None else forecast.mean()
+
+
+def empty_target(problem: RoutingProblem) -> npt.NDArray[Any]:
+    """Return [n] instances, all -1: nothing assigned yet."""
+    return np.full(len(problem.size), -1, dtype=np.int64)
