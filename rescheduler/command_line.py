@@ -15,10 +15,19 @@ _VERBS: dict[str, tuple[str, str]] = {
     "train": ("predictor.train_command:train", "train a predictor with Lightning"),
     "tune": ("predictor.tuning:tune", "search a predictor's shape and training"),
     "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
+    "simulate": ("rescheduler.simulator.simulate:simulate_command", "compare routing policies"),
+    "sweep": ("rescheduler.simulator.sweep:sweep_command", "simulate over many settings"),
+    "record": (
+        "rescheduler.simulator.record_forecasts:record",
+        "keep a predictor's forecasts of a dataset, to simulate with",
+    ),
     "watch": ("rescheduler.watch:watch", "show what running requests will still generate"),
     "recalibrate": ("rescheduler.recalibrate:recalibrate", "mend a predictor from what it served"),
     "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
 }
+
+_OWN_COMMAND_LINES = ("train", "simulate", "sweep")
+"""Verbs that read their arguments themselves."""
 
 _DATASET_VERBS = {
     "inspect": "data_collection.inspect_dataset:inspect",
@@ -37,6 +46,9 @@ A first round, on the embedded model:
   headway collect runs/demo --config configs/collect/quick.yaml
   headway train fit --config configs/predictor/survival.yaml --data.dataset runs/demo
   headway evaluate runs/demo runs/survival
+
+Routing policies on a simulated cluster:
+  headway simulate --config configs/papers/bfio_table1.yaml
 
 Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):
   headway watch --connect tcp://127.0.0.1:5557
@@ -79,7 +91,7 @@ def _usage() -> str:
 
 
 def _run(verb: str, rest: list[str]) -> Any:
-    if verb == "train":  # Lightning brings its own command line
+    if verb in _OWN_COMMAND_LINES:
         return _load(_VERBS[verb][0])(rest)
     from jsonargparse import auto_cli
 

@@ -28,7 +28,8 @@ def exit_status(*arguments: str) -> int:
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for verb in ("model", "collect", "dataset", "train", "tune", "evaluate", "doctor"):
+    verbs = ("model", "collect", "dataset", "train", "tune", "evaluate", "doctor", "simulate")
+    for verb in (*verbs, "sweep", "watch", "recalibrate", "keys"):
         assert f"\n  {verb}" in printed
 
 
@@ -60,6 +61,9 @@ def test_every_configuration_file_is_accepted(
         arguments = ["collect", "out"]
     elif config.name.startswith("evaluate"):
         arguments = ["evaluate", "dataset", "checkpoint"]
+    elif config.parent.name in ("papers", "simulate"):
+        verb = config.read_text().partition("headway ")[2].split()[0]  # as its first lines say
+        arguments = [verb] if verb == "simulate" else [verb, "--out", "out"]
     else:
         arguments = ["train", "fit", "--data.dataset", "dataset"]
     assert exit_status(*arguments, "--config", str(config), "--print_config") == 0

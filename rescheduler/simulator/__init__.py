@@ -1,0 +1,1 @@
+"""The simulator: traces, forecasts and time models around the same policies that serve live."""

@@ -1,0 +1,194 @@
+"""What a policy is shown of the simulated cluster."""
+
+from rescheduler.cluster_view import UNLIMITED
+from rescheduler.compilation import compiled_core
+from rescheduler.routing.problem import RoutingProblem
+from rescheduler.simulator.engine_state import (
+    NONE,
+    Cluster,
+    Foresight,
+    Intake,
+    Rules,
+)
+from rescheduler.simulator.forecast_arrays import (
+    POINT,
+    ForecastArrays,
+    add_expected,
+    expected_remaining,
+    survival_row,
+)
+
+__all__ = ["routing_problem_of"]
+
+
+@compiled_core
+def routing_problem_of(
+    rules: Rules, foresight: Foresight, cluster: Cluster, intake: Intake
+) -> RoutingProblem:
+    """Fill the arrays of a decision on the pool as it is; requests queued count as running."""
+    work, scalars = foresight.problem, cluster.scalars[0]
+    n = scalars.waiting
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        work.load[g] = instance.load + instance.queued_tokens + instance.arriving_tokens
+        work.queued[g] = instance.queued + instance.arriving
+        work.running[g] = instance.decoding + instance.filling + work.queued[g]
+        if rules.instant:
+            work.slots[g] = UNLIMITED
+            work.room[g] = UNLIMITED
+        else:
+            work.slots[g] = rules.slots - work.running[g]
+            work.room[g] = rules.kv_capacity - work.load[g] - instance.leaving_tokens
+    for i in range(n):
+        request = cluster.requests[intake.pool[i]]
+        work.size[i] = request.context
+        work.waited[i] = scalars.steps - request.entered
+    work.dispatched[0] = scalars.dispatched
+    if foresight.with_ahead or foresight.with_work:
+        _look_ahead(foresight, cluster, intake)
+    return RoutingProblem(
+        work.load,
+        work.running,
+        work.queued,
+        work.slots,
+        work.room,
+        work.capacity,
+        work.work,
+        work.points,
+        work.growth,
+        work.ahead,
+        work.spread,
+        work.size[:n],
+        work.survival[:n],
+        work.remaining[:n],
+        work.waited[:n],
+        work.dispatched,
+    )
+
+
+@compiled_core
+def _look_ahead(foresight: Foresight, cluster: Cluster, intake: Intake) -> None:
+    """Fill in what forecasts tell of the instances and of the pool."""
+    work, forecast = foresight.problem, foresight.forecast
+    truth = _is_truth(forecast)
+    n_points = len(work.points)
+    last = n_points - 1
+    every_step = n_points > 0 and work.points[last] == last
+    for g in range(len(cluster.instances)):
+        work.work[g] = 0.0
+        work.ahead[g, :] = 0.0
+        work.spread[g, :] = 0.0
+        if truth and every_step:
+            _project_truth(foresight, cluster, g)
+        else:
+            for slot in range(cluster.instances[g].decoding):
+                row = cluster.slot_request[g, slot]
+                left = cluster.slot_end[g, slot] - cluster.instances[g].steps
+                generated = cluster.requests[row].output - left
+                context = cluster.requests[row].context + cluster.instances[g].grown
+                _add(foresight, cluster, row, g, generated, context)
+        row = cluster.instances[g].fill_head
+        while row != NONE:
+            _add(
+                foresight,
+                cluster,
+                row,
+                g,
+                cluster.requests[row].generated,
+                cluster.requests[row].context,
+            )
+            row = cluster.requests[row].next
+        row = cluster.instances[g].queue_head
+        while row != NONE:
+            _add(
+                foresight,
+                cluster,
+                row,
+                g,
+                cluster.requests[row].generated,
+                cluster.requests[row].context,
+            )
+            row = cluster.requests[row].next
+    for move in range(cluster.scalars[0].moving):
+        row = cluster.moves[move].request
+        g = cluster.moves[move].target
+        _add(
+            foresight,
+            cluster,
+            row,
+            g,
+            cluster.requests[row].generated,
+            cluster.requests[row].context,
+        )
+    for i in range(cluster.scalars[0].waiting):
+        request = cluster.requests[intake.pool[i]]
+        survival_row(
+            forecast,
+            request.number,
+            request.template,
+            request.generated,
+            request.output,
+            work.points,
+            work.survival[i],
+        )
+        work.remaining[i] = expected_remaining(
+            forecast, request.number, request.template, request.generated, request.output
+        )
+
+
+@compiled_core
+def _is_truth(forecast: ForecastArrays) -> bool:
+    return forecast.kind == POINT and forecast.sigma == 0.0 and len(forecast.bins) == 0
+
+
+@compiled_core
+def _add(
+    foresight: Foresight, cluster: Cluster, row: int, g: int, generated: int, context: int
+) -> None:
+    request, work = cluster.requests[row], foresight.problem
+    if len(work.points) > 0:
+        add_expected(
+            foresight.forecast,
+            request.number,
+            request.template,
+            generated,
+            request.output,
+            context,
+            work.points,
+            work.growth,
+            foresight.row,
+            work.ahead[g],
+            work.spread[g],
+        )
+    work.work[g] += expected_remaining(
+        foresight.forecast, request.number, request.template, generated, request.output
+    )
+
+
+@compiled_core
+def _project_truth(foresight: Foresight, cluster: Cluster, g: int) -> None:
+    r"""Sum the known ends of the decoding requests by the step after which each is gone.
+
+    .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + h \, |\{i: R_i > h\}|
+
+    One visit a request instead of one for each of its steps.
+    """
+    work, instance = foresight.problem, cluster.instances[g]
+    n_points = len(work.points)
+    requests, tokens = foresight.bucket_requests, foresight.bucket_tokens
+    requests[:] = 0.0
+    tokens[:] = 0.0
+    total = 0
+    for slot in range(instance.decoding):
+        left = cluster.slot_end[g, slot] - instance.steps
+        context = cluster.requests[cluster.slot_request[g, slot]].context + instance.grown
+        bucket = min(left, n_points)
+        requests[bucket] += 1.0
+        tokens[bucket] += context
+        total += left
+    work.work[g] += total
+    alive, context_tokens = requests[n_points], tokens[n_points]
+    for p in range(n_points - 1, -1, -1):
+        work.ahead[g, p] = context_tokens + work.growth[p] * alive
+        alive += requests[p]
+        context_tokens += tokens[p]

@@ -1,0 +1,162 @@
+"""The compiled engine: moves a simulated cluster on until it needs something from outside.
+
+One round of the loop is: time goes to the next event; steps that end now give their tokens;
+requests that have arrived are shown; the policy places waiting requests; instances begin their
+next steps. `advance` returns to Python for the next block of a trace, for room in its buffers,
+and for the decisions of policies that are not compiled, and takes up the round where it was.
+"""
+
+from math import inf
+
+from rescheduler.compilation import compiled_core, compiled_inline
+from rescheduler.routing.kernels import Kernel
+from rescheduler.simulator.decision import routing_problem_of
+from rescheduler.simulator.decode_step import end_step, start_steps
+from rescheduler.simulator.energy import PowerModel
+from rescheduler.simulator.engine_state import (
+    ASK,
+    DONE,
+    FLUSH,
+    NONE,
+    PAUSED,
+    STUCK,
+    TRACE,
+    Cluster,
+    Foresight,
+    Intake,
+    Rules,
+    Series,
+)
+from rescheduler.simulator.instance_queue import queue
+from rescheduler.simulator.observation import observe
+from rescheduler.simulator.request_intake import fill_servers, next_arrival, pool_has_room, reveal
+from rescheduler.simulator.step_time import StepTime
+from rescheduler.simulator.transfers import land_migrations
+
+__all__ = ["advance", "apply_target"]
+
+_TIME, _REVEAL, _DECIDE, _START = range(4)
+
+
+@compiled_core
+def advance(
+    rules: Rules,
+    step_time: StepTime,
+    power_model: PowerModel,
+    foresight: Foresight,
+    cluster: Cluster,
+    intake: Intake,
+    series: Series,
+    kernel: Kernel,
+    pause_at: float,
+) -> int:
+    """Simulate until something is needed, or the next event is after ``pause_at`` seconds."""
+    scalars = cluster.scalars[0]
+    while True:
+        if scalars.phase == _TIME:
+            if scalars.finished + rules.n_instances * rules.slots > len(cluster.finished):
+                return FLUSH
+            wanted = fill_servers(rules, step_time, cluster, intake)
+            if wanted != DONE:
+                return wanted
+            if scalars.cursor == scalars.block_length and scalars.last_block == 0:
+                return TRACE
+            time = _next_event(rules, cluster, intake)
+            if time == inf:
+                if scalars.in_system > 0:
+                    return STUCK
+                return DONE
+            if time > pause_at:
+                return PAUSED
+            if scalars.recorded >= rules.max_steps:
+                return DONE
+            observe(rules, power_model, cluster, series, time)
+            scalars.now = max(scalars.now, time)
+            for g in range(rules.n_instances):
+                instance = cluster.instances[g]
+                if instance.stepping and instance.step_end <= scalars.now:
+                    end_step(rules, cluster, g)
+            land_migrations(cluster)
+            scalars.phase = _REVEAL
+        if scalars.phase == _REVEAL:
+            wanted = reveal(rules, step_time, cluster, intake)
+            if wanted != DONE:
+                return wanted
+            scalars.phase = _DECIDE
+        if scalars.phase == _DECIDE:
+            if _may_decide(rules, cluster):
+                if foresight.asks:
+                    return ASK
+                problem = routing_problem_of(rules, foresight, cluster, intake)
+                intake.target[: len(problem.size)] = NONE
+                target = intake.target[: len(problem.size)]
+                kernel(problem, foresight.parameters, target)
+                apply_target(rules, cluster, intake)
+            else:
+                scalars.phase = _START
+        if scalars.phase == _START:
+            start_steps(rules, step_time, power_model, cluster, series)
+            scalars.phase = _TIME
+
+
+@compiled_inline
+def _next_event(rules: Rules, cluster: Cluster, intake: Intake) -> float:
+    """Return the time of what happens next, or infinity."""
+    scalars = cluster.scalars[0]
+    time = inf
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        if instance.stepping and instance.step_end < time:
+            time = instance.step_end
+    in_step = time < inf
+    if rules.barrier and not rules.instant and in_step:
+        return time
+    for move in range(scalars.moving):
+        time = min(time, cluster.moves[move].arrives)
+    if rules.revelation:
+        if not in_step and scalars.cursor < scalars.block_length and pool_has_room(rules, cluster):
+            time = min(time, scalars.now)
+    elif rules.instant or pool_has_room(rules, cluster):
+        arrival = next_arrival(rules, cluster, intake)
+        # What a full pool has kept out is looked at with the next event, not at once.
+        if arrival > scalars.now or not in_step:
+            time = min(time, arrival)
+    return max(time, scalars.now)  # type: ignore[no-any-return]
+
+
+@compiled_core
+def _may_decide(rules: Rules, cluster: Cluster) -> bool:
+    """Say whether somebody waits and a place is free, or the moment for it is not now."""
+    if cluster.scalars[0].waiting == 0:
+        return False
+    if rules.instant:
+        return True
+    for g in range(rules.n_instances):
+        if rules.barrier and cluster.instances[g].stepping:
+            return False
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        taken = instance.decoding + instance.filling + instance.queued + instance.arriving
+        if taken < rules.slots:
+            return True
+    return False
+
+
+@compiled_core
+def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
+    """Put the pool's requests where ``intake.target`` says, and keep the others in order."""
+    scalars = cluster.scalars[0]
+    kept = 0
+    for i in range(scalars.waiting):
+        row, g = intake.pool[i], intake.target[i]
+        if g == NONE:
+            intake.pool[kept] = row
+            kept += 1
+        else:
+            cluster.requests[row].placed = scalars.now
+            queue(cluster, row, g)
+            scalars.dispatched += 1
+    scalars.waiting = kept
+    scalars.decisions += 1
+    # With instant dispatch the next arrival is decided on by itself.
+    scalars.phase = _REVEAL if rules.instant else _START

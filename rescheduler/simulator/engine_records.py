@@ -1,0 +1,120 @@
+"""The records that the engine keeps of instances, requests, migrations and itself."""
+
+import numpy as np
+
+__all__ = ["FINISHED", "INSTANCE", "MOVE", "REQUEST", "SCALARS"]
+
+INSTANCE = np.dtype(
+    [
+        ("load", np.int64),  # context tokens of requests that decode or fill
+        ("decoding", np.int64),
+        ("filling", np.int64),
+        ("queued", np.int64),
+        ("queued_tokens", np.int64),
+        ("arriving", np.int64),  # migrations on their way here, for which room is kept
+        ("arriving_tokens", np.int64),
+        ("leaving_tokens", np.int64),  # migrations on their way from here, still in memory
+        ("steps", np.int64),
+        ("grown", np.int64),  # tokens that a request which decoded from the first step has gained
+        ("next_end", np.int64),  # value of steps at which a request ends next
+        ("stepping", np.int64),
+        ("step_end", np.float64),
+        ("queue_head", np.int64),
+        ("queue_tail", np.int64),
+        ("fill_head", np.int64),
+        ("fill_tail", np.int64),
+        ("new_tokens", np.int64),  # of the step in progress
+        ("joined", np.int64),  # requests that decode from this step on
+    ],
+    align=True,
+)
+
+REQUEST = np.dtype(
+    [
+        ("number", np.int64),
+        ("template", np.int64),
+        ("prompt", np.int64),
+        ("output", np.int64),
+        ("generated", np.int64),  # while it decodes: as of when it began to
+        ("context", np.int64),  # while it decodes: less what its instance had grown
+        ("todo", np.int64),  # context tokens still to prefill
+        ("resumes", np.int64),  # goes first: after being `PREEMPTED` or `MIGRATED`, or NONE
+        ("entered", np.int64),  # steps counted when it came into the pool
+        ("admitted", np.int64),  # serial number of its admission
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("target", np.int64),  # instance to migrate to after this step, or -1
+        ("next", np.int64),
+        ("arrival", np.float64),
+        ("placed", np.float64),
+        ("start", np.float64),
+        ("first_token", np.float64),
+        ("last_token", np.float64),
+    ],
+    align=True,
+)
+
+FINISHED = np.dtype(
+    [
+        ("number", np.int64),
+        ("instance", np.int64),
+        ("arrival", np.float64),
+        ("placed", np.float64),
+        ("start", np.float64),
+        ("first_token", np.float64),
+        ("end", np.float64),
+        ("prompt", np.int64),
+        ("output", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+    ],
+    align=True,
+)
+
+MOVE = np.dtype(
+    [
+        ("request", np.int64),
+        ("source", np.int64),
+        ("target", np.int64),
+        ("arrives", np.float64),
+    ],
+    align=True,
+)
+
+SCALARS = np.dtype(
+    [
+        ("now", np.float64),
+        ("phase", np.int64),
+        ("steps", np.int64),  # barrier steps, or step ends of instance 0
+        ("all_steps", np.int64),  # step ends of all instances
+        ("revealed", np.int64),  # requests taken from the trace
+        ("leaving", np.int64),  # requests that are to migrate after their step
+        ("dispatched", np.int64),
+        ("decisions", np.int64),
+        ("admissions", np.int64),
+        ("waiting", np.int64),  # in the pool
+        ("moving", np.int64),
+        ("in_system", np.int64),  # rows in use
+        ("free", np.int64),  # rows that are not
+        ("cursor", np.int64),  # next request of the block
+        ("block_length", np.int64),
+        ("last_block", np.int64),
+        ("finished", np.int64),  # records in the output buffer
+        ("tokens", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("weight", np.float64),  # of what the imbalance is a mean over: steps, or seconds
+        ("imbalance", np.float64),
+        ("max_minus_min", np.float64),
+        ("idle", np.float64),
+        ("busy_seconds", np.float64),
+        ("last_end", np.float64),
+        ("energy_load", np.float64),
+        ("energy_mfu", np.float64),
+        ("samples", np.int64),
+        ("stride", np.int64),
+        ("recorded", np.int64),  # states seen, of which each stride-th is kept
+        ("oversized", np.int64),  # number of a request that no instance can hold
+    ],
+    align=True,
+)

@@ -1,0 +1,154 @@
+"""The figures of simulated runs, and their means over seeds."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import stdtrit
+
+from rescheduler.simulator.run_result import RequestRecords, RunResult
+from rescheduler.simulator.simulation_config import SLOConfig
+
+__all__ = ["Summary", "histogram_quantile", "run_metrics", "summarise", "time_per_output_token"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_PERCENTILES = (50, 95, 99)
+
+
+class Summary(NamedTuple):
+    """One policy over its seeds.
+
+    Attributes:
+        mean: of each figure over the runs.
+        ci95: half the width of its 95% confidence interval (Student's t); nothing for one run.
+        runs: number of them.
+    """
+
+    mean: dict[str, float]
+    ci95: dict[str, float]
+    runs: int
+
+
+def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, float]:
+    r"""Return the figures of one run. Times are in seconds, energies in joules.
+
+    ``imbalance`` (:math:`G \max_g L_g - \sum_g L_g`), ``max_minus_min`` and ``idle_share`` are
+    means over steps; ``throughput`` is tokens and ``requests_per_s`` finished requests per second
+    of ``makespan``. ``ttft`` is first_token − arrival, ``wait`` is start − arrival, ``tpot`` see
+    `time_per_output_token`, ``itl`` the time between two tokens of a request: each a mean, with
+    ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
+    meet both objectives. ``energy`` reads utilisation as own load / max load, ``energy_mfu`` as
+    mfu / mfu_sat. Figures that the run has no data for are left out.
+
+    Args:
+        result: of the run.
+        slo: the objectives of ``goodput``, which is left out without them.
+
+    Source: Chen et al. 2026, §6.3, equations (7) to (10).
+    """
+    requests, seconds = result.requests, result.seconds
+    figures = {
+        "imbalance": result.imbalance,
+        "max_minus_min": result.max_minus_min,
+        "idle_share": result.idle_share,
+    }
+    if seconds > 0:
+        figures["throughput"] = result.tokens / seconds
+        figures["requests_per_s"] = len(requests.number) / seconds
+    ttft = requests.first_token - requests.arrival
+    tpot = time_per_output_token(requests, result.prefilled_first_token)
+    figures |= _distribution("ttft", ttft)
+    figures |= _distribution("tpot", tpot[~np.isnan(tpot)])
+    figures |= _inter_token_latency(result)
+    figures |= _distribution("wait", requests.start - requests.arrival)
+    if slo is not None and seconds > 0:
+        # A request of one token has no time between tokens that could be too long.
+        met = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+        figures["goodput"] = np.count_nonzero(met) / seconds
+    figures |= {
+        "preemptions": result.preemptions,
+        "migrations": result.migrations,
+        "decisions": result.decisions,
+        "energy": result.energy_load_joules,
+        "energy_mfu": result.energy_mfu_joules,
+        "makespan": seconds,
+        "steps": result.steps,
+    }
+    return {name: float(value) for name, value in figures.items()}
+
+
+def time_per_output_token(requests: RequestRecords, prefilled_first_token: bool) -> FloatArray:
+    """Return each request's seconds per output token, [n].
+
+    Args:
+        requests: [n] finished.
+        prefilled_first_token: whether the first token came of a simulated prefill. If so, the
+            time is (end − first_token) / (output − 1), and NaN for requests of one token; else
+            every token is decoded, and it is (end − start) / output.
+
+    Source: Chen et al. 2026, §6.3, equation (9), for the second reading.
+    """
+    if not prefilled_first_token:
+        return (requests.end - requests.start) / requests.output
+    tpot = np.full(len(requests.end), np.nan)
+    several = requests.output > 1
+    np.divide(requests.end - requests.first_token, requests.output - 1, out=tpot, where=several)
+    return tpot
+
+
+def histogram_quantile(
+    histogram: npt.NDArray[np.int64], edges: FloatArray, levels: npt.ArrayLike
+) -> FloatArray:
+    """Return quantiles of counted values, log-linear within a bin.
+
+    Args:
+        histogram: [bins] counts, not all 0.
+        edges: [bins + 1] ascending, above 0.
+        levels: in [0, 1].
+    """
+    below = np.concatenate([[0.0], np.cumsum(histogram)])
+    filled = histogram > 0  # flat parts of the distribution have no inverse
+    keep = np.concatenate([[False], filled]) | np.concatenate([filled, [False]])
+    wanted = np.asarray(levels, dtype=np.float64) * below[-1]
+    return np.asarray(np.exp(np.interp(wanted, below[keep], np.log(edges[keep]))))
+
+
+def summarise(runs: Sequence[dict[str, float]]) -> Summary:
+    r"""Return means over runs, with :math:`t_{0.975, n-1}\, s / \sqrt n` beside them.
+
+    Args:
+        runs: figures of each, at least one; only figures that all have are summarised.
+    """
+    names = [name for name in runs[0] if all(name in run for run in runs)]
+    values = np.array([[run[name] for name in names] for run in runs])
+    n = len(runs)
+    ci95: dict[str, float] = {}
+    if n > 1:
+        half = stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
+        ci95 = dict(zip(names, half.tolist(), strict=True))
+    return Summary(dict(zip(names, values.mean(axis=0).tolist(), strict=True)), ci95, n)
+
+
+def _distribution(name: str, values: FloatArray) -> dict[str, float]:
+    if len(values) == 0:
+        return {}
+    quantiles = np.quantile(values, [percentile / 100 for percentile in _PERCENTILES])
+    return {name: values.mean()} | _named(name, quantiles)
+
+
+def _inter_token_latency(result: RunResult) -> dict[str, float]:
+    histogram, edges = result.itl_histogram, result.itl_edges
+    if histogram.sum() == 0:
+        return {}
+    mean = np.average(np.sqrt(edges[1:] * edges[:-1]), weights=histogram)
+    levels = [percentile / 100 for percentile in _PERCENTILES]
+    return {"itl": mean} | _named("itl", histogram_quantile(histogram, edges, levels))
+
+
+def _named(name: str, quantiles: npt.NDArray[np.floating[Any]]) -> dict[str, float]:
+    return {
+        f"{name}_p{percentile}": value
+        for percentile, value in zip(_PERCENTILES, quantiles, strict=True)
+    }

@@ -1,0 +1,377 @@
+"""One run of a policy on the simulated cluster, from Python."""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.cluster_view import ClusterView
+from rescheduler.routing import Needs, RoutingPolicy
+from rescheduler.routing.kernels import NO_KERNEL, kernel_of
+from rescheduler.routing.problem import RoutingProblem
+from rescheduler.simulator.arrival_process import with_arrivals
+from rescheduler.simulator.decision import routing_problem_of
+from rescheduler.simulator.engine import advance, apply_target
+from rescheduler.simulator.engine_state import (
+    ASK,
+    BIN_PACKING,
+    CHUNKED,
+    DONE,
+    FCFS,
+    FLUSH,
+    GROW,
+    LEAST_WORK_LEFT,
+    NONE,
+    OVERSIZED,
+    PREFILLED,
+    STAGE,
+    STUCK,
+    TRACE,
+    Rules,
+    new_cluster,
+    new_foresight,
+    new_intake,
+    new_series,
+    with_more_rows,
+)
+from rescheduler.simulator.forecast_arrays import (
+    CURVE,
+    MARGINAL,
+    ForecastArrays,
+    expected_remaining,
+)
+from rescheduler.simulator.run_result import LoadSeries, RequestRecords, RunResult
+from rescheduler.simulator.run_setup import RunSetup
+from rescheduler.simulator.simulation_config import SimulationConfig
+from rescheduler.simulator.trace import Trace, TraceBlock, first_requests
+
+__all__ = ["Simulation", "run"]
+
+IntArray = npt.NDArray[np.int64]
+
+_PREFILLS = {"none": PREFILLED, "stage": STAGE, "chunked": CHUNKED}
+_BATCHINGS = {"fcfs": FCFS, "bin_packing": BIN_PACKING, "least_work_left": LEAST_WORK_LEFT}
+_POOL_FIELDS = ("size", "survival", "remaining", "waited")
+_NO_LIMIT = np.iinfo(np.int64).max
+_SAMPLE_REQUESTS = 20_000
+_OTHER_DRAW = 1_000_003
+
+
+def run(setup: RunSetup, policy: RoutingPolicy, seed: int, label: str | None = None) -> RunResult:
+    """Simulate one policy from the first request to the last.
+
+    Args:
+        setup: the cluster, the requests, the forecasts.
+        policy: places them.
+        seed: of the requests drawn, of their arrivals, and of noise in forecasts.
+        label: what the result calls the policy; its name when None.
+
+    Raises:
+        ValueError: a request that no instance can hold, or a broken line of the trace.
+        RuntimeError: the policy leaves requests waiting that could be placed.
+    """
+    simulation = Simulation(setup, policy, seed)
+    simulation.advance()
+    return simulation.result(label or policy.name)
+
+
+class Simulation:
+    """A cluster under simulation, which can be paused, looked at, and interfered with."""
+
+    def __init__(self, setup: RunSetup, policy: RoutingPolicy, seed: int) -> None:
+        config = setup.config
+        self.seed = seed
+        self.done = False
+        known = _length_sample(setup.trace, seed)
+        self.policy = policy.with_lengths(known)
+        self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
+        if self.policy.needs >= Needs.LENGTHS and self.forecast.kind == 0:
+            raise ValueError(
+                f"{self.policy.name} needs forecasts, but forecast.name is none; choose oracle, "
+                "kaplan_meier, replay, or another policy"
+            )
+        self._rules = _rules(config)
+        self._step_time, self._power = setup.step_time, setup.power
+        servers = config.prefill.instances if config.prefill.kind == "stage" else 0
+        self._cluster = new_cluster(self._rules, servers)
+        self._intake = new_intake(self._rules, servers)
+        self._series = new_series(self._rules)
+        kernel = kernel_of(self.policy)
+        self._kernel = NO_KERNEL if kernel is None else kernel
+        asks = kernel is None
+        self._foresight = new_foresight(self._rules, self.policy, asks, self.forecast)
+        self._blocks = _blocks(setup, seed)
+        self._finished: list[npt.NDArray[Any]] = []
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return float(self._cluster.scalars["now"][0])
+
+    def advance(self, until: float = inf) -> bool:
+        """Simulate to a time, or to the end; return whether there is more to do.
+
+        Raises:
+            ValueError, RuntimeError: as `run`.
+        """
+        while not self.done:
+            wanted = advance(
+                self._rules,
+                self._step_time,
+                self._power,
+                self._foresight,
+                self._cluster,
+                self._intake,
+                self._series,
+                self._kernel,
+                until,
+            )
+            if wanted == TRACE:
+                self._next_block()
+            elif wanted == FLUSH:
+                self._flush()
+            elif wanted == GROW:
+                self._cluster = with_more_rows(self._cluster)
+            elif wanted == ASK:
+                self._ask()
+            elif wanted == DONE:
+                self.done = True
+            elif wanted == STUCK:
+                raise RuntimeError(
+                    f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
+                    "waiting on an idle cluster: nothing would ever happen again"
+                )
+            elif wanted == OVERSIZED:
+                raise ValueError(self._oversized())
+            else:
+                return True
+        return False
+
+    def view(self) -> ClusterView:
+        """Return the cluster as a policy sees it; queued requests are among the running ones."""
+        rows, instance, context, generated = self._placed()
+        requests = self._cluster.requests
+        pool = self._intake.pool[: self._cluster.scalars["waiting"][0]]
+        instances, n = self._cluster.instances, self._rules.n_instances
+        prompt = requests["prompt"][rows]
+        waiting_prompt = requests["prompt"][pool]
+        return ClusterView(
+            slots=np.full(n, self._rules.slots),
+            kv_capacity=self._rules.kv_capacity - instances["leaving_tokens"],
+            queued=instances["queued"] + instances["arriving"],
+            instance=instance,
+            prompt_tokens=prompt,
+            generated_tokens=context - prompt,
+            forecast=self._forecast(rows, generated),
+            waiting_prompt_tokens=waiting_prompt,
+            waiting_generated_tokens=requests["context"][pool] - waiting_prompt,
+            waiting_forecast=self._forecast(pool, requests["generated"][pool]),
+            waited_steps=self._cluster.scalars["steps"][0] - requests["entered"][pool],
+            dispatched=int(self._cluster.scalars["dispatched"][0]),
+            instant=self._rules.instant,
+        )
+
+    def problem(self) -> RoutingProblem:
+        """Return the arrays that a compiled policy is shown; they are valid until it is used."""
+        problem = routing_problem_of(self._rules, self._foresight, self._cluster, self._intake)
+        n = int(self._cluster.scalars["waiting"][0])
+        # Compiled code that counts no references gives whole arrays back for their slices.
+        pool = {name: getattr(problem, name)[:n] for name in _POOL_FIELDS}
+        return problem._replace(**pool)
+
+    def running_numbers(self) -> IntArray:
+        """Return which request of the trace each running request of the view is, [n_running]."""
+        numbers: IntArray = self._cluster.requests["number"][self._placed()[0]]
+        return numbers
+
+    def migrate(self, number: int, target: int) -> None:
+        """Move a decoding request to another instance once its step has ended.
+
+        It is frozen while its context travels (handshake + tokens / bandwidth), keeps its memory
+        at the source until it has arrived, and has room kept for it at the target. If there is
+        none by then, it stays where it is.
+
+        Raises:
+            ValueError: no such request decodes, or it is to go where it is.
+        """
+        if not 0 <= target < self._rules.n_instances:
+            raise ValueError(f"instance {target} is not one of {self._rules.n_instances}")
+        for g in range(self._rules.n_instances):
+            rows = self._cluster.slot_request[g, : self._cluster.instances["decoding"][g]]
+            for row in rows[self._cluster.requests["number"][rows] == number]:
+                if g == target:
+                    raise ValueError(f"request {number} is on instance {g} already")
+                if self._cluster.requests["target"][row] == NONE:
+                    self._cluster.scalars["leaving"] += 1
+                self._cluster.requests["target"][row] = target
+                return
+        raise ValueError(f"no request {number} is decoding")
+
+    def result(self, label: str) -> RunResult:
+        """Return what has been measured so far."""
+        self._flush()
+        scalars, cluster, series = self._cluster.scalars[0], self._cluster, self._series
+        finished = np.concatenate(self._finished)
+        weight = max(float(scalars["weight"]), 1e-300)
+        samples = int(scalars["samples"])
+        steps = scalars["recorded"] if self._rules.barrier else scalars["all_steps"]
+        return RunResult(
+            policy=label,
+            seed=self.seed,
+            n_instances=self._rules.n_instances,
+            requests=RequestRecords(
+                **{name: finished[name].copy() for name in RequestRecords._fields}
+            ),
+            prefilled_first_token=self._rules.prefill != PREFILLED,
+            steps=int(steps),
+            seconds=float(scalars["last_end"]),
+            busy_seconds=float(scalars["busy_seconds"]),
+            tokens=int(scalars["tokens"]),
+            imbalance=float(scalars["imbalance"]) / weight,
+            max_minus_min=float(scalars["max_minus_min"]) / weight,
+            idle_share=float(scalars["idle"]) / weight,
+            energy_load_joules=float(scalars["energy_load"]),
+            energy_mfu_joules=float(scalars["energy_mfu"]),
+            preemptions=int(scalars["preemptions"]),
+            migrations=int(scalars["migrations"]),
+            decisions=int(scalars["decisions"]),
+            itl_histogram=cluster.histogram.copy(),
+            itl_edges=cluster.histogram_edges.copy(),
+            series=LoadSeries(
+                step=series.step[:samples].copy(),
+                time=series.time[:samples].copy(),
+                load=series.load[:samples].copy(),
+                running=series.running[:samples].copy(),
+                power=series.power[:samples].copy(),
+            ),
+        )
+
+    def _ask(self) -> None:
+        assigned = self.policy.assign(self.view()).instance
+        waiting = int(self._cluster.scalars["waiting"][0])
+        if len(assigned) != waiting:
+            raise RuntimeError(
+                f"{self.policy.name} assigned {len(assigned)} requests, {waiting} are waiting"
+            )
+        self._intake.target[:waiting] = assigned
+        apply_target(self._rules, self._cluster, self._intake)
+
+    def _next_block(self) -> None:
+        scalars = self._cluster.scalars
+        block = next(self._blocks, None)
+        if block is None:
+            scalars["last_block"] = 1
+            return
+        self._intake = self._intake._replace(
+            arrival=np.ascontiguousarray(block.arrival, dtype=np.float64),
+            prompt=np.ascontiguousarray(block.prompt, dtype=np.int64),
+            output=np.ascontiguousarray(block.output, dtype=np.int64),
+            template=np.ascontiguousarray(block.template, dtype=np.int64),
+        )
+        scalars["cursor"] = 0
+        scalars["block_length"] = len(block.prompt)
+
+    def _flush(self) -> None:
+        count = int(self._cluster.scalars["finished"][0])
+        self._finished.append(self._cluster.finished[:count].copy())
+        self._cluster.scalars["finished"] = 0
+
+    def _oversized(self) -> str:
+        at = int(self._cluster.scalars["cursor"][0])
+        prompt, output = self._intake.prompt[at], self._intake.output[at]
+        return (
+            f"request {self._cluster.scalars['oversized'][0]} of the trace has a prompt of "
+            f"{prompt} and generates {output} tokens, an instance holds "
+            f"{self._rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
+        )
+
+    def _placed(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Return row, instance, context and generated tokens of all that is not in the pool."""
+        cluster = self._cluster
+        rows: list[int] = []
+        where: list[int] = []
+        context: list[int] = []
+        generated: list[int] = []
+        for g, instance in enumerate(cluster.instances):
+            for slot in range(instance["decoding"]):
+                row = int(cluster.slot_request[g, slot])
+                rows.append(row)
+                context.append(int(cluster.requests["context"][row] + instance["grown"]))
+                left = cluster.slot_end[g, slot] - instance["steps"]
+                generated.append(int(cluster.requests["output"][row] - left))
+            for head in ("fill_head", "queue_head"):
+                row = int(instance[head])
+                while row != NONE:
+                    rows.append(row)
+                    context.append(int(cluster.requests["context"][row]))
+                    generated.append(int(cluster.requests["generated"][row]))
+                    row = int(cluster.requests["next"][row])
+            where += [g] * (len(rows) - len(where))
+        for move in cluster.moves[: cluster.scalars["moving"][0]]:
+            rows.append(int(move["request"]))
+            where.append(int(move["target"]))
+            context.append(int(cluster.requests["context"][rows[-1]]))
+            generated.append(int(cluster.requests["generated"][rows[-1]]))
+        columns = (np.array(c, dtype=np.int64) for c in (rows, where, context, generated))
+        return tuple(columns)  # type: ignore[return-value]
+
+    def _forecast(self, rows: IntArray, generated: IntArray) -> Forecast | None:
+        f, requests = self.forecast, self._cluster.requests
+        if f.kind == 0:
+            return None
+        if f.kind == MARGINAL:
+            edges = np.arange(len(f.table) + 1)
+            curve = np.append(f.table, 0.0)
+            return SurvivalForecast.new(edges, np.tile(curve, (len(rows), 1))).aged(generated)
+        template = requests["template"][rows]
+        if f.kind == CURVE:
+            renewed = np.minimum(generated // f.interval, f.n_rows[template] - 1)
+            curves = f.curves[f.first_row[template] + renewed]
+            limit = f.cap[template] - renewed * f.interval
+            fresh = SurvivalForecast.new(f.edges, curves, limit)
+            return fresh.aged(generated - renewed * f.interval)
+        remaining = [
+            expected_remaining(f, number, 0, n, output)
+            for number, n, output in zip(
+                requests["number"][rows], generated, requests["output"][rows], strict=True
+            )
+        ]
+        return PointForecast.new(np.array(remaining, dtype=np.float64))
+
+
+def _rules(config: SimulationConfig) -> Rules:
+    drift = np.array(config.drift, dtype=np.int64)
+    instant = config.dispatch == "instant"
+    return Rules(
+        n_instances=config.cluster.instances,
+        slots=config.cluster.slots,
+        kv_capacity=config.cluster.capacity_tokens,
+        barrier=config.clock == "barrier",
+        instant=instant,
+        pool_limit=1 if instant else config.pool_limit,
+        revelation=config.arrivals.kind == "revelation",
+        prefill=_PREFILLS[config.prefill.kind],
+        max_batched_tokens=config.prefill.max_batched_tokens,
+        batching=_BATCHINGS[config.batching],
+        drift=drift,
+        most_growth=int(drift.max()),
+        handshake_seconds=config.transfer.handshake_s,
+        tokens_per_second=config.transfer.tokens_per_second,
+        max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
+    )
+
+
+def _length_sample(trace: Trace, seed: int) -> npt.NDArray[Any]:
+    """Return output lengths that were known before: of other draws, or a file's first ones."""
+    generator = np.random.default_rng((seed, _OTHER_DRAW))
+    return first_requests(trace, generator, _SAMPLE_REQUESTS).output
+
+
+def _blocks(setup: RunSetup, seed: int) -> Iterator[TraceBlock]:
+    arrivals, trace = setup.config.arrivals, setup.trace
+    if arrivals.kind != "revelation":
+        trace = with_arrivals(trace, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv)
+    return trace.blocks(np.random.default_rng(seed))

@@ -1,0 +1,302 @@
+"""What a simulation is of: cluster, time, requests, forecasts, policies; read from YAML."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from rescheduler.cluster_view import UNLIMITED
+from rescheduler.simulator.policy_choice import PolicyChoice, policy_choices
+
+__all__ = [
+    "ArrivalsConfig",
+    "ClusterConfig",
+    "PoolConfig",
+    "PowerConfig",
+    "PrefillConfig",
+    "SLOConfig",
+    "SimulationConfig",
+    "TransferConfig",
+    "checked",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The decode instances, all alike.
+
+    Attributes:
+        instances: G.
+        slots: B, requests that an instance decodes at once (vLLM's max_num_seqs).
+        kv_capacity: K, context tokens that an instance's KV cache holds; null is unlimited.
+    """
+
+    instances: int = 16
+    slots: int = 72
+    kv_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster without places."""
+        _at_least(1, **{f"cluster.{name}": getattr(self, name) for name in ("instances", "slots")})
+        if self.kv_capacity is not None:
+            _at_least(1, **{"cluster.kv_capacity": self.kv_capacity})
+
+    @property
+    def capacity_tokens(self) -> int:
+        """K, or `UNLIMITED`."""
+        return int(UNLIMITED) if self.kv_capacity is None else self.kv_capacity
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """The pool of requests that wait for a place.
+
+    Attributes:
+        limit: most requests in it, which is what the policy sees; 4 an instance when null.
+            With arrivals of kind revelation, `arrivals.target` says it.
+    """
+
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a pool without room."""
+        if self.limit is not None:
+            _at_least(1, **{"pool.limit": self.limit})
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Where prompts are computed.
+
+    Attributes:
+        kind: none (requests come prefilled), stage (separate instances do it, one request at a
+            time), or chunked (each instance mixes chunks of prompts into its decode steps).
+        instances: servers of a prefill stage.
+        max_batched_tokens: of a step with chunked prefill, decoded tokens included.
+    """
+
+    kind: Literal["none", "stage", "chunked"] = "none"
+    instances: int = 1
+    max_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse a prefill that would never end."""
+        for name in ("instances", "max_batched_tokens"):
+            _at_least(1, **{f"prefill.{name}": getattr(self, name)})
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """Moving a running request's KV cache from one instance to another.
+
+    Attributes:
+        handshake_s: seconds before its first byte.
+        gigabits_per_second: of the network between two instances.
+        bytes_per_token: of the KV cache; 2 * layers * KV heads * head size * bytes of a number.
+            131,072 is Llama-3-8B's in 16 bits.
+    """
+
+    handshake_s: float = 0.01
+    gigabits_per_second: float = 25.0
+    bytes_per_token: float = 131_072.0
+
+    def __post_init__(self) -> None:
+        """Refuse a transfer that never ends."""
+        for name in ("gigabits_per_second", "bytes_per_token"):
+            _above_zero(f"transfer.{name}", getattr(self, name))
+        if not 0 <= self.handshake_s < math.inf:
+            raise ValueError(f"transfer.handshake_s must be at least 0, not {self.handshake_s}")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Context tokens that the network carries each second."""
+        return self.gigabits_per_second * 1e9 / 8 / self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class PowerConfig:
+    r"""Power of a GPU, :math:`P = P_{idle} + (P_{max} - P_{idle})\,u^\gamma`.
+
+    Attributes:
+        idle: watts of a GPU that computes nothing.
+        max: watts of a busy one.
+        gamma: how power follows utilisation u.
+        mfu_sat: model FLOPs utilisation at which power saturates (the reading u = mfu / mfu_sat).
+        flops_per_token: of generating one, about twice the model's active parameters.
+        peak_flops: of a GPU, per second; 312e12 is an A100 in BF16.
+    """
+
+    idle: float = 100.0
+    max: float = 400.0
+    gamma: float = 0.7
+    mfu_sat: float = 0.45
+    flops_per_token: float = 14e9
+    peak_flops: float = 312e12
+
+    def __post_init__(self) -> None:
+        """Refuse a power that falls with work."""
+        for name in ("gamma", "mfu_sat", "flops_per_token", "peak_flops"):
+            _above_zero(f"power.{name}", getattr(self, name))
+        if not 0 <= self.idle <= self.max < math.inf:
+            raise ValueError(f"power: 0 <= idle <= max, not {self.idle} and {self.max}")
+
+
+@dataclass(frozen=True)
+class ArrivalsConfig:
+    """When requests arrive.
+
+    Attributes:
+        kind: revelation keeps the pool at `target` (paper 000, always overloaded); trace uses
+            the trace's own times; poisson and gamma draw them.
+        target: requests of the pool with kind revelation; 4 an instance when null.
+        scale: multiplies the rate of a trace: 2 makes it arrive twice as fast.
+        rate: mean requests per second of poisson and gamma.
+        cv: coefficient of variation of gamma's gaps; 1 is poisson, more is burstier.
+    """
+
+    kind: Literal["revelation", "trace", "poisson", "gamma"] = "revelation"
+    target: int | None = None
+    scale: float = 1.0
+    rate: float = 1.0
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse requests that never come."""
+        if self.target is not None:
+            _at_least(1, **{"arrivals.target": self.target})
+        for name in ("scale", "rate", "cv"):
+            _above_zero(f"arrivals.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SLOConfig:
+    """What counts as served well enough.
+
+    Attributes:
+        ttft_s: longest time to the first token, in seconds.
+        tpot_s: longest mean time per output token after it, in seconds.
+    """
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse an objective that nothing meets."""
+        for name in ("ttft_s", "tpot_s"):
+            _above_zero(f"slo.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A simulation; every key of its YAML file.
+
+    Attributes:
+        cluster: the decode instances.
+        clock: barrier (all instances step together, as with expert parallelism) or independent.
+        dispatch: pool (requests wait centrally until a slot is free) or instant (each goes to an
+            instance's queue as it arrives).
+        pool: the pool of requests that wait for a place.
+        prefill: where prompts are computed.
+        batching: which queued request an instance admits next.
+        drift: tokens that a running request's context gains, a step; repeated cyclically.
+        step_time: {name: bfio | moe | batch | table, ...options}, seconds of a step.
+        power: of a GPU.
+        transfer: of a running request to another instance.
+        trace: {name, requests, ...options}: a generator, or {path, ...} of a file.
+        arrivals: when requests arrive.
+        forecast: {name, ...options}: what the policies are told of the output lengths.
+        policies: names, or {name, label, ...options}, in a list; or names with commas.
+        seeds: runs of each policy, with seeds 0, 1, ...
+        slo: {ttft_s, tpot_s} that goodput counts; null leaves it out.
+        max_steps: end after so many steps though requests are left; null runs to the end.
+    """
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    clock: Literal["barrier", "independent"] = "barrier"
+    dispatch: Literal["pool", "instant"] = "pool"
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    batching: Literal["fcfs", "bin_packing", "least_work_left"] = "fcfs"
+    drift: list[int] = field(default_factory=lambda: [1])
+    step_time: dict[str, Any] = field(default_factory=lambda: {"name": "bfio"})
+    power: PowerConfig = field(default_factory=PowerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    trace: dict[str, Any] = field(
+        default_factory=lambda: {"name": "burstgpt_like", "requests": 10_000}
+    )
+    arrivals: ArrivalsConfig = field(default_factory=ArrivalsConfig)
+    forecast: dict[str, Any] = field(default_factory=lambda: {"name": "oracle"})
+    policies: str | list[str | dict[str, Any]] = "fcfs,jsq"
+    seeds: int = 3
+    slo: SLOConfig | None = None
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values and combinations that mean nothing, each by its key.
+
+        Raises:
+            ValueError: one line with the key's path.
+        """
+        _at_least(1, seeds=self.seeds)
+        if self.max_steps is not None:
+            _at_least(1, max_steps=self.max_steps)
+        if not self.drift or min(self.drift) < 0:
+            raise ValueError(f"drift: at least one number, none below 0, not {self.drift}")
+        for key in ("step_time", "forecast"):
+            if not isinstance(getattr(self, key).get("name"), str):
+                raise ValueError(f"{key}.name is missing: which one?")
+        if len({"name", "path"} & set(self.trace)) != 1:
+            raise ValueError("trace: give either the name of a generator or the path of a file")
+        if self.arrivals.kind == "revelation":
+            if self.dispatch == "instant":
+                raise ValueError(
+                    "dispatch: instant needs arrivals in time, but arrivals.kind is revelation"
+                )
+            if self.prefill.kind == "stage":
+                raise ValueError(
+                    "prefill.kind: a stage needs arrivals in time, but arrivals.kind is revelation"
+                )
+            if self.pool.limit is not None:
+                raise ValueError("pool.limit: with arrivals.kind revelation give arrivals.target")
+        elif self.arrivals.target is not None:
+            raise ValueError("arrivals.target is for arrivals.kind revelation; give pool.limit")
+        self.policy_choices()
+
+    @property
+    def pool_limit(self) -> int:
+        """P: the revelation target, or the most requests that the policy sees."""
+        limit = self.arrivals.target if self.arrivals.kind == "revelation" else self.pool.limit
+        return 4 * self.cluster.instances if limit is None else limit
+
+    def policy_choices(self) -> list[PolicyChoice]:
+        """Return the policies, each with a label of its own.
+
+        Raises:
+            ValueError: none, one without a name, or two with one label.
+        """
+        return policy_choices(self.policies)
+
+
+def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:
+    """Return ``make(**options)``, with errors that begin with the key of the options.
+
+    Raises:
+        ValueError: an unknown option, a missing one, or a value that is refused.
+    """
+    try:
+        return make(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _at_least(least: int, **values: int) -> None:
+    for key, value in values.items():
+        if value < least:
+            raise ValueError(f"{key} must be at least {least}, not {value}")
+
+
+def _above_zero(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key} must be above 0, not {value}")
