@@ -15,8 +15,10 @@ _VERBS: dict[str, tuple[str, str]] = {
     "train": ("predictor.train_command:train", "train a predictor with Lightning"),
     "tune": ("predictor.tuning:tune", "search a predictor's shape and training"),
     "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
+    "advise": ("rescheduler.simulator.advise:advise", "say what forecasts are worth on a trace"),
     "simulate": ("rescheduler.simulator.simulate:simulate_command", "compare routing policies"),
     "sweep": ("rescheduler.simulator.sweep:sweep_command", "simulate over many settings"),
+    "study": ("rescheduler.simulator.study:study_command", "reproduce a paper's scaling or table"),
     "record": (
         "rescheduler.simulator.record_forecasts:record",
         "keep a predictor's forecasts of a dataset, to simulate with",
@@ -26,7 +28,7 @@ _VERBS: dict[str, tuple[str, str]] = {
     "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
 }
 
-_OWN_COMMAND_LINES = ("train", "simulate", "sweep")
+_OWN_COMMAND_LINES = ("train", "simulate", "sweep", "study")
 """Verbs that read their arguments themselves."""
 
 _DATASET_VERBS = {
@@ -48,6 +50,7 @@ A first round, on the embedded model:
   headway evaluate runs/demo runs/survival
 
 Routing policies on a simulated cluster:
+  headway advise my_trace.csv
   headway simulate --config configs/papers/bfio_table1.yaml
 
 Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):

@@ -68,8 +68,8 @@ _COPULA = 0.54
 class BurstGPTSample(IndependentLengths):
     """Many short calls and a few long conversations, prompt and output correlated.
 
-    The file ``burst_data_8000.json`` that BF-IO's authors released with their simulator, and by
-    default run it on, says of its own 8,000 requests: prompts of mean 363, deviation 502,
+    The file ``burst_data_8000.json`` that BF-IO's authors released with their simulator says
+    of its own 8,000 requests: prompts of mean 363, deviation 502,
     quartiles 188/217/292, from 9 to 14,117; outputs of mean 57, deviation 154, quartiles 7/7/33,
     from 1 to 3,206; correlation 0.367. Of its first few hundred rows about half generate exactly
     7 tokens.

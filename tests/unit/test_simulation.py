@@ -195,7 +195,7 @@ def test_migrations_at_any_time_lose_nothing(case: Case, data: st.DataObject) ->
     simulation = Simulation(setup, create_policy("jsq_load"), seed=0)
     at = 0.0
     while simulation.advance(until=at):
-        view, numbers = simulation.view(), simulation.running_numbers()
+        numbers = simulation.running_numbers()
         if len(numbers):
             which = data.draw(st.integers(0, len(numbers) - 1))
             target = data.draw(st.integers(0, config.instances - 1))
