@@ -104,7 +104,7 @@ class Simulation:
         asks = kernel is None
         self._foresight = new_foresight(self._rules, self.policy, asks, self.forecast)
         self._blocks = _blocks(setup, seed)
-        self._finished: list[npt.NDArray[Any]] = []
+        self._finished: list[RequestRecords] = []
 
     @property
     def now(self) -> float:
@@ -214,7 +214,6 @@ class Simulation:
         """Return what has been measured so far."""
         self._flush()
         scalars, cluster, series = self._cluster.scalars[0], self._cluster, self._series
-        finished = np.concatenate(self._finished)
         weight = max(float(scalars["weight"]), 1e-300)
         samples = int(scalars["samples"])
         steps = scalars["recorded"] if self._rules.barrier else scalars["all_steps"]
@@ -222,9 +221,7 @@ class Simulation:
             policy=label,
             seed=self.seed,
             n_instances=self._rules.n_instances,
-            requests=RequestRecords(
-                **{name: finished[name].copy() for name in RequestRecords._fields}
-            ),
+            requests=RequestRecords(*map(np.concatenate, zip(*self._finished, strict=True))),
             prefilled_first_token=self._rules.prefill != PREFILLED,
             steps=int(steps),
             seconds=float(scalars["last_end"]),
@@ -276,7 +273,9 @@ class Simulation:
 
     def _flush(self) -> None:
         count = int(self._cluster.scalars["finished"][0])
-        self._finished.append(self._cluster.finished[:count].copy())
+        finished = self._cluster.finished[:count]
+        columns = (finished[name].copy() for name in RequestRecords._fields)
+        self._finished.append(RequestRecords(*columns))
         self._cluster.scalars["finished"] = 0
 
     def _oversized(self) -> str:

@@ -62,8 +62,10 @@ def test_every_configuration_file_is_accepted(
     elif config.name.startswith("evaluate"):
         arguments = ["evaluate", "dataset", "checkpoint"]
     elif config.parent.name in ("papers", "simulate"):
-        verb = config.read_text().partition("headway ")[2].split()[0]  # as its first lines say
-        arguments = [verb] if verb == "simulate" else [verb, "--out", "out"]
+        command = config.read_text().partition("headway ")[2].split()  # as its first lines say
+        arguments = command[: command.index("--config")]
+        if arguments != ["simulate"]:
+            arguments += ["--out", "out"]
     else:
         arguments = ["train", "fit", "--data.dataset", "dataset"]
     assert exit_status(*arguments, "--config", str(config), "--print_config") == 0
@@ -92,6 +94,12 @@ def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
         (["model", "smollm3"], "unknown model 'smollm3'"),
         (["dataset", "inspect", "{tmp}/none"], "there is no such folder"),
         (["dataset", "validate", "{tmp}"], "no dataset recorded by Headway"),
+        (["advise", "{tmp}/none"], "none"),
+        (["advise", "{tmp}/bad.jsonl"], "bad.jsonl"),
+        (["record", "{tmp}/none", "{tmp}", "{tmp}/out"], "no config.json, so this is no checkpoint"),
+        (["simulate", "--trace", "{{path: {tmp}/none}}"], "none"),
+        (["simulate", "--policies", "fastest"], "no routing policy 'fastest'"),
+        (["simulate", "--forecast", "{{name: none}}", "--policies", "bfio"], "needs forecasts"),
         (["tune", "{tmp}/none"], "there is no such folder"),
         (["tune", "{tmp}/dataset", "--trials", "0"], "trials must be at least 1"),
         (["evaluate", "{tmp}/dataset", "{tmp}"], "no config.json, so this is no checkpoint"),

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,24 @@ def test_the_forecast_page_computes_what_it_says() -> None:
     forecast = names["forecast"]
     np.testing.assert_allclose(forecast.at([0, 10, 50]), [[1, 0.6, 1 / 3]])  # type: ignore[attr-defined]
     assert "# [[1, 0.6, 0.333...]]" in block
+
+
+def test_the_routing_page_assigns_as_it_says() -> None:
+    names: dict[str, Any] = {}
+    for block in python_blocks("route.md"):
+        exec(block, names)
+    assert f"# {names['now'].tolist()}\n" in python_blocks("route.md")[0]
+    assert f"# {names['ahead'].tolist()}\n" in python_blocks("route.md")[0]
+    mine = names["create_policy"]("emptiest_first").assign(names["view"])
+    assert mine.instance.tolist() == [1, -1]
+
+
+def test_the_simulation_page_migrates_a_request() -> None:
+    (block,) = python_blocks("simulate.md")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["result"].migrations == 1
+    assert len(names["result"].requests.number) == 40
 
 
 def test_every_page_that_a_page_links_to_is_there() -> None:

@@ -28,8 +28,7 @@ STUDIES = ("bfio_theory", "barrier_tax", "barrier_tax_points")
 
 
 def values_of(name: str) -> dict[str, Any]:
-    folder = "papers" if name in TABLES else "studies"
-    values = yaml.safe_load((ROOT / f"configs/{folder}/{name}.yaml").read_text())
+    values = yaml.safe_load((ROOT / f"configs/papers/{name}.yaml").read_text())
     assert isinstance(values, dict)
     return values
 
