@@ -78,7 +78,7 @@ class BFIO(RoutingPolicy):
         if self.starvation is not None and self.starvation < 0:
             raise ValueError(f"starvation must be 0 steps or more, or None: {self.starvation}")
         if not self.risk >= 0:
-            raise ValueError(f"risk must not be negative: {self.risk}")
+            raise ValueError(f"risk must be 0 or more, not {self.risk}")
         if self.solver == "exact" and self.risk > 0:
             raise ValueError(f"a risk of {self.risk} is not linear: use solver fast")
         if self.horizon == 0:

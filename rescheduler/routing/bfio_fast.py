@@ -35,7 +35,7 @@ FITS = 8
 """Requests looked at for the last slot of an instance in a construction."""
 CANDIDATES, CANDIDATES_PER_SLOT = 512, 16
 """The oldest so many of the pool are looked at, whichever is more."""
-WORK, MORE_WORK, GROWTH = 100_000, 1_000_000, 1.25
+WORK, MORE_WORK, GROWTH = 100_000, 1_500_000, 1.25
 """Of the local search: for 8 instances; more, over √P, where few points make it easy to be
 near the optimum, but hard to meet it; and the power of the number of instances it grows by."""
 
@@ -66,8 +66,9 @@ def bfio_fast(problem: RoutingProblem, parameters: FloatArray, target: IntArray)
     for j in range(n_forced):
         start[j], fixed[j] = forced[requests[j]], True
     best = _best_start(search, row, problem.spread, slots, problem.room, start, n_slots)
-    scale = max(8.0, n_instances, n_slots / 4) / 8
-    limit = int(WORK * scale**GROWTH + MORE_WORK / row.shape[1] ** 0.75)
+    admitted = min(m, n_slots)
+    scale = min(admitted, max(n_instances, admitted / 4)) / 8
+    limit = int(WORK * scale**GROWTH + MORE_WORK / row.shape[1] ** 0.85)
     # The same random numbers for every decision: it depends on the problem alone.
     seed = np.array([88172645463325252], dtype=np.uint64)
     local_search(search, row, problem.spread, slots, problem.room, best, fixed, seed, limit)

@@ -24,9 +24,11 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-KICKS = 2
-"""Random changes that lead from one local optimum towards another: one is mostly undone."""
-WORSE = 3.0
+KICKS = 4
+"""Random changes, at most, that lead from one local optimum towards another."""
+OPTIMA = 6
+"""Local optima at most, for each pair of an admitted request, but one, and a candidate."""
+WORSE = 2.0
 """How many times the best J a local optimum may have for the search to go on from there."""
 PARTNERS, PATIENCE = 16, 128
 """Exchanges looked at for one request before the next has its turn."""
@@ -221,7 +223,8 @@ def local_search(
 
     An iterated local search. Requests have their turn one after the other, round after round,
     and take the change that `_propose` finds. When a round has found none, the assignment is
-    kept if it is the best, some random changes are made, and it goes on.
+    kept if it is the best, some random changes are made, and it goes on. A change alone would
+    be undone at once: it holds until the others have found nothing more to gain from it.
 
     Args:
         search: of the candidates.
@@ -244,10 +247,10 @@ def local_search(
     swaps, spare = n_placed < m, n_placed < n_slots
     if n_placed == 0:
         return
-    optima_left = 4 * n_placed * m
+    optima_left = OPTIMA * (n_placed - 1) * m
     best_value = np.inf
     start_again = True
-    turn, unchanged, kicks = -1, 0, 0
+    turn, unchanged, kicks, alone, held = -1, 0, 0, False, -1
     while search.work[0] < limit:
         if start_again:
             restore(search, row, spread, slots, room, best)
@@ -268,17 +271,21 @@ def local_search(
                 or (k >= 0 and search.room[k] + search.size[j] < search.size[i])
             ):
                 j = -1
+            elif alone:
+                held = j
         else:
             turn = turn + 1 if turn + 1 < m else 0
             unchanged += 1
             i, g = turn, search.where[turn]
-            if g >= 0:
+            if g >= 0 and i != held:
                 j, k = _propose(search, i, g, swaps and not fixed[i], spare)
         if j >= 0:
             _change(search, i, g, j, k)
             search.work[0] += 12 * n_points + 200
             unchanged = 0
-        if unchanged >= m:
+        if unchanged >= m and held >= 0:
+            held, unchanged = -1, 0
+        elif unchanged >= m:
             reached = value(search)
             if reached < best_value:
                 best_value = reached
@@ -288,7 +295,8 @@ def local_search(
             if optima_left < 0 or best_value <= TINY * n_points:
                 break
             start_again = reached > WORSE * best_value
-            unchanged, kicks = 0, KICKS + optima_left % 3
+            unchanged, kicks = 0, 1 + optima_left % KICKS
+            alone = kicks == 1
     if not start_again and value(search) < best_value:
         for i in range(m):
             best[i] = search.where[i]

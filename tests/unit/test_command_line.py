@@ -96,7 +96,7 @@ def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
         (["dataset", "validate", "{tmp}"], "no dataset recorded by Headway"),
         (["advise", "{tmp}/none"], "none"),
         (["advise", "{tmp}/bad.jsonl"], "bad.jsonl"),
-        (["record", "{tmp}/none", "{tmp}", "{tmp}/out"], "no config.json, so this is no checkpoint"),
+        (["record", "{tmp}/none", "{tmp}", "{tmp}/out"], "this is no checkpoint"),
         (["simulate", "--trace", "{{path: {tmp}/none}}"], "none"),
         (["simulate", "--policies", "fastest"], "no routing policy 'fastest'"),
         (["simulate", "--forecast", "{{name: none}}", "--policies", "bfio"], "needs forecasts"),
