@@ -3,25 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled, compiled_inline
-from rescheduler.routing.bfio_search import (
-    best_waiting,
-    even_out,
-    local_search,
-    nearest_waiting,
-)
-from rescheduler.routing.bfio_state import (
-    OTHERS,
-    REST,
-    REST_SPREAD,
-    Search,
-    accumulate,
-    add,
-    new_search,
-    rank,
-    restore,
-    value,
-)
+from rescheduler.compilation import compiled
+from rescheduler.routing.bfio_search import even_out, local_search
+from rescheduler.routing.bfio_start import best_start
+from rescheduler.routing.bfio_state import Search, new_search
 from rescheduler.routing.problem import RoutingProblem, best_by_load, place
 
 __all__ = ["bfio_fast", "evened_out", "must_admit", "predicted_imbalance"]
@@ -29,15 +14,11 @@ __all__ = ["bfio_fast", "evened_out", "must_admit", "predicted_imbalance"]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-LEVELS = 3
-"""Envelopes that constructions aim at."""
-FITS = 8
-"""Requests looked at for the last slot of an instance in a construction."""
 CANDIDATES, CANDIDATES_PER_SLOT = 512, 16
-"""The oldest so many of the pool are looked at, whichever is more."""
-WORK, MORE_WORK, GROWTH = 100_000, 1_500_000, 1.25
-"""Of the local search: for 8 instances; more, over √P, where few points make it easy to be
-near the optimum, but hard to meet it; and the power of the number of instances it grows by."""
+"""So many of the pool, the oldest, are looked at; whichever is more."""
+WORK, MORE_WORK, GROWTH = 100_000, 2_500_000, 1.25
+"""Of the local search: for 8 admitted requests; more, divided by P, since with few points a
+change is cheap and the least J small; and the power that it grows by with the requests."""
 
 
 @compiled
@@ -65,10 +46,10 @@ def bfio_fast(problem: RoutingProblem, parameters: FloatArray, target: IntArray)
     start, fixed = np.full(m, -1, dtype=np.int64), np.zeros(m, dtype=np.bool_)
     for j in range(n_forced):
         start[j], fixed[j] = forced[requests[j]], True
-    best = _best_start(search, row, problem.spread, slots, problem.room, start, n_slots)
+    best = best_start(search, row, problem.spread, slots, problem.room, start, n_slots)
     admitted = min(m, n_slots)
     scale = min(admitted, max(n_instances, admitted / 4)) / 8
-    limit = int(WORK * scale**GROWTH + MORE_WORK / row.shape[1] ** 0.85)
+    limit = int(WORK * scale**GROWTH + MORE_WORK / row.shape[1])
     # The same random numbers for every decision: it depends on the problem alone.
     seed = np.array([88172645463325252], dtype=np.uint64)
     local_search(search, row, problem.spread, slots, problem.room, best, fixed, seed, limit)
@@ -186,9 +167,12 @@ def _search_of(
 ) -> tuple[Search, FloatArray]:
     """Return a search among these requests, and L_g(h) before the decision, [G, P].
 
-    A problem without points is looked at now: P = 1, by loads and sizes.
+    A problem without points is looked at now: P = 1, by loads and sizes. Without the variance
+    of the loads, κ is 0.
     """
     m, n_instances, n_points = len(requests), len(problem.load), len(problem.points)
+    if problem.spread.shape[1] == 0:
+        risk = 0.0
     size = np.zeros(m + 1, dtype=np.int64)
     for j in range(m):
         size[j] = problem.size[requests[j]]
@@ -198,7 +182,7 @@ def _search_of(
             row[g, 0] = problem.load[g]
         for j in range(m):
             weight[j, 0] = size[j]
-        return new_search(weight, np.empty((0, 1)), size, n_instances, 0.0), row
+        return new_search(weight, np.empty((0, 1)), size, n_instances, risk), row
     weight = np.zeros((m + 1, n_points))
     noise = np.zeros((m + 1 if risk > 0 else 0, n_points))
     for j in range(m):
@@ -209,120 +193,6 @@ def _search_of(
             for h in range(n_points):
                 noise[j, h] = weight[j, h] * (tokens + problem.growth[h] - weight[j, h])
     return new_search(weight, noise, size, n_instances, risk), problem.ahead
-
-
-@compiled
-def _best_start(
-    search: Search,
-    row: FloatArray,
-    spread: FloatArray,
-    slots: IntArray,
-    room: IntArray,
-    start: IntArray,
-    n_slots: int,
-) -> IntArray:
-    """Return the assignment, [m], to begin the local search with."""
-    m, n_points = len(start), row.shape[1]
-    n_instances = len(slots)
-    loads, highest = np.zeros(n_points), np.full(n_points, -np.inf)
-    for g in range(n_instances):
-        for h in range(n_points):
-            loads[h] += row[g, h]
-            highest[h] = max(highest[h], row[g, h])
-    best = np.empty(m, dtype=np.int64)
-    best_admitted, best_value = -1, np.inf
-    window = np.empty((1, n_points))
-    crowded = m > n_slots
-    for attempt in range(1 + LEVELS if crowded else 2):
-        restore(search, row, spread, slots, room, start)
-        if attempt == 0:
-            _first_come(search)
-        elif crowded:
-            # As high as the loads would be if all were equal and the admitted requests were
-            # a run of the pool in ascending order: from its short end to its long end.
-            first = (m - n_slots) * (2 * attempt - 1) // (2 * LEVELS)
-            for h in range(n_points):
-                window[0, h] = loads[h]
-            for position in range(first, first + n_slots):
-                accumulate(window, 0, search.weight, search.order[position], 1.0)
-            for h in range(n_points):
-                search.line[OTHERS, h] = max(window[0, h] / n_instances, highest[h])
-            _fill_up_to(search)
-        admitted = _longest_first(search)
-        rank(search)
-        reached = value(search)
-        if admitted > best_admitted or (admitted == best_admitted and reached < best_value):
-            best_admitted, best_value = admitted, reached
-            for j in range(m):
-                best[j] = search.where[j]
-    return best
-
-
-@compiled_inline
-def _first_come(search: Search) -> None:
-    """Place the candidates in turn, each on the first instance that it fits."""
-    first_free = 0
-    for j in range(len(search.order)):
-        while first_free < len(search.slots) and search.slots[first_free] == 0:
-            first_free += 1
-        for g in range(first_free, len(search.slots)):
-            if search.where[j] < 0 and search.slots[g] > 0 and search.room[g] >= search.size[j]:
-                add(search, j, g)
-                break
-
-
-@compiled
-def _fill_up_to(search: Search) -> None:
-    """Fill the slots so that the loads come near the envelope that is in `OTHERS`.
-
-    In each round, an instance with so many slots left takes the request that is nearest to
-    its share of what it lacks; for the last slot the one that fits best at all points.
-    """
-    n_instances, n_points = search.row.shape
-    aim, most = 0.0, 0
-    for h in range(n_points):
-        aim += search.line[OTHERS, h]
-    for g in range(n_instances):
-        most = max(most, search.slots[g])
-    lack = np.empty(n_instances)
-    for left in range(most, 0, -1):
-        for g in range(n_instances):
-            lack[g] = (search.row_total[g] - aim) / left
-        for g in np.argsort(lack):
-            if search.slots[g] < left:
-                continue
-            if left > 1:
-                j = nearest_waiting(search, -lack[g], search.room[g])
-            else:
-                for h in range(n_points):
-                    search.line[REST, h] = search.row[g, h]
-                if search.risk > 0:
-                    for h in range(n_points):
-                        search.line[REST_SPREAD, h] = search.spread[g, h]
-                j = best_waiting(search, aim, search.row_total[g], search.room[g], np.inf, FITS)
-            if j >= 0:
-                add(search, j, g)
-
-
-@compiled_inline
-def _longest_first(search: Search) -> int:
-    """Place the longest first, where least is expected; return how many are placed at last."""
-    admitted, n_slots = 0, 0
-    for g in range(len(search.slots)):
-        n_slots += search.slots[g]
-    for position in range(len(search.order) - 1, -1, -1):
-        j = search.order[position]
-        if n_slots > 0 and search.where[j] < 0:
-            least = -1
-            for g in range(len(search.slots)):
-                fits = search.slots[g] > 0 and search.room[g] >= search.size[j]
-                if fits and (least < 0 or search.row_total[g] < search.row_total[least]):
-                    least = g
-            if least >= 0:
-                add(search, j, least)
-                n_slots -= 1
-        admitted += search.where[j] >= 0
-    return admitted
 
 
 @compiled

@@ -4,12 +4,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.compilation import compiled_core, compiled_inline
+from rescheduler.routing.bfio_pool import best_waiting
 from rescheduler.routing.bfio_state import (
-    REST_SPREAD,
     Search,
     add,
     envelope_exchanged,
-    envelope_with,
     leave,
     rank,
     refresh,
@@ -18,104 +17,22 @@ from rescheduler.routing.bfio_state import (
     value,
 )
 
-__all__ = ["best_waiting", "even_out", "local_search", "nearest_waiting"]
+__all__ = ["even_out", "local_search"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 KICKS = 4
-"""Random changes, at most, that lead from one local optimum towards another."""
+"""Random changes that lead from one local optimum towards another."""
 OPTIMA = 6
 """Local optima at most, for each pair of an admitted request, but one, and a candidate."""
-WORSE = 2.0
+WORSE = 3.0
 """How many times the best J a local optimum may have for the search to go on from there."""
 PARTNERS, PATIENCE = 16, 128
-"""Exchanges looked at for one request before the next has its turn."""
+"""Exchanges looked at for one request: when one of them helps, and when none does."""
 TINY = 1e-9
 """Relative change of J that is rounding."""
-
-
-@compiled_inline
-def _first_not_below(ascending: FloatArray, wanted: float) -> int:
-    """Return the index of the first of the ascending numbers that is not below the wanted."""
-    low, high = 0, len(ascending)
-    while low < high:
-        middle = (low + high) >> 1
-        if ascending[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@compiled_inline
-def best_waiting(
-    search: Search, ceiling: float, rest: float, room: int, limit: float, reach: int
-) -> int:
-    r"""Return the waiting candidate that joins `REST` at the least cost, below a limit, or -1.
-
-    .. math:: \sum_h G \max\big(O(h), R(h) + \hat w_j(h)\big) - \hat w_j(h)
-        \ge G \max\Big(\sum_h O, \sum_h R + \hat w_j\Big) - \sum_h \hat w_j
-
-    bounds the cost by the candidate's total alone, so that they are looked at in the order of
-    that bound, away from the total that fills up to the others, and no further than it helps.
-
-    Args:
-        search: with `OTHERS` (O) and `REST` (R) set.
-        ceiling: Σ_h O.
-        rest: Σ_h R.
-        room: context tokens that the candidate may bring.
-        limit: cost from which on none is wanted.
-        reach: candidates looked at, at most.
-    """
-    n_instances, m = float(search.row.shape[0]), len(search.order)
-    up = _first_not_below(search.ascending, ceiling - rest)
-    down = up - 1
-    best, left = -1, reach
-    while left > 0:
-        low = n_instances * ceiling - search.ascending[down] if down >= 0 else np.inf
-        high = np.inf
-        if up < m:
-            high = n_instances * (rest + search.ascending[up]) - search.ascending[up]
-        if min(low, high) >= limit:
-            break
-        if low <= high:
-            j = search.order[down]
-            down -= 1
-        else:
-            j = search.order[up]
-            up += 1
-        if search.where[j] >= 0 or search.size[j] > room:
-            continue
-        left -= 1
-        envelope = envelope_with(search.weight, search.noise, search.line, search.risk, j)
-        cost = n_instances * envelope - search.total[j]
-        if cost < limit:
-            best, limit = j, cost
-    looked_at, passed = reach - left, up - down - 1
-    search.work[0] += looked_at * (search.row.shape[1] + 32) + 10 * passed
-    return best
-
-
-@compiled_inline
-def nearest_waiting(search: Search, wanted: float, room: int) -> int:
-    """Return the waiting candidate whose total is nearest to the wanted one, or -1."""
-    m = len(search.order)
-    up = _first_not_below(search.ascending, wanted)
-    down = up - 1
-    while down >= 0 or up < m:
-        below = wanted - search.ascending[down] if down >= 0 else np.inf
-        above = search.ascending[up] - wanted if up < m else np.inf
-        if below <= above:
-            j = search.order[down]
-            down -= 1
-        else:
-            j = search.order[up]
-            up += 1
-        if search.where[j] < 0 and search.size[j] <= room:
-            return j  # type: ignore[no-any-return]
-    return -1
 
 
 @compiled_inline
@@ -128,10 +45,7 @@ def _propose(search: Search, i: int, g: int, swap: bool, spare: bool) -> tuple[i
     """
     n_instances, n_points = search.row.shape
     m = len(search.order)
-    ceiling, largest = leave(search.weight, search.row, search.line, search.at, g, i)
-    if search.risk > 0:
-        for h in range(n_points):
-            search.line[REST_SPREAD, h] = search.spread[g, h] - search.noise[i, h]
+    ceiling, largest = leave(search, g, i)
     search.work[0] += 2 * n_points + 150
     if swap:
         limit = n_instances * largest - search.total[i]
@@ -160,19 +74,7 @@ def _propose(search: Search, i: int, g: int, swap: bool, spare: bool) -> tuple[i
         if max(search.row_total[g] - less, search.row_total[k] + less) >= limit:
             continue
         looked_at += 1
-        envelope = envelope_exchanged(
-            search.weight,
-            search.noise,
-            search.row,
-            search.spread,
-            search.line,
-            search.at,
-            search.risk,
-            i,
-            g,
-            j,
-            k,
-        )
+        envelope = envelope_exchanged(search, i, g, j, k)
         if envelope < limit:
             best_j, best_k, limit = j, k, envelope
         if looked_at == PATIENCE or (looked_at >= PARTNERS and best_j >= 0):
@@ -223,8 +125,7 @@ def local_search(
 
     An iterated local search. Requests have their turn one after the other, round after round,
     and take the change that `_propose` finds. When a round has found none, the assignment is
-    kept if it is the best, some random changes are made, and it goes on. A change alone would
-    be undone at once: it holds until the others have found nothing more to gain from it.
+    kept if it is the best, some random changes are made, and it goes on.
 
     Args:
         search: of the candidates.
@@ -250,7 +151,7 @@ def local_search(
     optima_left = OPTIMA * (n_placed - 1) * m
     best_value = np.inf
     start_again = True
-    turn, unchanged, kicks, alone, held = -1, 0, 0, False, -1
+    turn, unchanged, kicks = -1, 0, 0
     while search.work[0] < limit:
         if start_again:
             restore(search, row, spread, slots, room, best)
@@ -271,21 +172,17 @@ def local_search(
                 or (k >= 0 and search.room[k] + search.size[j] < search.size[i])
             ):
                 j = -1
-            elif alone:
-                held = j
         else:
             turn = turn + 1 if turn + 1 < m else 0
             unchanged += 1
             i, g = turn, search.where[turn]
-            if g >= 0 and i != held:
+            if g >= 0:
                 j, k = _propose(search, i, g, swaps and not fixed[i], spare)
         if j >= 0:
             _change(search, i, g, j, k)
             search.work[0] += 12 * n_points + 200
             unchanged = 0
-        if unchanged >= m and held >= 0:
-            held, unchanged = -1, 0
-        elif unchanged >= m:
+        if unchanged >= m:
             reached = value(search)
             if reached < best_value:
                 best_value = reached
@@ -295,8 +192,7 @@ def local_search(
             if optima_left < 0 or best_value <= TINY * n_points:
                 break
             start_again = reached > WORSE * best_value
-            unchanged, kicks = 0, 1 + optima_left % KICKS
-            alone = kicks == 1
+            unchanged, kicks = 0, KICKS
     if not start_again and value(search) < best_value:
         for i in range(m):
             best[i] = search.where[i]
@@ -340,20 +236,8 @@ def even_out(
                 left = abs(apart - 2 * (search.total[i] - search.total[j]))
                 if left >= least or search.room[k] < search.size[i] - search.size[j]:
                     continue
-                _, largest = leave(search.weight, search.row, search.line, search.at, g, i)
-                envelope = envelope_exchanged(
-                    search.weight,
-                    search.noise,
-                    search.row,
-                    search.spread,
-                    search.line,
-                    search.at,
-                    search.risk,
-                    i,
-                    g,
-                    j,
-                    k,
-                )
+                _, largest = leave(search, g, i)
+                envelope = envelope_exchanged(search, i, g, j, k)
                 if envelope <= largest * (1 + TINY):
                     first, second, least = i, j, left
         if first < 0:

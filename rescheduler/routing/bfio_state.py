@@ -120,10 +120,9 @@ def new_search(
 
 
 @_summing  # type: ignore[untyped-decorator]
-def envelope_with(
-    weight: FloatArray, noise: FloatArray, line: FloatArray, risk: float, j: int
-) -> float:
+def envelope_with(search: Search, j: int) -> float:
     """Return Σ_h of the largest load when j joins the instance of `REST`."""
+    weight, noise, line, risk = search.weight, search.noise, search.line, search.risk
     total = 0.0
     for h in range(weight.shape[1]):
         own = line[REST, h] + weight[j, h]
@@ -135,20 +134,13 @@ def envelope_with(
 
 
 @_summing  # type: ignore[untyped-decorator]
-def envelope_exchanged(
-    weight: FloatArray,
-    noise: FloatArray,
-    row: FloatArray,
-    spread: FloatArray,
-    line: FloatArray,
-    at: IntArray,
-    risk: float,
-    i: int,
-    g: int,
-    j: int,
-    k: int,
-) -> float:
-    """Return Σ_h of the largest load when i on g (whose `OTHERS` are set) and j on k change."""
+def envelope_exchanged(search: Search, i: int, g: int, j: int, k: int) -> float:
+    """Return Σ_h of the largest load when i on g, which `leave` set, and j on k change places.
+
+    It is exact for κ = 0; with κ > 0 it may be too large, and an exchange missed.
+    """
+    weight, noise, line, at = search.weight, search.noise, search.line, search.at
+    row, spread, risk = search.row, search.spread, search.risk
     total = 0.0
     for h in range(weight.shape[1]):
         less = weight[i, h] - weight[j, h]
@@ -157,7 +149,7 @@ def envelope_exchanged(
             calmer = noise[i, h] - noise[j, h]
             first += risk * np.sqrt(max(spread[g, h] - calmer, 0.0))
             second += risk * np.sqrt(max(spread[k, h] + calmer, 0.0))
-        # Where g and k are first and second, the second stays below their new maximum.
+        # Where g and k are largest and second, their new maximum is above the second anyway.
         others = line[SECOND, h] if at[0, h] == k else line[OTHERS, h]
         own = first if first > second else second
         total += own if own > others else others
@@ -165,10 +157,9 @@ def envelope_exchanged(
 
 
 @_summing  # type: ignore[untyped-decorator]
-def leave(
-    weight: FloatArray, row: FloatArray, line: FloatArray, at: IntArray, g: int, i: int
-) -> tuple[float, float]:
-    """Set `REST` of g without i, and `OTHERS`; return Σ_h of the others and of the largest."""
+def leave(search: Search, g: int, i: int) -> tuple[float, float]:
+    """Set `REST` to g without i, and `OTHERS`; return Σ_h of the others and of the largest."""
+    weight, row, line, at = search.weight, search.row, search.line, search.at
     others, largest = 0.0, 0.0
     for h in range(weight.shape[1]):
         line[REST, h] = row[g, h] - weight[i, h]
@@ -177,6 +168,9 @@ def leave(
         line[OTHERS, h] = other
         others += other
         largest += top
+    if search.risk > 0:
+        for h in range(weight.shape[1]):
+            line[REST_SPREAD, h] = search.spread[g, h] - search.noise[i, h]
     return others, largest
 
 
@@ -212,39 +206,38 @@ def remove(search: Search, i: int, g: int) -> None:
 
 
 @compiled_inline
-def _peak(row: FloatArray, spread: FloatArray, risk: float, g: int, h: int) -> float:
-    peak = row[g, h]
-    if risk > 0:
-        peak += risk * np.sqrt(max(spread[g, h], 0.0))
+def _peak(search: Search, g: int, h: int) -> float:
+    """Return L_g(h) + κ√V_g(h)."""
+    peak = search.row[g, h]
+    if search.risk > 0:
+        peak += search.risk * np.sqrt(max(search.spread[g, h], 0.0))
     return peak  # type: ignore[no-any-return]
 
 
 @compiled_inline
-def _rank_column(
-    row: FloatArray, spread: FloatArray, risk: float, line: FloatArray, at: IntArray, h: int
-) -> None:
+def _rank_column(search: Search, h: int) -> None:
     """Find the largest and the second of the loads at one point."""
     largest, second, first_at, second_at = -np.inf, -np.inf, 0, 0
-    for g in range(row.shape[0]):
-        peak = _peak(row, spread, risk, g, h)
+    for g in range(search.row.shape[0]):
+        peak = _peak(search, g, h)
         if peak > second:
             if peak > largest:
                 largest, second, first_at, second_at = peak, largest, g, first_at
             else:
                 second, second_at = peak, g
-    line[TOP, h], line[SECOND, h] = largest, second
-    at[0, h], at[1, h] = first_at, second_at
+    search.line[TOP, h], search.line[SECOND, h] = largest, second
+    search.at[0, h], search.at[1, h] = first_at, second_at
 
 
 @compiled_inline
 def refresh(search: Search, g: int) -> None:
     """Bring the envelope up to date after instance g has changed."""
-    row, spread, risk, line, at = search.row, search.spread, search.risk, search.line, search.at
-    for h in range(row.shape[1]):
-        peak = _peak(row, spread, risk, g, h)
+    line, at = search.line, search.at
+    for h in range(line.shape[1]):
+        peak = _peak(search, g, h)
         first, second = at[0, h] == g, at[1, h] == g
         if (first | second) and peak < line[SECOND, h]:
-            _rank_column(row, spread, risk, line, at, h)
+            _rank_column(search, h)
         elif first:
             line[TOP, h] = peak
         elif peak > line[TOP, h]:
@@ -285,21 +278,16 @@ def restore(
 @compiled_inline
 def rank(search: Search) -> None:
     """Find the envelope anew."""
-    for h in range(search.row.shape[1]):
-        _rank_column(search.row, search.spread, search.risk, search.line, search.at, h)
+    for h in range(search.line.shape[1]):
+        _rank_column(search, h)
 
 
 @_summing  # type: ignore[untyped-decorator]
-def _value(line: FloatArray, row_total: FloatArray) -> float:
-    largest, loads = 0.0, 0.0
-    for h in range(line.shape[1]):
-        largest += line[TOP, h]
-    for g in range(len(row_total)):
-        loads += row_total[g]
-    return len(row_total) * largest - loads
-
-
-@compiled_inline
 def value(search: Search) -> float:
     """Return J, the envelope being up to date."""
-    return _value(search.line, search.row_total)  # type: ignore[no-any-return]
+    largest, loads = 0.0, 0.0
+    for h in range(search.line.shape[1]):
+        largest += search.line[TOP, h]
+    for g in range(len(search.row_total)):
+        loads += search.row_total[g]
+    return len(search.row_total) * largest - loads

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from predictor.forecast import Forecast, PointForecast, SurvivalForecast
@@ -248,6 +248,8 @@ def test_requests_of_one_length_are_balanced_to_the_largest(
     n_instances=st.integers(2, 3),
     solver=st.sampled_from(["fast", "exact"]),
 )
+@example([22, 22, 22, 22, 5, 14], 3, "fast")  # two instances share the maximum
+@example([10, 10, 10, 6, 1, 10, 10, 10, 10], 3, "exact")
 def test_lemma_1_holds_whatever_the_sizes(sizes: list[int], n_instances: int, solver: str) -> None:
     slots = len(sizes) // n_instances
     view = cluster([[]] * n_instances, sizes, slots)
