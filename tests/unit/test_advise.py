@@ -3,6 +3,7 @@
 import _thread
 import json
 import math
+import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -341,10 +342,13 @@ def test_ctrl_c_keeps_what_there_is() -> None:
                 judged = study.judgements()
         _thread.interrupt_main()
 
+    # A job that a shell has put in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     waiter = threading.Thread(target=interrupt)
     waiter.start()
     assert study.simulate(["barrier"], None)
     waiter.join()
+    signal.signal(signal.SIGINT, before)
     (judgement,) = study.judgements()
     assert 1 <= judgement.by_load.seeds < 500
     assert study.quality([judgement]) is None
