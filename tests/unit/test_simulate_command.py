@@ -235,7 +235,14 @@ def test_ctrl_c_keeps_the_finished_runs(tmp_path: Path, small: str) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "rescheduler", "simulate", "--config", small]
     command += ["--seeds", "1000000", "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job that a shell has put in the background ignores SIGINT, and so would its child.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while process.poll() is None and not _has_rows(out):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
