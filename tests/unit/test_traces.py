@@ -292,7 +292,7 @@ def test_phases_and_counts_go_on_across_blocks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "geometrik"}, "no generator 'geometrik'; known: burstgpt_like, geometric"),
+        ({"name": "geometrik"}, "no generator 'geometrik'; known: burstgpt_like, burstgpt_sample"),
         ({"name": "star", "path": "x"}, "either the name of a generator or the path of a file"),
         ({}, "either the name of a generator or the path of a file"),
         ({"name": "star", "median": 3}, "star has no option 'median'; it takes: requests, dataset"),
