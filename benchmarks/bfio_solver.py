@@ -33,7 +33,7 @@ from predictor.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO
 from rescheduler.routing.bfio_exact import imbalance_of, solve_exactly
-from rescheduler.routing.problem import RoutingProblem, empty_target, routing_problem
+from rescheduler.routing.problem import RoutingProblem, empty_target
 
 HORIZON, SLOTS = 80, 72
 MEAN_LENGTH = 200
@@ -173,7 +173,7 @@ def heaviest_first(context: IntArray, n_instances: int, slots: int) -> IntArray:
 
 def problem_of(view: ClusterView, horizon: int) -> RoutingProblem:
     """Return the decision as arrays."""
-    return routing_problem(view, BFIO(horizon=horizon).points(), with_spread=False)
+    return BFIO(horizon=horizon).problem(view)
 
 
 def decide(problem: RoutingProblem) -> tuple[float, IntArray]:

@@ -8,7 +8,6 @@ import numpy.typing as npt
 from rescheduler.cluster_view import Assignment, ClusterView
 from rescheduler.routing.bfio_fast import bfio_fast
 from rescheduler.routing.policy import NO_POINTS, Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import routing_problem
 
 __all__ = ["BFIO"]
 
@@ -111,6 +110,6 @@ class BFIO(RoutingPolicy):
             return super().assign(view)
         from rescheduler.routing.bfio_exact import solve_exactly
 
-        problem = routing_problem(view, self.points(), self.with_spread())
+        problem = self.problem(view)
         solution = solve_exactly(problem, self.starvation, self.time_limit)
         return Assignment(solution.instance)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from rescheduler.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
+from rescheduler.routing.problem import RoutingProblem, place_least
 
 __all__ = ["JSQ", "jsq"]
 
@@ -19,17 +19,7 @@ def jsq(
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where the fewest requests are."""
-    running, slots, room = problem.running, problem.slots, problem.room
-    for i in range(len(problem.size)):
-        size = problem.size[i]
-        best = -1
-        for g in range(len(running)):
-            if slots[g] > 0 and room[g] >= size and (best < 0 or running[g] < running[best]):
-                best = g
-        if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
-            return
+    place_least(problem, target, problem.running)
 
 
 @routing_policy("jsq")

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from rescheduler.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
+from rescheduler.routing.problem import RoutingProblem, place_least
 
 __all__ = ["JSQLoad", "jsq_load"]
 
@@ -19,17 +19,7 @@ def jsq_load(
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where the load is least."""
-    load, slots, room = problem.load, problem.slots, problem.room
-    for i in range(len(problem.size)):
-        size = problem.size[i]
-        best = -1
-        for g in range(len(load)):
-            if slots[g] > 0 and room[g] >= size and (best < 0 or load[g] < load[best]):
-                best = g
-        if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
-            return
+    place_least(problem, target, problem.load)
 
 
 @routing_policy("jsq_load")

@@ -140,6 +140,7 @@ class FastPhi(RoutingPolicy):
     fitted: Sequence[int] = ()
 
     needs = Needs.FORECASTS
+    needs_lengths = True
     kernel = overflow_cost
 
     def __post_init__(self) -> None:

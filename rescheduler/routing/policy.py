@@ -2,7 +2,7 @@
 
 from abc import ABC
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.cluster_view import Assignment, ClusterView
-from rescheduler.routing.problem import empty_target, routing_problem
+from rescheduler.named_choice import create_named
+from rescheduler.routing.problem import RoutingProblem, empty_target, routing_problem
 
 __all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
 
@@ -29,7 +30,7 @@ class Needs(IntEnum):
     LENGTHS = 2
     """One number a request: the tokens it is expected to generate."""
     FORECASTS = 3
-    """Survival curves of the running and the waiting requests."""
+    """Survival curves of the running and the waiting requests, in place of that number."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class RoutingPolicy(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
+    needs_lengths: ClassVar[bool] = False
+    """Whether it is fitted to output lengths seen before, by `with_lengths`."""
     kernel: ClassVar[Any] = None
     """``kernel(problem, parameters, target)``, compiled by numba; None for a Python policy."""
 
@@ -62,9 +65,14 @@ class RoutingPolicy(ABC):
         return False
 
     def with_lengths(self, lengths: npt.ArrayLike) -> Self:
-        """Return the policy fitted to the output lengths seen so far, if it depends on them."""
+        """Return the policy fitted to the output lengths seen so far, if it needs any."""
         del lengths
         return self
+
+    def problem(self, view: ClusterView) -> RoutingProblem:
+        """Return the arrays of a decision, with what this policy reads of them."""
+        with_work = self.needs == Needs.LENGTHS
+        return routing_problem(view, self.points(), self.with_spread(), with_work)
 
     def assign(self, view: ClusterView) -> Assignment:
         """Return where the waiting requests of a view go.
@@ -76,7 +84,7 @@ class RoutingPolicy(ABC):
             raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
         if self.kernel is None:
             raise NotImplementedError(f"{self.name}: neither a kernel nor its own assign")
-        problem = routing_problem(view, self.points(), self.with_spread())
+        problem = self.problem(view)
         target = empty_target(problem)
         type(self).kernel(problem, self.parameters(), target)
         return Assignment(target)
@@ -111,11 +119,4 @@ def create_policy(name: str, **options: Any) -> RoutingPolicy:
     Raises:
         ValueError: no such policy, no such option, or a value that the policy refuses.
     """
-    if name not in _POLICIES:
-        raise ValueError(f"no routing policy {name!r}; known: {', '.join(policy_names())}")
-    known = [field.name for field in fields(_POLICIES[name])]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        takes = ", ".join(known) if known else "none"
-        raise ValueError(f"{name} has no option {unknown[0]!r}; it takes: {takes}")
-    return _POLICIES[name](**options)
+    return create_named("routing policy", _POLICIES, name, options)

@@ -6,11 +6,17 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.expected_load import expected_load
-from predictor.forecast import Forecast
 from rescheduler.cluster_view import UNLIMITED, ClusterView
 from rescheduler.compilation import compiled
 
-__all__ = ["RoutingProblem", "best_by_load", "fits", "full", "place", "routing_problem"]
+__all__ = [
+    "RoutingProblem",
+    "best_by_load",
+    "full",
+    "place",
+    "place_least",
+    "routing_problem",
+]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -30,14 +36,15 @@ class RoutingProblem(NamedTuple):
         slots: [G] requests that may still be placed there; `UNLIMITED` for instant dispatch.
         room: [G] context tokens that may still be placed there, likewise.
         capacity: [G] tokens that the KV cache holds.
-        work: [G] tokens still expected from the requests there, summed; 0 if unknown.
+        work: [G] tokens still expected from the requests there, summed; for
+            policies that need lengths, else 0.
         points: [P] decode steps h ahead, ascending from 0; empty for policies without a horizon.
         growth: [P] tokens that a request gains until each point: h, or a drift's sum.
         ahead: [G, P] Λ_g(h), the expected load at each point.
         spread: [G, P] V_g(h), the variance of the load, or [G, 0].
         size: [n] context tokens that each waiting request brings.
         survival: [n, P] S_i(h) of each waiting request.
-        remaining: [n] tokens it is expected to generate; 0 if unknown.
+        remaining: [n] tokens it is expected to generate; likewise.
         waited: [n] steps it has waited.
         dispatched: [1] requests routed before; `place` counts on.
     """
@@ -58,16 +65,6 @@ class RoutingProblem(NamedTuple):
     remaining: FloatArray
     waited: IntArray
     dispatched: IntArray
-
-
-@compiled
-def fits(problem: RoutingProblem, i: int, g: int) -> bool:
-    """Say whether instance g has a slot and the KV room for waiting request i.
-
-    Loops over instances test the two arrays themselves: handing a problem to a function costs
-    more than the test, since each of its arrays is counted in and out.
-    """
-    return problem.slots[g] > 0 and problem.room[g] >= problem.size[i]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -98,6 +95,25 @@ def best_by_load(problem: RoutingProblem, i: int, score: FloatArray) -> int:
 
 
 @compiled
+def place_least(problem: RoutingProblem, target: IntArray, measure: IntArray) -> None:
+    """Place each request, in order of arrival, where a measure [G] of `problem` is least.
+
+    `place` keeps the measure up to date. Ties go to the lowest index.
+    """
+    slots, room = problem.slots, problem.room
+    for i in range(len(problem.size)):
+        size = problem.size[i]
+        best = -1
+        for g in range(len(measure)):
+            if slots[g] > 0 and room[g] >= size and (best < 0 or measure[g] < measure[best]):
+                best = g
+        if best >= 0:
+            place(problem, target, i, best)
+        elif full(problem):
+            return
+
+
+@compiled
 def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
     r"""Assign waiting request i to instance g and count it there.
 
@@ -120,16 +136,19 @@ def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
             problem.spread[g, p] += expected * (tokens - expected)
 
 
-def routing_problem(view: ClusterView, points: IntArray, with_spread: bool) -> RoutingProblem:
+def routing_problem(
+    view: ClusterView, points: IntArray, with_spread: bool, with_work: bool = False
+) -> RoutingProblem:
     """Return the arrays of a decision on a cluster as it is.
 
     Args:
         view: of the cluster; with forecasts if there are points.
         points: [P] decode steps ahead at which expected loads are needed.
         with_spread: compute their variance too.
+        with_work: compute expected lengths, which take a mean of every forecast.
 
     Raises:
-        ValueError: horizon points without forecasts.
+        ValueError: horizon points, or expected lengths, without forecasts.
     """
     load, running = view.kv_load, view.running
     n_points, n_instances = len(points), view.n_instances
@@ -146,9 +165,12 @@ def routing_problem(view: ClusterView, points: IntArray, with_spread: bool) -> R
         if with_spread:
             spread[:] = expected.variance[:, points]
         survival = np.ascontiguousarray(view.waiting_forecast.at(points))
-    work = np.zeros(n_instances)
-    if view.forecast is not None:
+    work, remaining = np.zeros(n_instances), np.zeros(view.n_waiting)
+    if with_work:
+        if view.forecast is None or view.waiting_forecast is None:
+            raise ValueError("the policy goes by lengths, but there are no forecasts")
         np.add.at(work, view.instance, view.forecast.mean())
+        remaining = view.waiting_forecast.mean()
     unlimited = np.full(n_instances, UNLIMITED)
     return RoutingProblem(
         load=load,
@@ -164,14 +186,10 @@ def routing_problem(view: ClusterView, points: IntArray, with_spread: bool) -> R
         spread=spread,
         size=view.waiting_prompt_tokens + view.waiting_generated_tokens,
         survival=survival,
-        remaining=_mean(view.waiting_forecast, view.n_waiting),
+        remaining=remaining,
         waited=view.waited_steps.astype(np.int64),
         dispatched=np.array([view.dispatched], dtype=np.int64),
     )
-
-
-def _mean(forecast: Forecast | None, n_requests: int) -> FloatArray:
-    return np.zeros(n_requests) if forecast is None else forecast.mean()
 
 
 def empty_target(problem: RoutingProblem) -> npt.NDArray[Any]:

@@ -8,20 +8,12 @@ import numpy.typing as npt
 from rescheduler.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 from rescheduler.routing.problem import RoutingProblem, full, place
+from rescheduler.splitmix import splitmix64
 
-__all__ = ["RandomChoice", "check_seed", "draw", "random_choice", "splitmix64"]
+__all__ = ["RandomChoice", "check_seed", "draw", "random_choice"]
 
 MOST_SEED = 2**53
 """Seeds travel among the kernel's numbers, which are exact below this."""
-
-
-@compiled
-def splitmix64(number: np.uint64) -> np.uint64:
-    """Return the output of SplitMix64 that follows the state ``number`` (Steele et al. 2014)."""
-    mixed = number + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled

@@ -17,6 +17,7 @@ from rescheduler.simulator.forecast_arrays import (
     expected_remaining,
     survival_row,
 )
+from rescheduler.simulator.slots import occupied
 
 __all__ = ["routing_problem_of"]
 
@@ -32,7 +33,7 @@ def routing_problem_of(
         instance = cluster.instances[g]
         work.load[g] = instance.load + instance.queued_tokens + instance.arriving_tokens
         work.queued[g] = instance.queued + instance.arriving
-        work.running[g] = instance.decoding + instance.filling + work.queued[g]
+        work.running[g] = occupied(cluster, g)
         if rules.instant:
             work.slots[g] = UNLIMITED
             work.room[g] = UNLIMITED
@@ -87,39 +88,12 @@ def _look_ahead(foresight: Foresight, cluster: Cluster, intake: Intake) -> None:
                 generated = cluster.requests[row].output - left
                 context = cluster.requests[row].context + cluster.instances[g].grown
                 _add(foresight, cluster, row, g, generated, context)
-        row = cluster.instances[g].fill_head
-        while row != NONE:
-            _add(
-                foresight,
-                cluster,
-                row,
-                g,
-                cluster.requests[row].generated,
-                cluster.requests[row].context,
-            )
-            row = cluster.requests[row].next
-        row = cluster.instances[g].queue_head
-        while row != NONE:
-            _add(
-                foresight,
-                cluster,
-                row,
-                g,
-                cluster.requests[row].generated,
-                cluster.requests[row].context,
-            )
-            row = cluster.requests[row].next
+        for row in (cluster.instances[g].filling, cluster.instances[g].queue_head):
+            while row != NONE:
+                _add_held(foresight, cluster, row, g)
+                row = cluster.requests[row].next
     for move in range(cluster.scalars[0].moving):
-        row = cluster.moves[move].request
-        g = cluster.moves[move].target
-        _add(
-            foresight,
-            cluster,
-            row,
-            g,
-            cluster.requests[row].generated,
-            cluster.requests[row].context,
-        )
+        _add_held(foresight, cluster, cluster.moves[move].request, cluster.moves[move].target)
     for i in range(cluster.scalars[0].waiting):
         request = cluster.requests[intake.pool[i]]
         survival_row(
@@ -131,9 +105,10 @@ def _look_ahead(foresight: Foresight, cluster: Cluster, intake: Intake) -> None:
             work.points,
             work.survival[i],
         )
-        work.remaining[i] = expected_remaining(
-            forecast, request.number, request.template, request.generated, request.output
-        )
+        if foresight.with_work:
+            work.remaining[i] = expected_remaining(
+                forecast, request.number, request.template, request.generated, request.output
+            )
 
 
 @compiled_core
@@ -160,9 +135,17 @@ def _add(
             work.ahead[g],
             work.spread[g],
         )
-    work.work[g] += expected_remaining(
-        foresight.forecast, request.number, request.template, generated, request.output
-    )
+    if foresight.with_work:
+        work.work[g] += expected_remaining(
+            foresight.forecast, request.number, request.template, generated, request.output
+        )
+
+
+@compiled_core
+def _add_held(foresight: Foresight, cluster: Cluster, row: int, g: int) -> None:
+    """Add a request that does not decode now, so that its row says what it holds."""
+    request = cluster.requests[row]
+    _add(foresight, cluster, row, g, request.generated, request.context)
 
 
 @compiled_core
@@ -178,15 +161,12 @@ def _project_truth(foresight: Foresight, cluster: Cluster, g: int) -> None:
     requests, tokens = foresight.bucket_requests, foresight.bucket_tokens
     requests[:] = 0.0
     tokens[:] = 0.0
-    total = 0
     for slot in range(instance.decoding):
         left = cluster.slot_end[g, slot] - instance.steps
         context = cluster.requests[cluster.slot_request[g, slot]].context + instance.grown
         bucket = min(left, n_points)
         requests[bucket] += 1.0
         tokens[bucket] += context
-        total += left
-    work.work[g] += total
     alive, context_tokens = requests[n_points], tokens[n_points]
     for p in range(n_points - 1, -1, -1):
         work.ahead[g, p] = context_tokens + work.growth[p] * alive

@@ -41,7 +41,7 @@ def start_steps(
         if instance.stepping:
             continue
         _compose(rules, cluster, g)
-        if instance.decoding + instance.filling > 0:
+        if instance.decoding > 0 or instance.filling != NONE:
             busy = True
             if not rules.barrier:
                 seconds = step_seconds(step_time, instance.new_tokens, instance.load)
@@ -89,7 +89,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
         return
     budget = max(rules.max_batched_tokens - instance.decoding, 0)
     while budget > 0:
-        row = instance.fill_head
+        row = instance.filling
         if row == NONE:
             row = admit(rules, cluster, g)
             if row == NONE:
@@ -97,16 +97,14 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
             moved = cluster.requests[row].resumes == MIGRATED
             cluster.requests[row].todo = 0 if moved else cluster.requests[row].context
             cluster.requests[row].next = NONE
-            instance.fill_head = instance.fill_tail = row
-            instance.filling += 1
+            instance.filling = row
         chunk = min(cluster.requests[row].todo, budget)
         cluster.requests[row].todo -= chunk
         budget -= chunk
         new += chunk
         if cluster.requests[row].todo > 0:
             break
-        instance.fill_head = instance.fill_tail = NONE
-        instance.filling -= 1
+        instance.filling = NONE
         instance.load -= cluster.requests[row].context  # counted again as it decodes
         cluster.requests[row].resumes = NONE
         decode(cluster, row, g)
@@ -158,5 +156,5 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
     if scalars.leaving > 0:
         send_migrations(rules, cluster, g)
     held = instance.arriving_tokens + instance.leaving_tokens
-    while instance.load + held > rules.kv_capacity and instance.decoding + instance.filling > 0:
+    while instance.load > 0 and instance.load + held > rules.kv_capacity:
         preempt(cluster, g)

@@ -30,6 +30,7 @@ from rescheduler.simulator.engine_state import (
 from rescheduler.simulator.instance_queue import queue
 from rescheduler.simulator.observation import observe
 from rescheduler.simulator.request_intake import fill_servers, next_arrival, pool_has_room, reveal
+from rescheduler.simulator.slots import occupied
 from rescheduler.simulator.step_time import StepTime
 from rescheduler.simulator.transfers import land_migrations
 
@@ -131,15 +132,12 @@ def _may_decide(rules: Rules, cluster: Cluster) -> bool:
         return False
     if rules.instant:
         return True
+    free = False
     for g in range(rules.n_instances):
         if rules.barrier and cluster.instances[g].stepping:
             return False
-    for g in range(rules.n_instances):
-        instance = cluster.instances[g]
-        taken = instance.decoding + instance.filling + instance.queued + instance.arriving
-        if taken < rules.slots:
-            return True
-    return False
+        free = free or occupied(cluster, g) < rules.slots
+    return free
 
 
 @compiled_core

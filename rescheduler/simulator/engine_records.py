@@ -8,7 +8,7 @@ INSTANCE = np.dtype(
     [
         ("load", np.int64),  # context tokens of requests that decode or fill
         ("decoding", np.int64),
-        ("filling", np.int64),
+        ("filling", np.int64),  # row of the request whose prompt is being computed, or NONE
         ("queued", np.int64),
         ("queued_tokens", np.int64),
         ("arriving", np.int64),  # migrations on their way here, for which room is kept
@@ -21,8 +21,6 @@ INSTANCE = np.dtype(
         ("step_end", np.float64),
         ("queue_head", np.int64),
         ("queue_tail", np.int64),
-        ("fill_head", np.int64),
-        ("fill_tail", np.int64),
         ("new_tokens", np.int64),  # of the step in progress
         ("joined", np.int64),  # requests that decode from this step on
     ],

@@ -191,7 +191,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
     scalars["free"] = capacity
     scalars["oversized"] = NONE
     instances = np.zeros(n, dtype=INSTANCE)
-    for field in ("queue_head", "queue_tail", "fill_head", "fill_tail"):
+    for field in ("queue_head", "queue_tail", "filling"):
         instances[field] = NONE
     instances["next_end"] = np.iinfo(np.int64).max
     return Cluster(

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.compilation import compiled_core
+from rescheduler.splitmix import splitmix64
 
 __all__ = [
     "CURVE",
@@ -130,14 +131,9 @@ def _arrays(kind: int, **given: Any) -> ForecastArrays:
 
 @compiled_core
 def _uniform(seed: int, number: int, draw: int, part: int) -> float:
-    """Return a number in (0, 1) that depends on nothing but the arguments (splitmix64)."""
-    x = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
-    for key in (np.uint64(draw), np.uint64(part)):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = (x ^ (x >> np.uint64(31))) + key * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = x ^ (x >> np.uint64(27))
+    """Return a number in (0, 1) that depends on nothing but the arguments."""
+    key = splitmix64(splitmix64(np.uint64(seed)) + np.uint64(number))
+    x = splitmix64(splitmix64(key + np.uint64(draw)) + np.uint64(part))
     return (float(x >> np.uint64(11)) + 0.5) / 9007199254740992.0
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from predictor.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.kaplan_meier import KaplanMeierCurve
+from rescheduler.named_choice import create_named
 from rescheduler.simulator.forecast_arrays import (
     ForecastArrays,
     curve_forecast,
@@ -18,7 +19,6 @@ from rescheduler.simulator.forecast_arrays import (
     point_forecast,
 )
 from rescheduler.simulator.forecast_recording import ForecastRecording, ReplayTrace, read_recording
-from rescheduler.simulator.named_choice import create_named
 from rescheduler.simulator.trace import Trace
 
 __all__ = ["SOURCES", "ForecastSource", "create_forecast"]

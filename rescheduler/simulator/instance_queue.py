@@ -39,7 +39,7 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
     """Take the request that an instance starts next out of its queue, or return NONE."""
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     head = instance.queue_head
-    taken = instance.decoding + instance.filling + instance.arriving
+    taken = instance.decoding + (instance.filling != NONE) + instance.arriving
     if head == NONE or taken >= rules.slots:
         return NONE
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens

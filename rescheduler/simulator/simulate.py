@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_collection.atomic_file import replace_file, write_text_atomically
 from rescheduler.compilation import is_kept
+from rescheduler.interrupts import held_interrupts
 from rescheduler.routing import RoutingPolicy
 from rescheduler.simulator.config_parser import config_parser, parsed_config
 from rescheduler.simulator.figures import draw_comparison, draw_loads, draw_power, save_figure
@@ -167,7 +168,9 @@ def _run_all(
             for seed in range(seeds):
                 for label, policy in policies.items():
                     bar.update(task, description=f"{label}, seed {seed}")
-                    keep(run(setup, policy, seed, label))
+                    result = run(setup, policy, seed, label)
+                    with held_interrupts():
+                        keep(result)
                     bar.advance(task)
         except KeyboardInterrupt:
             return True

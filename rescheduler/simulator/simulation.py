@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from predictor.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster_view import ClusterView
+from rescheduler.interrupts import held_interrupts
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.routing.problem import RoutingProblem
@@ -85,8 +86,10 @@ class Simulation:
         config = setup.config
         self.seed = seed
         self.done = False
-        known = _length_sample(setup.trace, seed)
-        self.policy = policy.with_lengths(known)
+        known = None
+        if setup.forecast.needs_lengths or policy.needs_lengths:
+            known = _length_sample(setup.trace, seed)
+        self.policy = policy if known is None else policy.with_lengths(known)
         self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
         if self.policy.needs >= Needs.LENGTHS and self.forecast.kind == 0:
             raise ValueError(
@@ -118,17 +121,18 @@ class Simulation:
             ValueError, RuntimeError: as `run`.
         """
         while not self.done:
-            wanted = advance(
-                self._rules,
-                self._step_time,
-                self._power,
-                self._foresight,
-                self._cluster,
-                self._intake,
-                self._series,
-                self._kernel,
-                until,
-            )
+            with held_interrupts():
+                wanted = advance(
+                    self._rules,
+                    self._step_time,
+                    self._power,
+                    self._foresight,
+                    self._cluster,
+                    self._intake,
+                    self._series,
+                    self._kernel,
+                    until,
+                )
             if wanted == TRACE:
                 self._next_block()
             elif wanted == FLUSH:
@@ -301,7 +305,7 @@ class Simulation:
                 context.append(int(cluster.requests["context"][row] + instance["grown"]))
                 left = cluster.slot_end[g, slot] - instance["steps"]
                 generated.append(int(cluster.requests["output"][row] - left))
-            for head in ("fill_head", "queue_head"):
+            for head in ("filling", "queue_head"):
                 row = int(instance[head])
                 while row != NONE:
                     rows.append(row)

@@ -4,7 +4,15 @@ from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import NEVER, NONE, PREEMPTED, Cluster
 from rescheduler.simulator.instance_queue import queue_first
 
-__all__ = ["decode", "finish", "leave", "preempt", "vacate"]
+__all__ = ["decode", "finish", "leave", "occupied", "preempt", "vacate"]
+
+
+@compiled_inline
+def occupied(cluster: Cluster, g: int) -> int:
+    """Return the requests that an instance has, started or not, and those on their way to it."""
+    instance = cluster.instances[g]
+    started = instance.decoding + (instance.filling != NONE)
+    return started + instance.queued + instance.arriving  # type: ignore[no-any-return]
 
 
 @compiled_inline
@@ -57,10 +65,9 @@ def preempt(cluster: Cluster, g: int) -> None:
         admitted = cluster.requests[cluster.slot_request[g, candidate]].admitted
         if admitted > latest:
             slot, latest = candidate, admitted
-    row = instance.fill_head
+    row = instance.filling
     if row != NONE and cluster.requests[row].admitted > latest:
-        instance.fill_head = instance.fill_tail = NONE
-        instance.filling -= 1
+        instance.filling = NONE
     else:
         row = leave(cluster, g, slot)
         cluster.requests[row].last_token = scalars.now

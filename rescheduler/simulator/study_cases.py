@@ -1,18 +1,16 @@
 """Studies: named cases of one simulation, each over the same settings, computed on all cores."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_collection.atomic_file import write_text_atomically
+from rescheduler.simulator.cell_results import cell_folder, compute_cells, finished_cells
 from rescheduler.simulator.metrics import Summary, summarise
 from rescheduler.simulator.report import about
-from rescheduler.simulator.simulate import compile_notice, progress_bar, refuse_foreign_folder
 from rescheduler.simulator.simulation_config import SimulationConfig
-from rescheduler.simulator.sweep_cells import Cell, Group, cells_of, groups, read_cell, write_cell
-from rescheduler.simulator.sweep_workers import available_cores, run_locally
+from rescheduler.simulator.sweep_cells import Cell, Group, cells_of, groups
 
 __all__ = ["CaseRow", "compute_cases", "write_study"]
 
@@ -69,30 +67,14 @@ def compute_cases(
     for name, changes in cases.items():
         every = {key: [value] for key, value in changes.items()} | dict(vary)
         found += [(name, group) for group in groups(config, every)]
-    folder = out / "cells"
-    if not folder.is_dir():
-        refuse_foreign_folder(out, verb, "study.json", overwrite=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, float]] = {}
-    missing = []
-    for cell in cells_of([group for _, group in found]):
-        kept = read_cell(folder, cell)
-        if kept is None:
-            missing.append(cell)
-        else:
-            results[cell.key] = kept[0]
-    if results and missing:
-        print(f"{len(results)} of {len(results) + len(missing)} cells are done", file=sys.stderr)
-    if missing:
-        compile_notice()
-    with progress_bar() as bar:
-        task = bar.add_task(verb, total=len(missing))
-        for cell, outcome in run_locally(missing, workers or available_cores()):
-            if isinstance(outcome, str):
-                raise RuntimeError(f"{cell.title}: {outcome}")
-            write_cell(folder, cell, outcome)
-            results[cell.key] = outcome
-            bar.update(task, advance=1, description=cell.title)
+    folder = cell_folder(out, verb, "study.json", overwrite=False)
+    cells = cells_of([group for _, group in found])
+    results = finished_cells(folder, cells)
+    failed, interrupted = compute_cells(cells, folder, results, workers)
+    if interrupted:
+        raise KeyboardInterrupt
+    for cell, what in failed:
+        raise RuntimeError(f"{cell.title}: {what}")
     return [
         CaseRow(
             name, group.varied, group.policy, group.cells, [results[c.key] for c in group.cells]

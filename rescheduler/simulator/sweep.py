@@ -12,23 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from data_collection.atomic_file import write_text_atomically
-from data_collection.versions import source_commit
+from rescheduler.simulator.cell_results import cell_folder, compute_cells, finished_cells
 from rescheduler.simulator.config_parser import config_parser, parsed_config
 from rescheduler.simulator.figures import HorizonCurve, draw_horizons, save_figure
 from rescheduler.simulator.metrics import Summary, summarise
 from rescheduler.simulator.report import about, main_columns
 from rescheduler.simulator.run_setup import create_policies
-from rescheduler.simulator.simulate import compile_notice, progress_bar, refuse_foreign_folder
 from rescheduler.simulator.simulation_config import SimulationConfig
-from rescheduler.simulator.sweep_cells import (
-    Cell,
-    Group,
-    cells_of,
-    groups,
-    read_cell,
-    write_cell,
-)
-from rescheduler.simulator.sweep_workers import available_cores, run_locally, run_on_ray
+from rescheduler.simulator.sweep_cells import Group, cells_of, groups
 
 __all__ = ["sweep", "sweep_command"]
 
@@ -81,21 +72,9 @@ def sweep(
     create_policies(config)
     found = groups(config, vary or {})
     cells = cells_of(found)
-    folder = out / "cells"
-    if not folder.is_dir():  # else a sweep that was killed before it wrote its table
-        refuse_foreign_folder(out, "sweep", "sweep.json", overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
-    results, others = _finished(folder, cells)
-    if results:
-        print(f"{len(results)} of {len(cells)} cells are done already", file=sys.stderr)
-    if others:
-        print(
-            f"{others} of them were computed by another version of this program; "
-            f"remove {folder} to compute all of them again",
-            file=sys.stderr,
-        )
-    missing = [cell for cell in cells if cell.key not in results]
-    failed, interrupted = _compute(missing, folder, results, workers, ray)
+    folder = cell_folder(out, "sweep", "sweep.json", overwrite)
+    results = finished_cells(folder, cells)
+    failed, interrupted = compute_cells(cells, folder, results, workers, ray)
     rows = _rows(found, results)
     if rows:
         _write(rows, config, vary or {}, out)
@@ -122,50 +101,6 @@ def _spelt_out(arguments: Sequence[str]) -> list[str]:
         else:
             spelt.append(argument)
     return spelt
-
-
-def _finished(folder: Path, cells: Iterable[Cell]) -> tuple[dict[str, dict[str, float]], int]:
-    """Return the figures of cells that are there, and how many are of another commit."""
-    commit, others = source_commit(), 0
-    results = {}
-    for cell in cells:
-        kept = read_cell(folder, cell)
-        if kept is not None:
-            results[cell.key], made_at = kept
-            others += made_at != commit
-    return results, others
-
-
-def _compute(
-    cells: Sequence[Cell],
-    folder: Path,
-    results: dict[str, dict[str, float]],
-    workers: int | None,
-    ray: str | None,
-) -> tuple[list[tuple[Cell, str]], bool]:
-    """Compute cells and keep each; return those that failed, and whether Ctrl-C ended it."""
-    failed: list[tuple[Cell, str]] = []
-    if not cells:
-        return failed, False
-    if ray is None:
-        compile_notice()
-        outcomes = run_locally(cells, workers or available_cores())
-    else:
-        outcomes = run_on_ray(cells, ray)
-    with progress_bar() as bar:
-        task = bar.add_task("sweep", total=len(cells))
-        try:
-            for cell, outcome in outcomes:
-                if isinstance(outcome, str):
-                    failed.append((cell, outcome))
-                else:
-                    write_cell(folder, cell, outcome)
-                    results[cell.key] = outcome
-                bar.update(task, advance=1, description=cell.title)
-        except KeyboardInterrupt:
-            outcomes.close()
-            return failed, True
-    return failed, False
 
 
 Row = tuple[Group, Summary]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rescheduler.named_choice import create_named
 from rescheduler.simulator.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.forecast_recording import ReplayTrace
 from rescheduler.simulator.length_generators import (
@@ -20,7 +21,6 @@ from rescheduler.simulator.length_generators import (
     LognormalLengths,
 )
 from rescheduler.simulator.mixed_classes import MixedClasses
-from rescheduler.simulator.named_choice import create_named
 from rescheduler.simulator.published_lengths import BurstGPTLike, StarLengths
 from rescheduler.simulator.trace import BLOCK_REQUESTS, Trace, TraceBlock, lengths_block
 from rescheduler.simulator.trace_formats import Row, recognise

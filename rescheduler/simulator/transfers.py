@@ -3,7 +3,7 @@
 from rescheduler.compilation import compiled_core
 from rescheduler.simulator.engine_state import MIGRATED, NONE, Cluster, Rules
 from rescheduler.simulator.instance_queue import queue_first
-from rescheduler.simulator.slots import leave
+from rescheduler.simulator.slots import leave, occupied
 
 __all__ = ["land_migrations", "send_migrations"]
 
@@ -17,27 +17,20 @@ def send_migrations(rules: Rules, cluster: Cluster, g: int) -> None:
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     slot = 0
     while slot < instance.decoding:
-        target = cluster.requests[cluster.slot_request[g, slot]].target
+        request = cluster.requests[cluster.slot_request[g, slot]]
+        target = request.target
         if target == NONE:
             slot += 1
             continue
-        row = leave(cluster, g, slot)
-        request = cluster.requests[row]
         request.target = NONE
         scalars.leaving -= 1
         there = cluster.instances[target]
-        taken = there.decoding + there.filling + there.queued + there.arriving
         tokens = there.load + there.queued_tokens + there.arriving_tokens + there.leaving_tokens
-        if taken >= rules.slots or tokens + request.context > rules.kv_capacity:
-            # No longer room: it stays where it is, and nothing has happened to it.
-            cluster.slot_request[g, instance.decoding] = row
-            cluster.slot_end[g, instance.decoding] = (
-                instance.steps + request.output - request.generated
-            )
-            instance.next_end = min(instance.next_end, cluster.slot_end[g, instance.decoding])
-            instance.decoding += 1
-            request.context -= instance.grown
+        tokens += request.context + instance.grown
+        if occupied(cluster, target) >= rules.slots or tokens > rules.kv_capacity:
+            slot += 1  # no longer room: it stays
             continue
+        row = leave(cluster, g, slot)
         request.last_token = scalars.now
         instance.load -= request.context
         instance.leaving_tokens += request.context

@@ -50,7 +50,7 @@ def engine_setup(
     reference: ReferenceConfig, requests: Requests, forecast: ForecastSource | None = None
 ) -> RunSetup:
     """Return the engine's set-up of the same cluster."""
-    revelation = bool(requests) and requests[0][0] is None
+    revelation = requests[0][0] is None
     limit = min(reference.pool_limit, 1000)
     config = SimulationConfig(
         cluster=ClusterConfig(
@@ -106,7 +106,7 @@ def reference_cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, 
     } | fixed
     can_reveal = chosen["dispatch"] == "pool" and chosen["prefill"] != "stage"
     revealed = can_reveal and draw(st.booleans())
-    needed = max(p + max(1, o * max(chosen["drift"])) for p, o in lengths)
+    needed = max([p + max(1, o * max(chosen["drift"])) for p, o in lengths])
     capacity = draw(st.sampled_from([needed, needed + 7, 2 * needed, NO_LIMIT]))
     times = [None if revealed else 0.5 * arrival for arrival in arrivals]
     requests = [(time, p, o) for time, (p, o) in zip(times, lengths, strict=False)]

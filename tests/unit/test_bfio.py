@@ -15,7 +15,7 @@ from predictor.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO, Needs, create_policy
 from rescheduler.routing.bfio_exact import imbalance_of, solve_exactly
-from rescheduler.routing.problem import RoutingProblem, routing_problem
+from rescheduler.routing.problem import RoutingProblem
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -112,7 +112,7 @@ def clusters(draw: st.DrawFn, most_waiting: int) -> ClusterView:
 
 def problem_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingProblem:
     policy = BFIO(horizon=horizon, risk=risk)
-    return routing_problem(view, policy.points(), policy.with_spread())
+    return policy.problem(view)
 
 
 def assigned(view: ClusterView, **options: object) -> IntArray:

@@ -20,10 +20,11 @@ from reference_simulator import (
     StepRecord,
     reference_run,
 )
+from simulated_cases import reference_cases
 
-import rescheduler.routing.jsq_load  # noqa: F401
 from predictor.forecast import Forecast, PointForecast
-from rescheduler.cluster_view import UNLIMITED, Assignment, ClusterView
+from rescheduler.cluster_view import Assignment, ClusterView
+from rescheduler.routing.jsq_load import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 
 
@@ -442,35 +443,9 @@ Trace = list[tuple[float | None, int, int]]
 
 @st.composite
 def cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, Trace, RoutingPolicy]:
-    lengths = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), max_size=12))
-    arrivals = sorted(draw(st.lists(st.integers(0, 12), min_size=12, max_size=12)))
-    revealed = draw(st.booleans())
-    chosen: dict[str, Any] = {
-        "instances": draw(st.integers(1, 3)),
-        "slots": draw(st.integers(1, 4)),
-        "clock": draw(st.sampled_from(["barrier", "independent"])),
-        "dispatch": draw(st.sampled_from(["pool", "instant"])),
-        "pool_limit": draw(st.sampled_from([1, 3, UNLIMITED])),
-        "prefill": draw(st.sampled_from(["none", "chunked", "stage"])),
-        "n_prefill": draw(st.integers(1, 2)),
-        "max_batched_tokens": draw(st.integers(1, 16)),
-        "batching": draw(st.sampled_from(["fcfs", "bin_packing", "least_work_left"])),
-        "drift": tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))),
-        "a": draw(st.sampled_from([0.25, 1.0])),
-        "b": draw(st.sampled_from([0.0, 0.125])),
-        "c": draw(st.sampled_from([0.0, 0.0625])),
-        "mean_context": draw(st.sampled_from([0.0, 0.25])),
-    } | fixed
-    revealed = revealed and chosen["dispatch"] == "pool" and chosen["prefill"] != "stage"
-    needed = max([p + max(1, o * max(chosen["drift"])) for p, o in lengths], default=1)
-    capacity = draw(st.sampled_from([needed, needed + 7, 2 * needed, int(UNLIMITED)]))
-    times = [None if revealed else 0.5 * arrival for arrival in arrivals]
-    policy = draw(st.sampled_from(["first_fit", "jsq_load"]))
-    return (
-        ReferenceConfig(capacity=capacity, **chosen),
-        [(time, p, o) for time, (p, o) in zip(times, lengths, strict=False)],
-        FirstFit() if policy == "first_fit" else create_policy(policy),
-    )
+    config, requests = draw(reference_cases(**fixed))
+    policy = draw(st.sampled_from([FirstFit, JSQLoad]))
+    return config, requests, policy()
 
 
 Case = tuple[ReferenceConfig, Trace, RoutingPolicy]

@@ -9,7 +9,7 @@ from routing_views import cluster, placed
 from rescheduler.routing import BRH, FastPhi, Overflow
 from rescheduler.routing.balance_route import brh_scores, discounts, envelope
 from rescheduler.routing.overflow_cost import overflow_costs, trapezoid_weights
-from rescheduler.routing.problem import empty_target, routing_problem
+from rescheduler.routing.problem import empty_target
 from rescheduler.routing.random_choice import splitmix64
 from rescheduler.routing.subset_sum import fullest_sum, reachable_sums, subset_of_sum
 
@@ -169,7 +169,7 @@ def test_brh_makes_the_choice_of_the_papers_example() -> None:
     policy = BRH(alpha=0, beta=8, gamma=0.9, steps=[0, 5, 10, 50])
     gpu_a = [(1500, 10), (2200, 80), (1700, 5)]
     view = cluster([gpu_a, [(4000, 900)]], [(500, 60)])
-    problem = routing_problem(view, policy.points(), False)
+    problem = policy.problem(view)
     assert problem.ahead[0].tolist() == [5400, 3710, 2210, 2250]
     problem.ahead[1] = [4000, 3900, 3800, 3500]  # given in the paper without its requests
 
@@ -208,7 +208,7 @@ def test_the_overflow_cost_is_the_papers_sum(
     loads: list[tuple[int, int]], request: tuple[int, int]
 ) -> None:
     policy = Overflow(horizon=20)
-    problem = routing_problem(cluster([[r] for r in loads], [request]), policy.points(), False)
+    problem = policy.problem(cluster([[r] for r in loads], [request]))
     costs = np.empty(len(loads))
     overflow_costs(problem, policy.parameters(), 0, envelope(problem.ahead), costs)
     size, left = request

@@ -23,7 +23,7 @@ from rescheduler.routing import (
     routing_policy,
 )
 from rescheduler.routing.kernels import Kernel, kernel_of
-from rescheduler.routing.problem import RoutingProblem, empty_target, routing_problem
+from rescheduler.routing.problem import RoutingProblem, empty_target
 
 NAMES = policy_names()
 SHORT = {"brh": {"horizon": 12}, "overflow": {"horizon": 12}, "bfio": {"horizon": 12}}
@@ -115,7 +115,7 @@ def test_the_same_view_gives_the_same_assignment_compiled_or_not(
     policy = new(name)
     first = policy.assign(view).instance
     np.testing.assert_array_equal(new(name).assign(view).instance, first)
-    problem = routing_problem(view, policy.points(), policy.with_spread())
+    problem = policy.problem(view)
     target = empty_target(problem)
     kernel = kernel_of(policy)
     assert kernel is not None

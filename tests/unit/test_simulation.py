@@ -13,7 +13,7 @@ from simulated_cases import ListedTrace, Requests, engine_setup, reference_cases
 from rescheduler.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.kernels import kernel_of
-from rescheduler.routing.problem import RoutingProblem, routing_problem
+from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.forecast_sources import (
     Binned,
     ForecastSource,
@@ -119,10 +119,8 @@ def test_the_engine_shows_what_its_view_shows(
     simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
     simulation.advance(until=at / 4)
     shown = simulation.problem()
-    expected = routing_problem(simulation.view(), policy.points(), with_spread=False)
+    expected = policy.problem(simulation.view())
     for name in RoutingProblem._fields:
-        if name == "capacity" or (name in ("work", "remaining") and policy.points().size):
-            continue  # a policy with a horizon reads no expected lengths
         np.testing.assert_allclose(
             getattr(shown, name), getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
         )
