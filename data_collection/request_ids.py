@@ -1,9 +1,12 @@
-"""The join between the ids a client sees and the ids inside vLLM's engine."""
+"""The join between the ids a client or proxy knows and the ids inside vLLM's engine."""
 
 import re
 from typing import NamedTuple
 
-__all__ = ["RequestName", "parse_request_id"]
+__all__ = ["MIGRATION_PARAMS", "RequestName", "parse_request_id"]
+
+MIGRATION_PARAMS = "headway"
+"""Entry of a request's ``kv_transfer_params`` by which a proxy knows it on every engine."""
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD_PREFIX = re.compile(r"^(\d+)_")

@@ -11,6 +11,7 @@ import torch
 
 from data_collection.capture_hook import CaptureHook
 from data_collection.captured_rows import FinishedRequest
+from data_collection.request_ids import MIGRATION_PARAMS
 
 __all__ = [
     "FINISHED_ATTRIBUTE",
@@ -81,7 +82,7 @@ def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
         # The V2 runner sees a request resumed after preemption as a new one.
         known = len(request.prefill_token_ids) if request.prefill_token_ids else prompt_tokens
         sampling = request.sampling_params
-        max_tokens = (sampling.max_tokens or 0) if sampling else 0
+        max_tokens = _asked_max_tokens(sampling) if sampling else 0
         hook.request_added(request.req_id, prompt_tokens, max_tokens)
         hook.request_scheduled(
             request.req_id,
@@ -128,11 +129,11 @@ def step_rows(model_runner: Any) -> tuple[Sequence[str], Callable[[list[int]], t
 
 def finished_request(request: Any) -> FinishedRequest:
     """Describe a request that vLLM's scheduler is about to forget."""
-    reason = request.get_finished_reason()
+    reason = str(request.get_finished_reason())
     sampling = request.sampling_params
     return FinishedRequest(
         request_id=request.request_id,
-        finish_reason=str(reason),
+        finish_reason="moved" if reason in ("stop", "length") and _goes_on(request) else reason,
         prompt_tokens=request.num_prompt_tokens,
         total_tokens=request.num_output_tokens,
         max_tokens=request.max_tokens,
@@ -140,6 +141,25 @@ def finished_request(request: Any) -> FinishedRequest:
         output_token_ids=list(request.output_token_ids),
         extra_args=dict(sampling.extra_args or {}) if sampling else {},
     )
+
+
+def _asked_max_tokens(sampling: Any) -> int:
+    """Return the client's cap: a prefill instance is asked for one token of the answer."""
+    params = ((sampling.extra_args or {}).get("kv_transfer_params") or {}).get(MIGRATION_PARAMS)
+    return (params or {}).get("max_tokens") or sampling.max_tokens or 0
+
+
+def _goes_on(request: Any) -> bool:
+    """Whether another engine goes on with a request, so that this is not its end.
+
+    A prefill hands every request over. A decode instance hands over what has been frozen, which
+    ends by a ``max_tokens`` that was lowered for it.
+    """
+    params = request.kv_transfer_params or {}
+    if params.get("do_remote_decode"):
+        return True
+    frozen = bool((params.get(MIGRATION_PARAMS) or {}).get("frozen"))
+    return frozen and str(request.get_finished_reason()) == "length"
 
 
 def _on_device(positions: list[int], device: torch.device) -> torch.Tensor:

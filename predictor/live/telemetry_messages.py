@@ -80,7 +80,8 @@ class FinishedEvent(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         request_id: id inside the engine.
-        finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``, or ``moved`` if
+            another engine goes on with it.
         prompt_tokens: length of the prompt.
         total_tokens: tokens generated.
         max_tokens: the cap the request asked for.

@@ -1,0 +1,74 @@
+"""Requests that another engine goes on with: neither their end nor their cap is this engine's."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from data_collection.capture_hook import CaptureHook
+from data_collection.captured_rows import CapturedRows, FinishedRequest
+from data_collection.vllm_adapter import finished_request, note_scheduled
+
+
+def request(params: dict[str, Any] | None, max_tokens: int = 40) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
+    made = Request("r", [1, 2, 3], sampling, None)
+    made.append_output_token_ids([4, 5])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("params", "status", "reason"),
+    [
+        (None, RequestStatus.FINISHED_STOPPED, "stop"),
+        ({"headway": {"id": "a"}}, RequestStatus.FINISHED_LENGTH_CAPPED, "length"),
+        ({"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED, "moved"),
+        ({"do_remote_decode": True}, RequestStatus.FINISHED_STOPPED, "moved"),
+        ({"do_remote_decode": True}, RequestStatus.FINISHED_ABORTED, "abort"),
+        ({"headway": {"id": "a", "frozen": True}}, RequestStatus.FINISHED_LENGTH_CAPPED, "moved"),
+        ({"headway": {"id": "a", "frozen": True}}, RequestStatus.FINISHED_STOPPED, "stop"),
+    ],
+)
+def test_only_an_end_of_the_answer_is_reported_as_one(
+    params: dict[str, Any] | None, status: RequestStatus, reason: str
+) -> None:
+    ended = request(params)
+    ended.status = status
+    assert finished_request(ended).finish_reason == reason
+
+
+class _Rows:
+    cadence = "request"
+
+    def __init__(self) -> None:
+        self.rows: list[CapturedRows] = []
+
+    def on_rows(self, rows: CapturedRows) -> None:
+        self.rows.append(rows)
+
+    def on_finished(self, finished: list[FinishedRequest]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("params", "cap"),
+    [(None, 1), ({"headway": {"id": "a", "max_tokens": 700}}, 700), ({"headway": {"id": "a"}}, 1)],
+)
+def test_a_prefill_forecasts_up_to_the_client_s_cap(
+    params: dict[str, Any] | None, cap: int
+) -> None:
+    prefill = request(params, max_tokens=1)
+    new = NewRequestData.from_request(prefill, ([0],))
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [new]
+    output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    output.num_scheduled_tokens = {"r": 3}
+    rows = _Rows()
+    hook = CaptureHook(5, [rows])
+    note_scheduled(hook, output)
+    hook.step_done(["r"], lambda positions: torch.zeros(len(positions), 4), [])
+    assert [taken.max_tokens for taken in rows.rows] == [[cap]]
