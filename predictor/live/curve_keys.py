@@ -2,7 +2,7 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zmq
 from zmq.auth import create_certificates, load_certificate
@@ -89,7 +89,7 @@ def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
 
 
 def apply_curve(
-    socket: zmq.Socket[bytes], folder: Path | str, side: Side, serves: bool
+    socket: zmq.Socket[Any], folder: Path | str, side: Side, serves: bool
 ) -> ThreadAuthenticator | None:
     """Encrypt a socket with CURVE and let it talk to the other side only.
 

@@ -1,0 +1,170 @@
+"""The proxy's end of an engine's control socket."""
+
+import asyncio
+import contextlib
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from rescheduler.transfer.control_messages import (
+    Command,
+    ControlError,
+    EngineState,
+    Freeze,
+    Frozen,
+    GetState,
+    NotFrozen,
+    NotFrozenError,
+    Refused,
+    Release,
+    Released,
+    Reply,
+    Snapshot,
+    TakeSnapshot,
+    Unfreeze,
+    Unfrozen,
+    decode_reply,
+    encode,
+)
+
+__all__ = ["ControlClient"]
+
+Expected = TypeVar("Expected", bound=Reply)
+
+_LARGEST_MESSAGE = 64 << 20
+
+
+class ControlClient:
+    """Asks one engine to freeze, release and keep requests; calls may overlap.
+
+    Use it within one running event loop.
+
+    Args:
+        endpoint: that the engine's connector binds, such as ``tcp://127.0.0.1:8111``.
+        keys: folder made by ``headway keys``, needed off the loopback.
+
+    Raises:
+        TelemetryError: an open endpoint without keys, or keys that cannot be used.
+    """
+
+    def __init__(self, endpoint: str, keys: Path | str | None = None) -> None:
+        refuse_open_endpoint(endpoint, keys)
+        self.endpoint = endpoint
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[Reply]] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._reader: asyncio.Task[None] | None = None
+        try:
+            # A command is never kept for an engine that starts later.
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if keys is not None:
+                apply_curve(self._socket, keys, "watcher", serves=False)
+            self._socket.connect(endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    async def freeze(self, id: str, hop: int, timeout: float) -> Frozen:
+        """End a request after its next token and keep its KV cache for another engine.
+
+        Raises:
+            NotFrozenError: it had ended by itself, is unknown, or cannot be moved.
+            ControlError: no answer in time; it may freeze later nevertheless.
+        """
+        number = next(self._numbers)
+        reply = await self._ask(Freeze(number=number, id=id, hop=hop), timeout)
+        if isinstance(reply, NotFrozen):
+            raise NotFrozenError(f"{self.endpoint}: {reply.reason}")
+        return self._expected(reply, Frozen)
+
+    async def unfreeze(self, id: str, timeout: float) -> bool:
+        """Return whether a request goes on as if no freeze had been asked.
+
+        Raises:
+            ControlError: no answer in time.
+        """
+        reply = await self._ask(Unfreeze(number=next(self._numbers), id=id), timeout)
+        return self._expected(reply, Unfrozen).done
+
+    async def release(self, id: str, timeout: float) -> bool:
+        """Free what is kept of a frozen request, and return whether there was anything.
+
+        Raises:
+            ControlError: no answer in time.
+        """
+        reply = await self._ask(Release(number=next(self._numbers), id=id), timeout)
+        return self._expected(reply, Released).done
+
+    async def snapshot(self, id: str, timeout: float) -> Snapshot:
+        """Keep the full blocks of a running request for another engine while it goes on.
+
+        Raises:
+            NotFrozenError: it does not run, or fills no block.
+            ControlError: no answer in time.
+        """
+        reply = await self._ask(TakeSnapshot(number=next(self._numbers), id=id), timeout)
+        if isinstance(reply, NotFrozen):
+            raise NotFrozenError(f"{self.endpoint}: {reply.reason}")
+        return self._expected(reply, Snapshot)
+
+    async def state(self, timeout: float) -> EngineState:
+        """Return how full the engine is.
+
+        Raises:
+            ControlError: no answer in time.
+        """
+        reply = await self._ask(GetState(number=next(self._numbers)), timeout)
+        return self._expected(reply, EngineState)
+
+    def close(self) -> None:
+        """Close the socket; calls under way raise ControlError."""
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ControlError(f"{self.endpoint}: the client was closed"))
+        self._asked.clear()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _ask(self, command: Command, timeout: float) -> Reply:
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+        asked: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._asked[command.number] = asked
+        try:
+            async with asyncio.timeout(timeout):
+                await self._socket.send_multipart(encode(command))
+                return await asked
+        except TimeoutError as error:
+            raise ControlError(
+                f"{self.endpoint}: no answer within {timeout:g} s; does the engine run with the "
+                "connector of rescheduler.transfer, and do its keys match?"
+            ) from error
+        finally:
+            self._asked.pop(command.number, None)
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            with contextlib.suppress(ControlError):  # of another version: its caller times out
+                reply = decode_reply(frames)
+                asked = self._asked.get(reply.number)
+                if asked is not None and not asked.done():
+                    asked.set_result(reply)
+
+    def _expected(self, reply: Reply, kind: type[Expected]) -> Expected:
+        if isinstance(reply, Refused):
+            raise ControlError(f"{self.endpoint}: refused: {reply.reason}")
+        if not isinstance(reply, kind):
+            raise ControlError(f"{self.endpoint}: answered {type(reply).__name__}")
+        return reply

@@ -1,0 +1,98 @@
+"""Restore how far a request has come, at the engine that goes on with it.
+
+Its prompt there ends with tokens that another engine generated. Left as prompt they would not
+count as output: seeds would start again, penalties and ``min_tokens`` would forget them, and a
+grammar would begin anew. Written against vLLM 0.32.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+__all__ = ["restore_request", "restores_runner_state", "watch_runner"]
+
+logger = logging.getLogger(__name__)
+
+_WATCHED = "_headway_restores"
+
+
+def restore_request(request: Any, generated: int) -> list[int]:
+    """Make the last tokens of a scheduler's request its output; return them.
+
+    Its prompt is shortened in place: what vLLM has already told the workers of it shares the
+    list.
+
+    Args:
+        request: vLLM's, whose ``max_tokens`` and ``min_tokens`` count from here on.
+        generated: tokens at the end of its prompt.
+    """
+    tail = list(request.prompt_token_ids[-generated:])
+    del request.prompt_token_ids[-generated:]
+    request.num_prompt_tokens -= generated
+    request._output_token_ids.extend(tail)
+    request.max_tokens += generated
+    sampling = request.sampling_params
+    sampling.max_tokens = request.max_tokens
+    if sampling.min_tokens:
+        sampling.min_tokens += generated
+    structured = request.structured_output_request
+    if structured is not None and not structured.grammar.accept_tokens(request.request_id, tail):
+        logger.error("%s: the grammar refuses what was generated so far", request.request_id)
+    return tail
+
+
+def restores_runner_state(vllm_config: Any) -> bool:
+    """Whether the model runner keeps outputs and generators that have to be restored.
+
+    The V2 runner takes all tokens from the scheduler and draws by position.
+    """
+    return not vllm_config.use_v2_model_runner
+
+
+def watch_runner(runner_class: Any, tails_of: str) -> None:
+    """Let the V1 runner's state of a new request start with the output it already has.
+
+    The runner knows a new request by its prompt alone and adds it to its batch within the same
+    call. Its table of requests is replaced by one that completes each entry as it is put in.
+
+    Args:
+        runner_class: vLLM's ``GPUModelRunner``, which the CPU's derives from.
+        tails_of: attribute of the connector's metadata that maps ids to restored tokens.
+    """
+    if hasattr(runner_class, _WATCHED):
+        return
+    original = runner_class._update_states
+
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        tails = getattr(scheduler_output.kv_connector_metadata, tails_of, None)
+        if tails:
+            if not isinstance(self.requests, _RestoringRequests):
+                self.requests = _RestoringRequests(self.requests)
+            self.requests.tails = tails
+        return original(self, scheduler_output)
+
+    runner_class._update_states = update_states
+    setattr(runner_class, _WATCHED, True)
+
+
+class _RestoringRequests(dict[str, Any]):
+    """The runner's requests; one that has moved here starts with its output."""
+
+    def __init__(self, requests: dict[str, Any]) -> None:
+        super().__init__(requests)
+        self.tails: dict[str, list[int]] = {}
+
+    def __setitem__(self, request_id: str, state: Any) -> None:
+        tail = self.tails.pop(request_id, None)
+        if tail is not None:
+            state.output_token_ids.extend(tail)
+            if state.generator is not None:
+                _advance(state.generator, len(tail))
+        super().__setitem__(request_id, state)
+
+
+def _advance(generator: torch.Generator, tokens: int) -> None:
+    """Draw what the CPU's sampler has drawn for so many tokens: one integer each."""
+    for _ in range(tokens):
+        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)

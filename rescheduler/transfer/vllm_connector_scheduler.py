@@ -1,0 +1,382 @@
+"""The scheduler's side of moving requests: freeze, keep, hand over, restore.
+
+Written against vLLM 0.32; `tests/integration/test_transfer_contract.py` names what it reads.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.v1.request import Request, RequestStatus
+
+from data_collection.request_ids import MIGRATION_PARAMS
+from rescheduler.transfer.control_messages import (
+    Command,
+    EngineState,
+    Freeze,
+    Frozen,
+    GetState,
+    NotFrozen,
+    Release,
+    Released,
+    Reply,
+    Snapshot,
+    TakeSnapshot,
+    Unfreeze,
+    Unfrozen,
+)
+from rescheduler.transfer.control_server import Asked, ControlServer
+from rescheduler.transfer.migration_params import MigrationParams, connector_config
+from rescheduler.transfer.sampling_state import restore_request, restores_runner_state
+
+__all__ = ["RELEASED", "TAILS", "MigratingScheduler"]
+
+logger = logging.getLogger(__name__)
+
+RELEASED = "headway_released"
+"""Attribute of the connector's metadata: ids whose blocks the workers shall let go."""
+TAILS = "headway_tails"
+"""Attribute of the connector's metadata: id -> tokens generated elsewhere."""
+
+
+@dataclass(slots=True)
+class _Freeze:
+    """A freeze under way.
+
+    Attributes:
+        asked: who waits for it.
+        max_tokens: of the request, before it was lowered to end it.
+    """
+
+    asked: Asked
+    max_tokens: int
+
+
+class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """Lets a proxy end a running request here and go on with it at another engine.
+
+    Commands arrive in the control server's thread and are carried out in the scheduler's, when
+    it builds the connector's metadata at the end of each step.
+
+    Raises:
+        ValueError: an impossible configuration, or a model whose cache has several groups.
+    """
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._config = connector_config(
+            vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        )
+        self._manager: Any = None
+        self._requests: dict[str, Request] = {}
+        self._params: dict[str, MigrationParams] = {}
+        self._freezes: dict[str, _Freeze] = {}
+        self._kept: dict[str, str] = {}
+        self._pinned: dict[str, list[Any]] = {}
+        self._snapshots = 0
+        self._released: set[str] = set()
+        self._restores_runner_state = restores_runner_state(vllm_config)
+        self._server: ControlServer | None = None
+        if self._config.control is not None:
+            if len(kv_cache_config.kv_cache_groups) != 1:
+                raise ValueError(
+                    f"requests of this model cannot move: its KV cache has "
+                    f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid attention), and only "
+                    "one is supported; remove `control` to serve it without migration"
+                )
+            rank = vllm_config.parallel_config.data_parallel_index
+            self._server = ControlServer(
+                _raised_port(self._config.control, rank), self._config.keys, self._answer
+            )
+
+    def bind(self, manager: Any) -> None:
+        """Learn of the cache manager, which is made after the connector."""
+        self._manager = manager
+
+    def shutdown(self) -> None:
+        """Close the control socket, then shut down as usual."""
+        if self._server is not None:
+            self._server.close()
+        super().shutdown()
+
+    def on_new_request(self, request: Request) -> None:
+        """Remember what a request carries for moving it."""
+        super().on_new_request(request)
+        carried = (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
+        if carried is None:
+            return
+        try:
+            params = msgspec.convert(carried, MigrationParams)
+        except msgspec.ValidationError as error:
+            logger.error(
+                "%s: kv_transfer_params.%s: %s; it cannot move",
+                request.request_id,
+                MIGRATION_PARAMS,
+                error,
+            )
+            return
+        self._params[request.request_id] = params
+        self._requests[params.id] = request
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Count what another engine's decoding has left to pull: all tokens but the last."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and self._generated(request):
+            remote = min(params.get("remote_num_tokens") or 0, request.num_tokens - 1)
+            count = remote - num_computed_tokens
+            return (count, True) if count > 0 else (0, False)
+        counted: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return counted
+
+    def request_finished(
+        self, request: Request, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a frozen request's blocks for the engine that takes over; else as usual."""
+        name = request.request_id
+        params = self._params.pop(name, None)
+        if params is not None and self._requests.get(params.id) is request:
+            del self._requests[params.id]
+        freeze = self._freezes.pop(name, None)
+        if freeze is None:
+            return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+        assert params is not None
+        if request.status != RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._reply(freeze.asked, _not_frozen(freeze.asked, "it ended by itself"))
+            return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+        self._stop_heartbeat(name)
+        # Of the last token there is no KV yet, and in-flight steps have not written theirs.
+        tokens = min(
+            request.num_tokens - 1, request.num_computed_tokens - request.num_in_flight_tokens
+        )
+        deadline = self._keep(name)
+        self._kept[params.id] = name
+        remote = self._remote_params(name, block_ids[0], tokens, deadline)
+        reply = Frozen(
+            number=freeze.asked.command.number,
+            output_token_ids=list(request.output_token_ids),
+            params=remote,
+        )
+        self._reply(freeze.asked, reply)
+        return True, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Restore the requests that start here, carry out commands, then build as usual."""
+        tails = self._restored(scheduler_output.scheduled_new_reqs)
+        if self._server is not None:
+            for asked in self._server.take():
+                reply = self._carry_out(asked)
+                if reply is not None:
+                    self._reply(asked, reply)
+        meta = super().build_connector_meta(scheduler_output)
+        if self._released:
+            setattr(meta, RELEASED, self._released)
+            self._released = set()
+        if tails and self._restores_runner_state:
+            setattr(meta, TAILS, tails)
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Free snapshots that have been read or have expired; vLLM knows of requests only."""
+        super().update_connector_output(connector_output)
+        for name in list(connector_output.finished_sending or ()):
+            if name in self._pinned:
+                connector_output.finished_sending.discard(name)
+                self._manager.block_pool.free_blocks(reversed(self._pinned.pop(name)))
+        sent = connector_output.finished_sending or ()
+        for id, name in list(self._kept.items()):
+            if name in sent:
+                del self._kept[id]
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while a snapshot is kept: it is freed in a step."""
+        return bool(self._pinned)
+
+    def _restored(self, new_requests: list[Any]) -> dict[str, list[int]]:
+        """Make output of the tokens that another engine generated, as a request starts.
+
+        Until then it waits with all of them as its prompt: vLLM counts on that while it looks
+        for what is cached, also again after a load that failed.
+
+        Returns:
+            The tokens by request id.
+        """
+        tails = {}
+        for new in new_requests:
+            params = self._params.get(new.req_id)
+            if params is not None and params.generated:
+                tails[new.req_id] = restore_request(self._requests[params.id], params.generated)
+                self._params[new.req_id] = msgspec.structs.replace(params, generated=0)
+        return tails
+
+    def _generated(self, request: Request) -> int:
+        params = self._params.get(request.request_id)
+        return params.generated if params is not None else 0
+
+    def _answer(self, command: Command) -> Reply | None:
+        """Answer what needs no scheduler, in the control server's thread."""
+        number = command.number
+        if isinstance(command, GetState):
+            return self._state(number)
+        if isinstance(command, Release):
+            return None if command.id in self._kept else Released(number=number, done=False)
+        if command.id in self._requests:
+            return None
+        if isinstance(command, Unfreeze):
+            return Unfrozen(number=number, done=False)
+        return NotFrozen(number=number, reason=f"no request {command.id} runs here")
+
+    def _carry_out(self, asked: Asked) -> Reply | None:
+        """Carry out a command in the scheduler's thread; None: the reply comes later."""
+        command = asked.command
+        if isinstance(command, Freeze):
+            return self._freeze(asked, command)
+        if isinstance(command, TakeSnapshot):
+            return self._take_snapshot(command)
+        if isinstance(command, Unfreeze):
+            return Unfrozen(number=command.number, done=self._unfreeze(command.id))
+        if isinstance(command, Release):
+            name = self._kept.pop(command.id, None)
+            if name is not None:
+                self._released.add(name)
+            return Released(number=command.number, done=name is not None)
+        return self._state(command.number)
+
+    def _freeze(self, asked: Asked, command: Freeze) -> Reply | None:
+        request = self._requests.get(command.id)
+        reason = self._why_not(request, command)
+        if reason is not None:
+            return _not_frozen(asked, reason)
+        assert request is not None
+        name = request.request_id
+        if name in self._freezes:
+            return _not_frozen(asked, "it is being frozen already")
+        self._freezes[name] = _Freeze(asked, request.max_tokens)
+        request.max_tokens = request.num_output_tokens + 1
+        assert request.kv_transfer_params is not None
+        request.kv_transfer_params[MIGRATION_PARAMS]["frozen"] = True
+        return None
+
+    def _why_not(self, request: Request | None, command: Freeze) -> str | None:
+        """Return why a request cannot be frozen, or None."""
+        if request is None or request.is_finished():
+            return f"no request {command.id} runs here"
+        params, sampling = self._params[request.request_id], request.sampling_params
+        if params.hop != command.hop:
+            return f"this is hop {params.hop} of it, not {command.hop}"
+        if request.status != RequestStatus.RUNNING:
+            return f"it does not decode now ({RequestStatus(request.status).name.lower()})"
+        known = request.num_output_tokens
+        if known + 1 >= request.max_tokens or request.num_tokens + 1 >= self._max_model_len():
+            return "it is about to end"
+        structured = request.structured_output_request
+        if structured is not None and structured.reasoner is not None:
+            return "its grammar waits for the end of its reasoning, which cannot be restored"
+        seeded = sampling is not None and sampling.seed is not None
+        if seeded and self._restores_runner_state and not current_platform.is_cpu():
+            return "its generator cannot be restored on the V1 runner of a GPU"
+        return None
+
+    def _unfreeze(self, id: str) -> bool:
+        request = self._requests.get(id)
+        if request is None:
+            return False
+        freeze = self._freezes.pop(request.request_id, None)
+        if freeze is None:
+            return False
+        request.max_tokens = freeze.max_tokens
+        assert request.kv_transfer_params is not None
+        del request.kv_transfer_params[MIGRATION_PARAMS]["frozen"]
+        self._reply(freeze.asked, _not_frozen(freeze.asked, "it was unfrozen"))
+        return True
+
+    def _take_snapshot(self, command: TakeSnapshot) -> Reply:
+        request = self._requests.get(command.id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return NotFrozen(number=command.number, reason=f"no request {command.id} decodes here")
+        written = request.num_computed_tokens - request.num_in_flight_tokens
+        full = written // self.block_size
+        if full == 0:
+            return NotFrozen(number=command.number, reason="it fills no block yet")
+        (blocks,) = self._manager.get_blocks(request.request_id).blocks
+        kept = list(blocks[:full])
+        self._manager.block_pool.touch(kept)
+        self._snapshots += 1
+        alias = f"{request.request_id}-snapshot-{self._snapshots}"
+        self._pinned[alias] = kept
+        deadline = self._keep(alias)
+        tokens = full * self.block_size
+        params = self._remote_params(alias, [block.block_id for block in kept], tokens, deadline)
+        return Snapshot(number=command.number, num_tokens=tokens, params=params)
+
+    def _keep(self, name: str) -> float:
+        """Let the workers keep blocks under a name until they are read or expire."""
+        deadline = time.perf_counter() + self._config.time_to_live
+        # The workers heed a lease only of what has been in a batch.
+        self._reqs_in_batch.add(name)
+        self._reqs_need_send[name] = deadline
+        return deadline
+
+    def _remote_params(
+        self, name: str, block_ids: list[int], tokens: int, deadline: float
+    ) -> dict[str, Any]:
+        parallel = self.vllm_config.parallel_config
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(block_ids[: cdiv(tokens, self.block_size)])],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": deadline,
+            "transfer_mode": self._TRANSFER_MODE,
+        }
+
+    def _state(self, number: int) -> EngineState:
+        pool = self._manager.block_pool
+        scheduler = self.vllm_config.scheduler_config
+        live = [request.status for request in list(self._requests.values())]
+        running = sum(status == RequestStatus.RUNNING for status in live)
+        return EngineState(
+            number=number,
+            version=vllm_version,
+            block_size=self.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=self._max_model_len(),
+            num_blocks=pool.num_gpu_blocks - 1,  # block 0 is the null block
+            free_blocks=pool.get_num_free_blocks(),
+            running=running,
+            waiting=len(live) - running,
+            frozen=list(self._kept),
+        )
+
+    def _max_model_len(self) -> int:
+        return int(self.vllm_config.model_config.max_model_len)
+
+    def _reply(self, asked: Asked, reply: Reply) -> None:
+        assert self._server is not None
+        self._server.reply(asked.peer, reply)
+
+
+def _not_frozen(asked: Asked, reason: str) -> NotFrozen:
+    return NotFrozen(number=asked.command.number, reason=reason)
+
+
+def _raised_port(endpoint: str, rank: int) -> str:
+    """Raise the port of a TCP endpoint by the data-parallel rank."""
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if rank and port.isdigit() else endpoint

@@ -1,0 +1,261 @@
+"""The control socket between a proxy and an engine: what it says, and whom it hears."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.live.curve_keys import create_keys
+from predictor.live.telemetry_messages import TelemetryError
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import (
+    TOPIC,
+    Command,
+    ControlError,
+    Freeze,
+    Frozen,
+    GetState,
+    NotFrozen,
+    NotFrozenError,
+    Refused,
+    Release,
+    Released,
+    Reply,
+    Snapshot,
+    TakeSnapshot,
+    Unfreeze,
+    Unfrozen,
+    decode_command,
+    decode_reply,
+    encode,
+)
+from rescheduler.transfer.control_server import ControlServer
+from rescheduler.transfer.migration_params import ConnectorConfig, connector_config
+
+MESSAGES: list[Command | Reply] = [
+    Freeze(number=1, id="a", hop=0),
+    Unfreeze(number=2, id="a"),
+    Release(number=3, id="a"),
+    TakeSnapshot(number=4, id="a"),
+    GetState(number=5),
+    Frozen(number=6, output_token_ids=[3, 1], params={"remote_block_ids": [[4, 7]]}),
+    NotFrozen(number=7, reason="it ended by itself"),
+    Unfrozen(number=8, done=True),
+    Released(number=9, done=False),
+    Snapshot(number=10, num_tokens=64, params={}),
+    Refused(number=0, reason="no command"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_way(message: Command | Reply) -> None:
+    decode = decode_command if isinstance(message, Command) else decode_reply
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ([TOPIC], "1 frames"),
+        ([b"headway-control/9", b"\x80"], "headway-control/9"),
+        ([TOPIC, b"\xc1"], "no message"),
+        ([TOPIC, msgspec.msgpack.encode({"type": "freeze"})], "missing required field"),
+        (
+            [TOPIC, msgspec.msgpack.encode({"type": "freeze", "number": 1, "id": "", "hop": 0})],
+            "id",
+        ),
+        ([TOPIC, msgspec.msgpack.encode({"type": "kill", "number": 1})], "kill"),
+        ([TOPIC, encode(Frozen(number=1, output_token_ids=[], params={}))[1]], "frozen"),
+    ],
+)
+def test_a_malformed_command_says_what_is_wrong(frames: list[bytes], said: str) -> None:
+    with pytest.raises(ControlError, match=said):
+        decode_command(frames)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(payload: bytes) -> None:
+    with contextlib.suppress(ControlError):
+        decode_command([TOPIC, payload])
+
+
+class Engine:
+    """A server whose scheduler is a thread that answers what has been handed to it."""
+
+    def __init__(self, keys: str | None = None) -> None:
+        with zmq.Context() as context, context.socket(zmq.PAIR) as free:
+            port = free.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self.carried_out: list[Command] = []
+        self.server = ControlServer(self.endpoint, keys, self.answer)
+        self._closing = threading.Event()
+        self._steps = threading.Thread(target=self._step)
+        self._steps.start()
+
+    def answer(self, command: Command) -> Reply | None:
+        if isinstance(command, Release):
+            return Released(number=command.number, done=False)
+        return None
+
+    def _step(self) -> None:
+        while not self._closing.wait(0.01):
+            for asked in self.server.take():
+                self.carried_out.append(asked.command)
+                reply: Reply = NotFrozen(number=asked.command.number, reason="it has ended")
+                if isinstance(asked.command, Freeze) and asked.command.id == "runs":
+                    tokens = list(range(asked.command.hop))
+                    reply = Frozen(
+                        number=asked.command.number, output_token_ids=tokens, params={"a": 1}
+                    )
+                elif isinstance(asked.command, Unfreeze):
+                    continue  # never answered
+                self.server.reply(asked.peer, reply)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._steps.join()
+        self.server.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def talk(
+    endpoint: str,
+    about: Callable[[ControlClient], Coroutine[Any, Any, Any]],
+    keys: Path | None = None,
+) -> Any:
+    async def run() -> Any:
+        client = ControlClient(endpoint, keys)
+        try:
+            return await about(client)
+        finally:
+            client.close()
+
+    return asyncio.run(run())
+
+
+def test_replies_find_the_calls_they_belong_to(engine: Engine) -> None:
+    async def many(client: ControlClient) -> list[Any]:
+        return await asyncio.gather(*(client.freeze("runs", hop, 5) for hop in range(20)))
+
+    replies = talk(engine.endpoint, many)
+    assert [len(reply.output_token_ids) for reply in replies] == list(range(20))
+    assert replies[0].params == {"a": 1}
+
+
+def test_what_needs_no_scheduler_does_not_reach_it(engine: Engine) -> None:
+    assert talk(engine.endpoint, lambda client: client.release("gone", 5)) is False
+    assert engine.carried_out == []
+
+
+def test_a_request_that_is_not_frozen_raises_with_the_reason(engine: Engine) -> None:
+    with pytest.raises(NotFrozenError, match="it has ended"):
+        talk(engine.endpoint, lambda client: client.freeze("ended", 0, 5))
+    with pytest.raises(NotFrozenError, match="it has ended"):
+        talk(engine.endpoint, lambda client: client.snapshot("ended", 5))
+
+
+def test_no_answer_in_time_is_an_error_and_the_client_goes_on(engine: Engine) -> None:
+    async def twice(client: ControlClient) -> Any:
+        with pytest.raises(ControlError, match=r"no answer within 0\.2 s"):
+            await client.unfreeze("never answered", 0.2)
+        return await client.freeze("runs", 1, 5)
+
+    assert talk(engine.endpoint, twice).output_token_ids == [0]
+
+
+def test_a_command_does_not_wait_for_an_engine_that_starts_later() -> None:
+    async def ask_then_start(client: ControlClient) -> list[Command]:
+        with pytest.raises(ControlError, match="no answer"):
+            await client.freeze("runs", 0, 0.2)
+        server = ControlServer(client.endpoint, None, lambda command: None)
+        await asyncio.sleep(1)
+        commands = [asked.command for asked in server.take()]
+        server.close()
+        return commands
+
+    engine = Engine()
+    engine.close()
+    assert talk(engine.endpoint, ask_then_start) == []
+
+
+def test_a_malformed_message_is_refused_and_the_server_goes_on(engine: Engine) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.connect(engine.endpoint)
+        peer.send_multipart([TOPIC, b"\xc1"])
+        assert peer.poll(5000)
+        assert isinstance(decode_reply(peer.recv_multipart()), Refused)
+        peer.close(linger=0)
+    assert talk(engine.endpoint, lambda client: client.release("gone", 5)) is False
+
+
+def test_a_closed_client_ends_its_calls(engine: Engine) -> None:
+    async def close_meanwhile(client: ControlClient) -> None:
+        asking = asyncio.create_task(client.unfreeze("never answered", 30))
+        await asyncio.sleep(0.1)
+        client.close()
+        with pytest.raises(ControlError, match="closed"):
+            await asking
+
+    async def run() -> None:
+        await close_meanwhile(ControlClient(engine.endpoint))
+
+    asyncio.run(run())
+
+
+def test_keys_admit_their_owner_and_nobody_else(tmp_path: Path) -> None:
+    create_keys(tmp_path / "keys")
+    create_keys(tmp_path / "others")
+    engine = Engine(str(tmp_path / "keys"))
+    try:
+        reply = talk(engine.endpoint, lambda client: client.freeze("runs", 2, 5), tmp_path / "keys")
+        assert reply.output_token_ids == [0, 1]
+        for wrong in (tmp_path / "others", None):
+            with pytest.raises(ControlError, match="do its keys match"):
+                talk(engine.endpoint, lambda client: client.freeze("runs", 2, 0.5), wrong)
+        assert len(engine.carried_out) == 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_an_open_endpoint_without_keys_is_refused(side: str) -> None:
+    with pytest.raises(TelemetryError, match="keys"):
+        if side == "server":
+            ControlServer("tcp://0.0.0.0:0", None, lambda command: None)
+        else:
+            asyncio.run(_client("tcp://10.1.2.3:5000"))
+
+
+async def _client(endpoint: str) -> ControlClient:
+    return ControlClient(endpoint)
+
+
+def test_a_port_in_use_is_said(engine: Engine) -> None:
+    with pytest.raises(ControlError, match="in use"):
+        ControlServer(engine.endpoint, None, lambda command: None)
+
+
+def test_the_connector_s_configuration() -> None:
+    assert connector_config({}) == ConnectorConfig()
+    assert connector_config({"headway": {"control": "tcp://127.0.0.1:1"}}).time_to_live == 15
+    for wrong, said in [
+        ({"ttl": 3}, "ttl"),
+        ({"time_to_live": 5}, "time_to_live"),
+        ({"control": 4}, "control"),
+    ]:
+        with pytest.raises(ValueError, match=f"kv_connector_extra_config.headway.*{said}"):
+            connector_config({"headway": wrong})
