@@ -7,13 +7,19 @@ import numpy.typing as npt
 
 from predictor.forecast import Forecast
 
-__all__ = ["UNLIMITED", "Assignment", "ClusterView"]
+__all__ = ["CANNOT_MOVE", "NEVER_MOVED", "UNLIMITED", "Assignment", "ClusterView"]
 
 IntArray = npt.NDArray[np.int64]
 
 UNLIMITED = np.int64(2**40)
 """KV capacity of an instance whose memory is no limit, and free slots of a queue; sums of a
 cluster's do not overflow."""
+
+NEVER_MOVED = np.int64(2**40)
+"""Decode steps since the last move of a request that has never moved."""
+
+CANNOT_MOVE = np.int64(-1)
+"""In their place, that a request cannot move now: it has not started, or is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,9 @@ class ClusterView:
         dispatched: requests routed before, for policies that take turns.
         instant: each request is placed as it arrives and queues at its instance, so that
             neither slots nor KV capacity limit where it may go.
+        since_move: [n_running] decode steps since each request last moved to another instance,
+            `NEVER_MOVED` if it has not, `CANNOT_MOVE` if it is not to move now; None if all may
+            and none has.
     """
 
     slots: IntArray
@@ -54,6 +63,7 @@ class ClusterView:
     waited_steps: IntArray
     dispatched: int = 0
     instant: bool = False
+    since_move: IntArray | None = None
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together.
@@ -72,6 +82,7 @@ class ClusterView:
             ("waiting_generated_tokens", n_waiting),
             ("waiting_forecast", n_waiting),
             ("waited_steps", n_waiting),
+            ("since_move", n_running),
         ):
             values = getattr(self, name)
             if values is not None and len(values) != length:

@@ -1,0 +1,176 @@
+"""What every migration planner is: named, configured, pure, and plain about its reasons."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.cluster_view import ClusterView
+from rescheduler.migration.problem import MigrationProblem, migration_problem
+from rescheduler.named_choice import create_named
+from rescheduler.routing.policy import Needs
+
+__all__ = [
+    "Migration",
+    "MigrationPolicy",
+    "Plan",
+    "create_migration_policy",
+    "migration_policy",
+    "migration_policy_names",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One request that is to move.
+
+    Attributes:
+        request: its index among the running requests of the view.
+        source: instance that it is on.
+        target: instance that it goes to.
+        gain: part of the objective's variance, as it is before the plan, that the move is
+            predicted to take away, in (0, 1].
+    """
+
+    request: int
+    source: int
+    target: int
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to move now.
+
+    Attributes:
+        migrations: none, one, or several; each is right if those before it are carried out.
+        reason: in words, why these were the best, or why none is worth it.
+    """
+
+    migrations: list[Migration]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationPolicy(ABC):
+    r"""Plans which running requests move to other decode instances.
+
+    A planner is pure: the same view gives the same plan. It looks at the loads at
+    :math:`h = 0, k, 2k, .. H` decode steps from now, with k the ``stride``, and counts the cost
+    of a move in decode steps,
+
+    .. math:: \frac{C_{mig}(r)}{T_{exec}} = \frac{1}{t_{step}} \Big(t_{handshake}
+              + \frac{N(r) \cdot b_{token}}{B}\Big),
+
+    as STAR does (Wang et al. 2026, Algorithm 1, line 20). No plan fills a target above
+    ``memory_share`` of its KV capacity, nor above its slots.
+
+    Attributes:
+        handshake_seconds: before a request's first byte travels.
+        bandwidth: B, bytes per second between two instances.
+        kv_bytes_per_token: of the KV cache, :math:`b_{token}`.
+        step_seconds: mean duration of a decode step, :math:`T_{exec}`.
+        horizon: H, decode steps looked ahead.
+        stride: decode steps between two looks.
+        memory_share: C_mem, as a part of the target's KV capacity.
+
+    Raises:
+        ValueError: a number that means nothing.
+    """
+
+    name: ClassVar[str]
+
+    handshake_seconds: float = 0.01
+    bandwidth: float = 3.125e9
+    kv_bytes_per_token: float = 131_072.0
+    step_seconds: float = 0.02
+    horizon: int = 128
+    stride: int = 1
+    memory_share: float = 0.95
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        for option in ("bandwidth", "kv_bytes_per_token", "step_seconds"):
+            if not 0 < getattr(self, option) < inf:
+                raise ValueError(f"{option} must be above 0, not {getattr(self, option)}")
+        if not 0 <= self.handshake_seconds < inf:
+            raise ValueError(f"handshake_seconds must be at least 0, not {self.handshake_seconds}")
+        for option in ("horizon", "stride"):
+            value = getattr(self, option)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option} must be a whole number from 1, not {value!r}")
+        if self.horizon % self.stride:
+            raise ValueError(
+                f"horizon, {self.horizon}, must be a multiple of stride, {self.stride}"
+            )
+        if not 0 < self.memory_share <= 1:
+            raise ValueError(f"memory_share must be above 0 and at most 1, not {self.memory_share}")
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What it has to know of the requests."""
+
+    @abstractmethod
+    def decide(self, problem: MigrationProblem) -> Plan:
+        """Return the plan for a cluster given as arrays."""
+
+    def points(self) -> IntArray:
+        """Return the decode steps ahead at which loads are looked at, ascending from 0, [P]."""
+        if self.needs < Needs.LENGTHS:
+            return np.zeros(1, dtype=np.int64)
+        return np.arange(0, self.horizon + 1, self.stride)
+
+    def move_steps(self, context: npt.NDArray[Any]) -> FloatArray:
+        """Return C_mig / T_exec in decode steps, [n], of requests with so many tokens, [n]."""
+        seconds = self.handshake_seconds + context * self.kv_bytes_per_token / self.bandwidth
+        return np.asarray(seconds / self.step_seconds, dtype=np.float64)
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Return what is to move in a cluster as it is seen.
+
+        Raises:
+            ValueError: the view lacks forecasts that the planner needs.
+        """
+        if self.needs >= Needs.LENGTHS and view.forecast is None:
+            raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
+        return self.decide(migration_problem(view, self.points()))
+
+
+_POLICIES: dict[str, type[MigrationPolicy]] = {}
+
+P = TypeVar("P", bound=type[MigrationPolicy])
+
+
+def migration_policy(name: str) -> Callable[[P], P]:
+    """Register a planner class under the name that configurations use."""
+
+    def register(policy: P) -> P:
+        if name in _POLICIES:
+            raise ValueError(f"there already is a migration policy {name!r}")
+        policy.name = name
+        _POLICIES[name] = policy
+        return policy
+
+    return register
+
+
+def migration_policy_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_POLICIES)
+
+
+def create_migration_policy(name: str, **options: Any) -> MigrationPolicy:
+    """Return the planner of that name with the given options.
+
+    Raises:
+        ValueError: no such planner, no such option, or a value that the planner refuses.
+    """
+    return create_named("migration policy", _POLICIES, name, options)

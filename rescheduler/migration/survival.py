@@ -1,0 +1,145 @@
+"""Headway's planner: moves that requests are likely to outlive, and that pay for themselves."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
+from rescheduler.migration.problem import MigrationProblem
+from rescheduler.migration.search import (
+    Candidates,
+    Targets,
+    best_moves,
+    expected_variance,
+    why_none,
+)
+from rescheduler.migration.star import decayed_weights
+from rescheduler.routing.policy import Needs
+
+__all__ = ["Survival"]
+
+
+@migration_policy("survival")
+@dataclass(frozen=True, kw_only=True)
+class Survival(MigrationPolicy):
+    r"""STAR's objective on random loads, each move weighted by the chance that it pays back.
+
+    With the loads' means Λ and variances V from survival curves, the expected variance over the
+    horizon is
+
+    .. math:: \hat\sigma^2 = \sum_h \beta^h \Big(\operatorname{Var}_g(\Lambda_g(h)) +
+              \frac{G - 1}{G^2} \sum_g V_g(h)\Big),
+
+    of which a move can only change the first term: a request brings its variance along.
+
+    **Pay-back.** A move freezes its request for :math:`f = C_{mig} / T_{exec}` steps. It counts
+    with the probability :math:`S(\pi f)` that the request outlives its pay-back time
+    :math:`\pi f`, and within that time of its last move no request moves again.
+
+    **Cost.** If a part κ of a mean step reads the KV cache, the step that the mean token waits
+    for takes :math:`1 + \kappa \operatorname{Var}(L) / \bar L^2` times that of a balanced
+    cluster. What a move takes away from that, it takes away for as long as its request runs, or
+    for the (weighted) horizon if that is longer; and of N running requests one waits for f steps.
+    So a move is worth it if
+
+    .. math:: S(\pi f)\,\kappa\,\frac{\Delta \hat\sigma^2}{\bar L^2 \sum_h \beta^h}
+              \max\Big(E[R], \sum_h \beta^h\Big) > \frac{f}{N},
+
+    both sides in steps of the whole cluster. In a balanced cluster no move is.
+
+    **Several moves** a round, the best first, each between two instances that take part in no
+    other: they neither share a link nor change what the others gain (`best_moves`).
+
+    **Memory.** The target has room for the request's context and what it is expected to generate
+    yet, and at every point of the horizon :math:`\Lambda_t(h) + z \sqrt{V_t(h)}` and what the
+    request then holds stay below C_mem.
+
+    Attributes:
+        theta: how far above the mean weighted load an instance gives requests away.
+        beta: weight of a step, relative to that of the step before.
+        payback: π.
+        load_share: κ.
+        risk: z.
+        moves: most moves a round.
+        crowded: part of the whole cluster's KV capacity above which nothing moves. Where all of it
+            overflows now and then, balanced instances overflow together, and none is left on
+            which short requests get through; 1 plans always.
+    """
+
+    theta: float = 0.02
+    beta: float = 0.95
+    payback: float = 10.0
+    load_share: float = 0.5
+    risk: float = 1.0
+    moves: int = 16
+    crowded: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        super().__post_init__()
+        for option in ("theta", "payback", "risk"):
+            if not 0 <= getattr(self, option) < np.inf:
+                raise ValueError(f"{option} must be at least 0, not {getattr(self, option)}")
+        if not 0 < self.beta <= 1:
+            raise ValueError(f"beta must be above 0 and at most 1, not {self.beta}")
+        if not isinstance(self.moves, int) or self.moves < 1:
+            raise ValueError(f"moves must be a whole number from 1, not {self.moves!r}")
+        if not 0 < self.crowded <= 1:
+            raise ValueError(f"crowded must be above 0 and at most 1, not {self.crowded}")
+        if not 0 < self.load_share <= 1:
+            raise ValueError(f"load_share must be above 0 and at most 1, not {self.load_share}")
+
+    @property
+    def needs(self) -> Needs:
+        """Survival curves."""
+        return Needs.FORECASTS
+
+    def decide(self, problem: MigrationProblem) -> Plan:
+        """Return the moves that pay for themselves, the best first."""
+        full = problem.load.sum() / max(int(problem.room.sum()), 1)
+        if full > self.crowded:
+            return Plan([], f"{full:.0%} of the cluster's KV capacity is taken: it is crowded")
+        weights = decayed_weights(self.beta, problem.points)
+        variance = expected_variance(problem.ahead, problem.spread, weights)
+        load = problem.ahead @ weights
+        above = load > (1 + self.theta) * load.mean()
+        if not above.any() or variance <= 0.0:
+            return Plan([], "every instance is expected to carry the same load")
+        frozen = self.move_steps(problem.context)
+        payback = self.payback * frozen
+        settled = (problem.since_move >= 0) & (problem.since_move >= payback)
+        rows = np.flatnonzero(above[problem.source] & settled)
+        if len(rows) == 0:
+            return Plan([], "all requests above the mean load have moved within their pay-back")
+        outlook = problem.outlook(rows, payback[rows])
+        context = problem.context[rows]
+        lasting = np.maximum(outlook.remaining / weights.sum(), 1.0)
+        waits = frozen[rows] / (len(problem.source) * lasting)
+        candidates = Candidates(
+            source=problem.source[rows],
+            context=context,
+            survival=outlook.survival,
+            need=context + outlook.remaining,
+            worth=outlook.outlives,
+            cost=waits * problem.load.mean() ** 2 / (self.load_share * variance),
+        )
+        targets = Targets(
+            open=(load < load.mean()) & (problem.free > 0),
+            load=problem.load.astype(np.float64),
+            limit=np.asarray(self.memory_share * problem.room, dtype=np.float64),
+            high=problem.ahead + self.risk * np.sqrt(np.maximum(problem.spread, 0.0)),
+        )
+        moved, where, gain = best_moves(
+            problem.points, problem.ahead, weights, variance, candidates, targets, self.moves
+        )
+        if len(moved) == 0:
+            return Plan([], why_none(candidates, targets, "is expected to pay for itself"))
+        migrations = [
+            Migration(int(rows[i]), int(candidates.source[i]), int(t), float(share))
+            for i, t, share in zip(moved, where, gain, strict=True)
+        ]
+        return Plan(
+            migrations,
+            f"of {len(rows)} requests above the mean load the moves that most lower the expected "
+            f"variance, by {gain.sum():.1%} together, and are likely to outlast their pay-back",
+        )
