@@ -67,7 +67,7 @@ def start_steps(
         scalars.energy_mfu += seconds * watts_now
     count_latency(cluster, seconds, going_on)
     scalars.busy_seconds += seconds
-    record(rules, power_model, cluster, series, 1.0, seconds)
+    record(rules, step_time, power_model, cluster, series, 1.0, seconds)
 
 
 @compiled_core

@@ -1,9 +1,10 @@
 """The compiled engine: moves a simulated cluster on until it needs something from outside.
 
 One round of the loop is: time goes to the next event; steps that end now give their tokens;
-requests that have arrived are shown; the policy places waiting requests; instances begin their
-next steps. `advance` returns to Python for the next block of a trace, for room in its buffers,
-and for the decisions of policies that are not compiled, and takes up the round where it was.
+migrations are planned, if it is time; requests that have arrived are shown; the policy places
+waiting requests; instances begin their next steps. `advance` returns to Python for the next block
+of a trace, for room in its buffers, for plans of migrations, and for the decisions of policies
+that are not compiled, and takes up the round where it was.
 """
 
 from math import inf
@@ -19,6 +20,7 @@ from rescheduler.simulator.engine_state import (
     FLUSH,
     NONE,
     PAUSED,
+    PLAN,
     STUCK,
     TRACE,
     Cluster,
@@ -36,7 +38,7 @@ from rescheduler.simulator.transfers import land_migrations
 
 __all__ = ["advance", "apply_target"]
 
-_TIME, _REVEAL, _DECIDE, _START = range(4)
+_TIME, _PLAN, _REVEAL, _DECIDE, _START = range(5)
 
 
 @compiled_core
@@ -69,16 +71,22 @@ def advance(
                 return DONE
             if time > pause_at:
                 return PAUSED
-            if scalars.recorded >= rules.max_steps:
+            if scalars.recorded >= rules.max_steps or time > rules.max_seconds:
                 return DONE
-            observe(rules, power_model, cluster, series, time)
+            observe(rules, step_time, power_model, cluster, series, time)
             scalars.now = max(scalars.now, time)
             for g in range(rules.n_instances):
                 instance = cluster.instances[g]
                 if instance.stepping and instance.step_end <= scalars.now:
                     end_step(rules, cluster, g)
             land_migrations(cluster)
+            scalars.phase = _PLAN
+        if scalars.phase == _PLAN:
             scalars.phase = _REVEAL
+            if rules.plan_every > 0 and scalars.all_steps >= scalars.plan_at:
+                scalars.plan_at = scalars.all_steps + rules.plan_every
+                scalars.plans += 1
+                return PLAN
         if scalars.phase == _REVEAL:
             wanted = reveal(rules, step_time, cluster, intake)
             if wanted != DONE:

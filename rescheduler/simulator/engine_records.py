@@ -41,6 +41,7 @@ REQUEST = np.dtype(
         ("admitted", np.int64),  # serial number of its admission
         ("preemptions", np.int64),
         ("migrations", np.int64),
+        ("landed", np.int64),  # tokens generated when it last arrived from elsewhere, or -1
         ("target", np.int64),  # instance to migrate to after this step, or -1
         ("next", np.int64),
         ("arrival", np.float64),
@@ -87,6 +88,8 @@ SCALARS = np.dtype(
         ("all_steps", np.int64),  # step ends of all instances
         ("revealed", np.int64),  # requests taken from the trace
         ("leaving", np.int64),  # requests that are to migrate after their step
+        ("plan_at", np.int64),  # value of all_steps from which the migration planner is asked
+        ("plans", np.int64),
         ("dispatched", np.int64),
         ("decisions", np.int64),
         ("admissions", np.int64),
@@ -105,6 +108,8 @@ SCALARS = np.dtype(
         ("imbalance", np.float64),
         ("max_minus_min", np.float64),
         ("idle", np.float64),
+        ("execution_variance", np.float64),  # of the instances' step times, seconds squared
+        ("most_held", np.int64),  # most tokens that an instance has held
         ("busy_seconds", np.float64),
         ("last_end", np.float64),
         ("energy_load", np.float64),

@@ -25,6 +25,7 @@ __all__ = [
     "NONE",
     "OVERSIZED",
     "PAUSED",
+    "PLAN",
     "PREEMPTED",
     "PREFILLED",
     "SERIES_SAMPLES",
@@ -51,9 +52,10 @@ Records = npt.NDArray[Any]
 NONE = -1
 """No request: the end of a list, or an empty one."""
 
-DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED = range(8)
+DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED, PLAN = range(9)
 """Why the engine returns: all served; next block; more rows; empty the output; decide; the time
-to pause at is reached; nothing can ever be placed; a request is larger than an instance."""
+to pause at is reached; nothing can ever be placed; a request is larger than an instance; plan
+migrations."""
 
 NEVER = np.iinfo(np.int64).max
 
@@ -76,7 +78,10 @@ _OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
 
 
 class Rules(NamedTuple):
-    """How the cluster works; as in `SimulationConfig`, with numbers for names."""
+    """How the cluster works; as in `SimulationConfig`, with numbers for names.
+
+    ``plan_every``: steps of all instances between two plans of migrations; 0 for none.
+    """
 
     n_instances: int
     slots: int
@@ -93,6 +98,8 @@ class Rules(NamedTuple):
     handshake_seconds: float
     tokens_per_second: float
     max_steps: int
+    max_seconds: float
+    plan_every: int
 
 
 class Foresight(NamedTuple):
@@ -179,6 +186,10 @@ class Series(NamedTuple):
     load: IntArray
     running: IntArray
     power: FloatArray
+    execution_variance: FloatArray
+    held: IntArray
+    preemptions: IntArray
+    migrations: IntArray
     current: IntArray
 
 
@@ -242,6 +253,10 @@ def new_series(rules: Rules) -> Series:
         load=np.zeros((SERIES_SAMPLES, rules.n_instances), dtype=np.int64),
         running=np.zeros(SERIES_SAMPLES, dtype=np.int64),
         power=np.zeros(SERIES_SAMPLES),
+        execution_variance=np.zeros(SERIES_SAMPLES),
+        held=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        preemptions=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        migrations=np.zeros(SERIES_SAMPLES, dtype=np.int64),
         current=np.zeros(rules.n_instances, dtype=np.int64),
     )
 

@@ -11,6 +11,7 @@ from rescheduler.simulator.metrics import Summary
 from rescheduler.simulator.run_result import RunResult
 
 __all__ = [
+    "COLOURS",
     "HorizonCurve",
     "draw_comparison",
     "draw_horizons",
@@ -19,7 +20,7 @@ __all__ = [
     "save_figure",
 ]
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 """Okabe and Ito's palette, which colour-blind people tell apart too, and a brown."""
 
 _COMPARED = (
@@ -85,7 +86,7 @@ def draw_power(runs: Sequence[RunResult]) -> Any:
         time, power = run.series.time, run.series.power
         if len(time) == 0:
             continue
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         axes.plot(time, power, color=colour, linewidth=0.5, alpha=0.25)
         label = f"{run.policy}: {run.energy_load_joules / 1e3:,.0f} kJ in {run.seconds:,.0f} s"
         axes.plot(time, _running_mean(power), color=colour, linewidth=1.8, label=label)
@@ -107,7 +108,7 @@ def draw_comparison(summaries: Mapping[str, Summary]) -> Any:
                 continue
             value = summary.mean[name] * scale
             half = summary.ci95.get(name, 0.0) * scale
-            colour = _COLOURS[row % len(_COLOURS)]
+            colour = COLOURS[row % len(COLOURS)]
             axes.errorbar(value, row, xerr=half, fmt="o", color=colour, markersize=6, capsize=3)
         axes.set_yticks(rows, list(summaries))
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -128,7 +129,7 @@ def draw_horizons(curves: Sequence[HorizonCurve]) -> Any:
     figure, panels = _panels(2, columns=2, size=(5.2, 3.6), sharey=False)
     for axes, (name, title, scale) in zip(panels, _COMPARED[:2], strict=True):
         for i, curve in enumerate(curves):
-            colour = _COLOURS[i % len(_COLOURS)]
+            colour = COLOURS[i % len(COLOURS)]
             values = np.array([s.mean.get(name, np.nan) for s in curve.summaries]) * scale
             half = np.array([s.ci95.get(name, 0.0) for s in curve.summaries]) * scale
             if len(curve.horizons) == 0:

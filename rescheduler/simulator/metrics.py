@@ -34,8 +34,10 @@ class Summary(NamedTuple):
 def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, float]:
     r"""Return the figures of one run. Times are in seconds, energies in joules.
 
-    ``imbalance`` (:math:`G \max_g L_g - \sum_g L_g`), ``max_minus_min`` and ``idle_share`` are
-    means over steps; ``throughput`` is tokens and ``requests_per_s`` finished requests per second
+    ``imbalance`` (:math:`G \max_g L_g - \sum_g L_g`), ``max_minus_min``, ``idle_share`` and
+    ``execution_variance`` (of the instances' step times, in seconds squared) are means over
+    steps; ``kv_peak`` is the most tokens that an instance held; ``throughput`` is tokens and
+    ``requests_per_s`` finished requests per second
     of ``makespan``. ``ttft`` is first_token − arrival, ``wait`` is start − arrival, ``tpot`` see
     `time_per_output_token`, ``itl`` the time between two tokens of a request: each a mean, with
     ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
@@ -53,6 +55,8 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
         "imbalance": result.imbalance,
         "max_minus_min": result.max_minus_min,
         "idle_share": result.idle_share,
+        "execution_variance": result.execution_variance,
+        "kv_peak": result.most_held,
     }
     if seconds > 0:
         figures["throughput"] = result.tokens / seconds

@@ -1,12 +1,13 @@
-"""Which policies a simulation compares, as its configuration names them."""
+"""Which policies and planners a simulation compares, as its configuration names them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["PolicyChoice", "policy_choices"]
+__all__ = ["ContenderChoice", "PolicyChoice", "contender_choices", "policy_choices"]
 
 
 class PolicyChoice(NamedTuple):
-    """One policy of a simulation, before it is created.
+    """One routing policy or migration planner of a simulation, before it is created.
 
     Attributes:
         label: what reports call it.
@@ -18,13 +19,35 @@ class PolicyChoice(NamedTuple):
     name: str
     options: dict[str, Any]
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The choice as a configuration has it."""
+        return {"name": self.name, "label": self.label, **self.options}
 
-def policy_choices(policies: str | list[str | dict[str, Any]]) -> list[PolicyChoice]:
+
+class ContenderChoice(NamedTuple):
+    """What a simulation compares with others: a routing policy and a migration planner.
+
+    Attributes:
+        label: of the two.
+        policy: places requests.
+        planner: moves them.
+    """
+
+    label: str
+    policy: PolicyChoice
+    planner: PolicyChoice
+
+
+def policy_choices(
+    policies: str | list[str | dict[str, Any]], key: str = "policies"
+) -> list[PolicyChoice]:
     """Return the policies, each with a label of its own.
 
     Args:
         policies: names with commas between them; or a list of names and of
             ``{name, label, ...options}``.
+        key: of the configuration, for errors.
 
     Raises:
         ValueError: none, one without a name, or two with one label.
@@ -40,10 +63,26 @@ def policy_choices(policies: str | list[str | dict[str, Any]]) -> list[PolicyCho
         name = options.pop("name", None)
         label = options.pop("label", name)
         if not isinstance(name, str) or not isinstance(label, str):
-            raise ValueError(f"policies.{i}: a policy's name, or {{name: ..., label: ...}}")
+            raise ValueError(f"{key}.{i}: a policy's name, or {{name: ..., label: ...}}")
         if any(label == choice.label for choice in choices):
-            raise ValueError(f"policies.{i}.label: there already is a policy {label!r}")
+            raise ValueError(f"{key}.{i}.label: there already is a policy {label!r}")
         choices.append(PolicyChoice(label, name, options))
     if not choices:
-        raise ValueError("policies: at least one")
+        raise ValueError(f"{key}: at least one")
     return choices
+
+
+def contender_choices(
+    policies: Sequence[PolicyChoice], planners: Sequence[PolicyChoice]
+) -> list[ContenderChoice]:
+    """Return every policy with every planner, named after that of the two which varies."""
+    found = []
+    for policy in policies:
+        for planner in planners:
+            label = f"{policy.label}, {planner.label}"
+            if len(planners) == 1:
+                label = policy.label
+            elif len(policies) == 1:
+                label = planner.label
+            found.append(ContenderChoice(label, policy, planner))
+    return found

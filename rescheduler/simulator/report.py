@@ -31,6 +31,12 @@ _MAIN = (
     _Figure("energy, kJ", "energy", 1e-3),
 )
 _GOODPUT = _Figure("goodput, requests/s", "goodput")
+_MOVING = (
+    _Figure("execution variance, ms²", "execution_variance", 1e6),
+    _Figure("TPOT P99, ms", "tpot_p99", 1e3),
+    _Figure("preemptions", "preemptions"),
+    _Figure("migrations", "migrations"),
+)
 _LATENCY = tuple(
     _Figure(f"{title}{percentile and ' ' + percentile.upper()}, {unit}", f"{name}{suffix}", scale)
     for title, name, unit, scale in (
@@ -49,6 +55,8 @@ _REST = (
     _Figure("energy (mfu), kJ", "energy_mfu", 1e-3),
     _Figure("makespan, s", "makespan"),
     _Figure("steps", "steps"),
+    _Figure("execution variance, ms²", "execution_variance", 1e6),
+    _Figure("KV peak, tokens", "kv_peak"),
     _Figure("preemptions", "preemptions"),
     _Figure("migrations", "migrations"),
 )
@@ -132,7 +140,8 @@ def about(verb: str, config: SimulationConfig) -> dict[str, Any]:
 
 
 def _main(summaries: Sequence[Summary]) -> list[_Figure]:
-    return _known((*_MAIN, _GOODPUT), summaries)
+    moving = any(summary.mean.get("migrations") for summary in summaries)
+    return _known((*_MAIN, _GOODPUT, *(_MOVING if moving else ())), summaries)
 
 
 def _known(figures: Sequence[_Figure], summaries: Sequence[Summary]) -> list[_Figure]:

@@ -100,6 +100,7 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     request.resumes = NONE
     request.preemptions = 0
     request.migrations = 0
+    request.landed = NONE
     request.target = NONE
     request.next = NONE
     request.arrival = scalars.now if rules.revelation else intake.arrival[at]

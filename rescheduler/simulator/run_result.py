@@ -51,6 +51,10 @@ class LoadSeries(NamedTuple):
         load: [s, G] context tokens on each instance.
         running: [s] requests on all instances.
         power: [s] mean watts of a GPU during the step, utilisation being own load / max load.
+        execution_variance: [s] of the instances' step times, in seconds squared.
+        held: [s] most tokens that an instance's KV cache holds, reserved ones included.
+        preemptions: [s] until then.
+        migrations: [s] until then.
     """
 
     step: IntArray
@@ -58,6 +62,10 @@ class LoadSeries(NamedTuple):
     load: IntArray
     running: IntArray
     power: FloatArray
+    execution_variance: FloatArray
+    held: IntArray
+    preemptions: IntArray
+    migrations: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +85,15 @@ class RunResult:
         imbalance: mean over steps of :math:`G \max_g L_g - \sum_g L_g`, in tokens.
         max_minus_min: mean over steps of :math:`\max_g L_g - \min_g L_g`, in tokens.
         idle_share: mean over steps of :math:`1 - \bar L / \max_g L_g`.
+        execution_variance: mean over steps (or seconds, without a barrier) of the variance of the
+            instances' step times, in seconds squared.
+        most_held: most tokens that an instance's KV cache held, reserved ones included.
         energy_load_joules: of all GPUs, utilisation being own load / max load.
         energy_mfu_joules: of all GPUs, utilisation being mfu / mfu_sat.
         preemptions: requests that lost their place.
         migrations: requests that moved.
         decisions: times the policy was asked.
+        plans: times the migration planner was asked.
         itl_histogram: [bins] tokens by the time since the token before.
         itl_edges: [bins + 1] seconds, log-spaced.
         series: loads and power over time.
@@ -99,11 +111,14 @@ class RunResult:
     imbalance: float
     max_minus_min: float
     idle_share: float
+    execution_variance: float
+    most_held: int
     energy_load_joules: float
     energy_mfu_joules: float
     preemptions: int
     migrations: int
     decisions: int
+    plans: int
     itl_histogram: IntArray
     itl_edges: FloatArray
     series: LoadSeries

@@ -1,17 +1,20 @@
 """Everything one simulated run needs, created from its configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.simulator.energy import PowerModel, power_model
 from rescheduler.simulator.forecast_sources import ForecastSource, create_forecast
+from rescheduler.simulator.policy_choice import PolicyChoice
 from rescheduler.simulator.simulation_config import SimulationConfig, checked
 from rescheduler.simulator.step_time import StepTime, create_step_time
 from rescheduler.simulator.trace import Trace
 from rescheduler.simulator.trace_files import create_trace
 
-__all__ = ["RunSetup", "create_policies", "run_setup"]
+__all__ = ["Contender", "RunSetup", "create_contenders", "create_policies", "run_setup"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,20 @@ class RunSetup:
     forecast: ForecastSource
     step_time: StepTime
     power: PowerModel
+
+
+class Contender(NamedTuple):
+    """A routing policy and a migration planner, created.
+
+    Attributes:
+        policy: places requests.
+        planner: moves them; None for nobody.
+        setup: of its runs, with the forecasts that it is told.
+    """
+
+    policy: RoutingPolicy
+    planner: MigrationPolicy | None
+    setup: RunSetup
 
 
 def run_setup(config: SimulationConfig) -> RunSetup:
@@ -70,3 +87,47 @@ def create_policies(config: SimulationConfig) -> dict[str, RoutingPolicy]:
         )
         for i, choice in enumerate(config.policy_choices())
     }
+
+
+def create_contenders(setup: RunSetup) -> dict[str, Contender]:
+    """Return every configured policy with every configured planner, by label.
+
+    Raises:
+        ValueError: an unknown policy, planner or option, with its key.
+    """
+    config = setup.config
+    policies = create_policies(config)
+    planners = {}
+    for i, choice in enumerate(config.planner_choices()):
+        planners[choice.label] = _planner(setup, f"migration.planners.{i}", choice)
+    found = {}
+    for contender in config.contender_choices():
+        planner, forecast = planners[contender.planner.label]
+        own = setup if forecast is None else replace(setup, forecast=forecast)
+        found[contender.label] = Contender(policies[contender.policy.label], planner, own)
+    return found
+
+
+def _planner(
+    setup: RunSetup, key: str, choice: PolicyChoice
+) -> tuple[MigrationPolicy | None, ForecastSource | None]:
+    """Return the planner, and the forecasts that it is told if they are its own."""
+    options, transfer = dict(choice.options), setup.config.transfer
+    told = options.pop("forecast", None)
+    forecast = None
+    if told is not None:
+        forecast = checked(f"{key}.forecast", create_forecast, told)
+        forecast.refuse_other_trace(setup.trace)
+    if choice.name == "none":
+        return checked(key, _nobody, options), forecast
+    costs = {
+        "handshake_seconds": transfer.handshake_s,
+        "bandwidth": transfer.gigabits_per_second * 1e9 / 8,
+        "kv_bytes_per_token": transfer.bytes_per_token,
+    }
+    planner = checked(key, create_migration_policy, {"name": choice.name} | costs | options)
+    return planner, forecast
+
+
+def _nobody() -> None:
+    """Return the planner called none."""

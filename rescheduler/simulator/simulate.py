@@ -16,13 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_collection.atomic_file import replace_file, write_text_atomically
 from rescheduler.compilation import is_kept
 from rescheduler.interrupts import held_interrupts
-from rescheduler.routing import RoutingPolicy
 from rescheduler.simulator.config_parser import config_parser, parsed_config
 from rescheduler.simulator.figures import draw_comparison, draw_loads, draw_power, save_figure
 from rescheduler.simulator.metrics import Summary, run_metrics, summarise
 from rescheduler.simulator.report import about, document, markdown_report, terminal_table
+from rescheduler.simulator.rescheduling_figures import draw_rescheduling
 from rescheduler.simulator.run_result import RequestRecords, RunResult
-from rescheduler.simulator.run_setup import RunSetup, create_policies, run_setup
+from rescheduler.simulator.run_setup import Contender, create_contenders, run_setup
 from rescheduler.simulator.simulation import run
 from rescheduler.simulator.simulation_config import SimulationConfig
 
@@ -69,13 +69,13 @@ def simulate(
         ValueError: a configuration or a trace that cannot be simulated, or a folder that is
             not to be overwritten.
     """
-    setup, policies = run_setup(config), create_policies(config)
+    contenders = create_contenders(run_setup(config))
     if out is not None:
         refuse_foreign_folder(out, "simulate", "results.json", overwrite)
         out.mkdir(parents=True, exist_ok=True)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, list[dict[str, float]]] = {label: [] for label in policies}
+    figures: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
     drawn: list[RunResult] = []
     with _requests_file(out / "requests.parquet" if out else None) as append:
 
@@ -86,7 +86,7 @@ def simulate(
                 nobody = RequestRecords._make(column[:0] for column in result.requests)
                 drawn.append(replace(result, requests=nobody))
 
-        interrupted = _run_all(setup, policies, config.seeds, keep)
+        interrupted = _run_all(contenders, config.seeds, keep)
         if not drawn:  # and leave nothing behind
             raise KeyboardInterrupt
     summaries = {label: summarise(runs) for label, runs in figures.items() if runs}
@@ -99,6 +99,9 @@ def simulate(
             save_figure(draw_loads(drawn), out / "loads.png"),
             save_figure(draw_power(drawn), out / "power.png"),
         ]
+        if any(run.plans for run in drawn):
+            moving = draw_rescheduling(drawn, config.cluster.capacity_tokens)
+            pictures.append(save_figure(moving, out / "rescheduling.png"))
         write_text_atomically(out / "table.md", markdown_report(summaries, config, pictures))
         write_text_atomically(out / "results.json", text)
     if json is not None:
@@ -108,7 +111,7 @@ def simulate(
         print(f"wrote {path}")
     if interrupted:
         done = sum(summary.runs for summary in summaries.values())
-        total = len(policies) * config.seeds
+        total = len(contenders) * config.seeds
         print(f"headway simulate: interrupted; {done} of {total} runs", file=sys.stderr)
         return 130
     return 0
@@ -155,20 +158,19 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
 
 
 def _run_all(
-    setup: RunSetup,
-    policies: dict[str, RoutingPolicy],
+    contenders: dict[str, Contender],
     seeds: int,
     keep: Callable[[RunResult], None],
 ) -> bool:
-    """Run all policies with one seed after the other; return whether Ctrl-C ended that."""
+    """Run all contenders with one seed after the other; return whether Ctrl-C ended that."""
     compile_notice()
     with progress_bar() as bar:
-        task = bar.add_task("", total=len(policies) * seeds)
+        task = bar.add_task("", total=len(contenders) * seeds)
         try:
             for seed in range(seeds):
-                for label, policy in policies.items():
+                for label, (policy, planner, setup) in contenders.items():
                     bar.update(task, description=f"{label}, seed {seed}")
-                    result = run(setup, policy, seed, label)
+                    result = run(setup, policy, seed, label, planner)
                     with held_interrupts():
                         keep(result)
                     bar.advance(task)

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.cluster_view import ClusterView
+from rescheduler.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
 from rescheduler.interrupts import held_interrupts
+from rescheduler.migration import MigrationPolicy, MigrationProblem
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.routing.problem import RoutingProblem
@@ -27,6 +28,7 @@ from rescheduler.simulator.engine_state import (
     LEAST_WORK_LEFT,
     NONE,
     OVERSIZED,
+    PLAN,
     PREFILLED,
     STAGE,
     STUCK,
@@ -44,6 +46,7 @@ from rescheduler.simulator.forecast_arrays import (
     ForecastArrays,
     expected_remaining,
 )
+from rescheduler.simulator.planning import migration_problem_of, movable_requests
 from rescheduler.simulator.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.simulation_config import SimulationConfig
@@ -61,7 +64,13 @@ _SAMPLE_REQUESTS = 20_000
 _OTHER_DRAW = 1_000_003
 
 
-def run(setup: RunSetup, policy: RoutingPolicy, seed: int, label: str | None = None) -> RunResult:
+def run(
+    setup: RunSetup,
+    policy: RoutingPolicy,
+    seed: int,
+    label: str | None = None,
+    planner: MigrationPolicy | None = None,
+) -> RunResult:
     """Simulate one policy from the first request to the last.
 
     Args:
@@ -69,12 +78,13 @@ def run(setup: RunSetup, policy: RoutingPolicy, seed: int, label: str | None = N
         policy: places them.
         seed: of the requests drawn, of their arrivals, and of noise in forecasts.
         label: what the result calls the policy; its name when None.
+        planner: moves running requests; None for nobody.
 
     Raises:
         ValueError: a request that no instance can hold, or a broken line of the trace.
         RuntimeError: the policy leaves requests waiting that could be placed.
     """
-    simulation = Simulation(setup, policy, seed)
+    simulation = Simulation(setup, policy, seed, planner)
     simulation.advance()
     return simulation.result(label or policy.name)
 
@@ -82,7 +92,13 @@ def run(setup: RunSetup, policy: RoutingPolicy, seed: int, label: str | None = N
 class Simulation:
     """A cluster under simulation, which can be paused, looked at, and interfered with."""
 
-    def __init__(self, setup: RunSetup, policy: RoutingPolicy, seed: int) -> None:
+    def __init__(
+        self,
+        setup: RunSetup,
+        policy: RoutingPolicy,
+        seed: int,
+        planner: MigrationPolicy | None = None,
+    ) -> None:
         config = setup.config
         self.seed = seed
         self.done = False
@@ -96,7 +112,13 @@ class Simulation:
                 f"{self.policy.name} needs forecasts, but forecast.name is none; choose oracle, "
                 "kaplan_meier, replay, or another policy"
             )
-        self._rules = _rules(config)
+        self.planner = planner
+        if planner is not None and planner.needs >= Needs.LENGTHS and self.forecast.kind == 0:
+            raise ValueError(
+                f"{planner.name} needs forecasts, but forecast.name is none; choose oracle, "
+                "kaplan_meier, replay, or another planner"
+            )
+        self._rules = _rules(config, planner)
         self._step_time, self._power = setup.step_time, setup.power
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
         self._cluster = new_cluster(self._rules, servers)
@@ -106,6 +128,7 @@ class Simulation:
         self._kernel = NO_KERNEL if kernel is None else kernel
         asks = kernel is None
         self._foresight = new_foresight(self._rules, self.policy, asks, self.forecast)
+        self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         self._blocks = _blocks(setup, seed)
         self._finished: list[RequestRecords] = []
 
@@ -141,6 +164,8 @@ class Simulation:
                 self._cluster = with_more_rows(self._cluster)
             elif wanted == ASK:
                 self._ask()
+            elif wanted == PLAN:
+                self._plan()
             elif wanted == DONE:
                 self.done = True
             elif wanted == STUCK:
@@ -156,7 +181,7 @@ class Simulation:
 
     def view(self) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones."""
-        rows, instance, context, generated = self._placed()
+        rows, instance, context, generated, since_move = self._placed()
         requests = self._cluster.requests
         pool = self._intake.pool[: self._cluster.scalars["waiting"][0]]
         instances, n = self._cluster.instances, self._rules.n_instances
@@ -176,6 +201,7 @@ class Simulation:
             waited_steps=self._cluster.scalars["steps"][0] - requests["entered"][pool],
             dispatched=int(self._cluster.scalars["dispatched"][0]),
             instant=self._rules.instant,
+            since_move=since_move,
         )
 
     def problem(self) -> RoutingProblem:
@@ -185,6 +211,11 @@ class Simulation:
         # Compiled code that counts no references gives whole arrays back for their slices.
         pool = {name: getattr(problem, name)[:n] for name in _POOL_FIELDS}
         return problem._replace(**pool)
+
+    def migration_problem(self, points: IntArray) -> MigrationProblem:
+        """Return the arrays that a migration planner is shown, with loads at points ahead, [P]."""
+        movable = movable_requests(self._cluster)
+        return migration_problem_of(self._rules, self.forecast, self._cluster, movable, points)
 
     def running_numbers(self) -> IntArray:
         """Return which request of the trace each running request of the view is, [n_running]."""
@@ -208,9 +239,7 @@ class Simulation:
             for row in rows[self._cluster.requests["number"][rows] == number]:
                 if g == target:
                     raise ValueError(f"request {number} is on instance {g} already")
-                if self._cluster.requests["target"][row] == NONE:
-                    self._cluster.scalars["leaving"] += 1
-                self._cluster.requests["target"][row] = target
+                self._send(row, target)
                 return
         raise ValueError(f"no request {number} is decoding")
 
@@ -234,11 +263,14 @@ class Simulation:
             imbalance=float(scalars["imbalance"]) / weight,
             max_minus_min=float(scalars["max_minus_min"]) / weight,
             idle_share=float(scalars["idle"]) / weight,
+            execution_variance=float(scalars["execution_variance"]) / weight,
+            most_held=int(scalars["most_held"]),
             energy_load_joules=float(scalars["energy_load"]),
             energy_mfu_joules=float(scalars["energy_mfu"]),
             preemptions=int(scalars["preemptions"]),
             migrations=int(scalars["migrations"]),
             decisions=int(scalars["decisions"]),
+            plans=int(scalars["plans"]),
             itl_histogram=cluster.histogram.copy(),
             itl_edges=cluster.histogram_edges.copy(),
             series=LoadSeries(
@@ -247,6 +279,10 @@ class Simulation:
                 load=series.load[:samples].copy(),
                 running=series.running[:samples].copy(),
                 power=series.power[:samples].copy(),
+                execution_variance=series.execution_variance[:samples].copy(),
+                held=series.held[:samples].copy(),
+                preemptions=series.preemptions[:samples].copy(),
+                migrations=series.migrations[:samples].copy(),
             ),
         )
 
@@ -259,6 +295,20 @@ class Simulation:
             )
         self._intake.target[:waiting] = assigned
         apply_target(self._rules, self._cluster, self._intake)
+
+    def _plan(self) -> None:
+        assert self.planner is not None
+        movable = movable_requests(self._cluster)
+        problem = migration_problem_of(
+            self._rules, self.forecast, self._cluster, movable, self._points
+        )
+        for migration in self.planner.decide(problem).migrations:
+            self._send(int(movable[0][migration.request]), migration.target)
+
+    def _send(self, row: int, target: int) -> None:
+        if self._cluster.requests["target"][row] == NONE:
+            self._cluster.scalars["leaving"] += 1
+        self._cluster.requests["target"][row] = target
 
     def _next_block(self) -> None:
         scalars = self._cluster.scalars
@@ -291,13 +341,14 @@ class Simulation:
             f"{self._rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
         )
 
-    def _placed(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return row, instance, context and generated tokens of all that is not in the pool."""
+    def _placed(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """Return what is not in the pool: row, instance, context, generated, steps since a move."""
         cluster = self._cluster
         rows: list[int] = []
         where: list[int] = []
         context: list[int] = []
         generated: list[int] = []
+        since: list[int] = []
         for g, instance in enumerate(cluster.instances):
             for slot in range(instance["decoding"]):
                 row = int(cluster.slot_request[g, slot])
@@ -305,6 +356,10 @@ class Simulation:
                 context.append(int(cluster.requests["context"][row] + instance["grown"]))
                 left = cluster.slot_end[g, slot] - instance["steps"]
                 generated.append(int(cluster.requests["output"][row] - left))
+                landed = int(cluster.requests["landed"][row])
+                moved = int(NEVER_MOVED) if landed == NONE else generated[-1] - landed
+                leaves = cluster.requests["target"][row] != NONE
+                since.append(int(CANNOT_MOVE) if leaves else moved)
             for head in ("filling", "queue_head"):
                 row = int(instance[head])
                 while row != NONE:
@@ -313,12 +368,14 @@ class Simulation:
                     generated.append(int(cluster.requests["generated"][row]))
                     row = int(cluster.requests["next"][row])
             where += [g] * (len(rows) - len(where))
+            since += [int(CANNOT_MOVE)] * (len(rows) - len(since))
         for move in cluster.moves[: cluster.scalars["moving"][0]]:
             rows.append(int(move["request"]))
             where.append(int(move["target"]))
             context.append(int(cluster.requests["context"][rows[-1]]))
             generated.append(int(cluster.requests["generated"][rows[-1]]))
-        columns = (np.array(c, dtype=np.int64) for c in (rows, where, context, generated))
+        since += [int(CANNOT_MOVE)] * (len(rows) - len(since))
+        columns = (np.array(c, dtype=np.int64) for c in (rows, where, context, generated, since))
         return tuple(columns)  # type: ignore[return-value]
 
     def _forecast(self, rows: IntArray, generated: IntArray) -> Forecast | None:
@@ -345,7 +402,7 @@ class Simulation:
         return PointForecast.new(np.array(remaining, dtype=np.float64))
 
 
-def _rules(config: SimulationConfig) -> Rules:
+def _rules(config: SimulationConfig, planner: MigrationPolicy | None) -> Rules:
     drift = np.array(config.drift, dtype=np.int64)
     instant = config.dispatch == "instant"
     return Rules(
@@ -364,6 +421,8 @@ def _rules(config: SimulationConfig) -> Rules:
         handshake_seconds=config.transfer.handshake_s,
         tokens_per_second=config.transfer.tokens_per_second,
         max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
+        max_seconds=inf if config.max_seconds is None else config.max_seconds,
+        plan_every=0 if planner is None else config.migration.interval * config.cluster.instances,
     )
 
 

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from rescheduler.cluster_view import UNLIMITED
-from rescheduler.simulator.policy_choice import PolicyChoice, policy_choices
+from rescheduler.simulator.policy_choice import (
+    ContenderChoice,
+    PolicyChoice,
+    contender_choices,
+    policy_choices,
+)
 
 __all__ = [
     "ArrivalsConfig",
     "ClusterConfig",
+    "MigrationConfig",
     "PoolConfig",
     "PowerConfig",
     "PrefillConfig",
@@ -116,6 +122,26 @@ class TransferConfig:
 
 
 @dataclass(frozen=True)
+class MigrationConfig:
+    """When running requests move to other instances, and who says so.
+
+    Attributes:
+        interval: decode steps of the mean instance between two plans.
+        planners: to compare, each with every policy: names, or {name, label, ...options}, in a
+            list; or names with commas. ``none`` moves nothing. A planner may be told other
+            lengths than the policies: {forecast: {name, ...options}}. What the transfer says of
+            a move's costs need not be repeated.
+    """
+
+    interval: int = 20
+    planners: str | list[str | dict[str, Any]] = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse an interval of no steps."""
+        _at_least(1, **{"migration.interval": self.interval})
+
+
+@dataclass(frozen=True)
 class PowerConfig:
     r"""Power of a GPU, :math:`P = P_{idle} + (P_{max} - P_{idle})\,u^\gamma`.
 
@@ -204,6 +230,7 @@ class SimulationConfig:
         step_time: {name: bfio | moe | batch | table, ...options}, seconds of a step.
         power: of a GPU.
         transfer: of a running request to another instance.
+        migration: planners that move running requests, and how often they are asked.
         trace: {name, requests, ...options}: a generator, or {path, ...} of a file.
         arrivals: when requests arrive.
         forecast: {name, ...options}: what the policies are told of the output lengths.
@@ -211,6 +238,7 @@ class SimulationConfig:
         seeds: runs of each policy, with seeds 0, 1, ...
         slo: {ttft_s, tpot_s} that goodput counts; null leaves it out.
         max_steps: end after so many steps though requests are left; null runs to the end.
+        max_seconds: end at that time of the simulation though requests are left; likewise.
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -223,6 +251,7 @@ class SimulationConfig:
     step_time: dict[str, Any] = field(default_factory=lambda: {"name": "bfio"})
     power: PowerConfig = field(default_factory=PowerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    migration: MigrationConfig = field(default_factory=MigrationConfig)
     trace: dict[str, Any] = field(
         default_factory=lambda: {"name": "burstgpt_like", "requests": 10_000}
     )
@@ -232,6 +261,7 @@ class SimulationConfig:
     seeds: int = 3
     slo: SLOConfig | None = None
     max_steps: int | None = None
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that mean nothing, each by its key.
@@ -242,6 +272,8 @@ class SimulationConfig:
         _at_least(1, seeds=self.seeds)
         if self.max_steps is not None:
             _at_least(1, max_steps=self.max_steps)
+        if self.max_seconds is not None:
+            _above_zero("max_seconds", self.max_seconds)
         if not self.drift or min(self.drift) < 0:
             raise ValueError(f"drift: at least one number, none below 0, not {self.drift}")
         for key in ("step_time", "forecast"):
@@ -262,7 +294,7 @@ class SimulationConfig:
                 raise ValueError("pool.limit: with arrivals.kind revelation give arrivals.target")
         elif self.arrivals.target is not None:
             raise ValueError("arrivals.target is for arrivals.kind revelation; give pool.limit")
-        self.policy_choices()
+        self.contender_choices()
 
     @property
     def pool_limit(self) -> int:
@@ -277,6 +309,22 @@ class SimulationConfig:
             ValueError: none, one without a name, or two with one label.
         """
         return policy_choices(self.policies)
+
+    def planner_choices(self) -> list[PolicyChoice]:
+        """Return the migration planners, each with a label of its own.
+
+        Raises:
+            ValueError: none, one without a name, or two with one label.
+        """
+        return policy_choices(self.migration.planners, "migration.planners")
+
+    def contender_choices(self) -> list[ContenderChoice]:
+        """Return every policy with every planner.
+
+        Raises:
+            ValueError: as `policy_choices` and `planner_choices`.
+        """
+        return contender_choices(self.policy_choices(), self.planner_choices())
 
 
 def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 
 from rescheduler.simulator.barrier_tax import barrier_tax_command
+from rescheduler.simulator.rescheduling_study import rescheduling_command
 from rescheduler.simulator.scaling_study import scaling_command
 
 __all__ = ["study_command"]
@@ -11,6 +12,7 @@ __all__ = ["study_command"]
 _STUDIES: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "scaling": (scaling_command, "how imbalance grows with workers and batches (BF-IO's theorems)"),
     "barrier-tax": (barrier_tax_command, "what routing is worth, for several step-time models"),
+    "rescheduling": (rescheduling_command, "migration planners in several cases (STAR's figures)"),
 }
 
 
@@ -23,7 +25,7 @@ def study_command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in _STUDIES:
         return _STUDIES[name][0](arguments[1:])
-    lines = [f"  {known:<12}{what}" for known, (_, what) in _STUDIES.items()]
+    lines = [f"  {known:<14}{what}" for known, (_, what) in _STUDIES.items()]
     usage = "\n".join(["usage: headway study NAME --config FILE --out FOLDER", "", *lines])
     if name in ("-h", "--help"):
         print(usage)

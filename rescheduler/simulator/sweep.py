@@ -17,7 +17,7 @@ from rescheduler.simulator.config_parser import config_parser, parsed_config
 from rescheduler.simulator.figures import HorizonCurve, draw_horizons, save_figure
 from rescheduler.simulator.metrics import Summary, summarise
 from rescheduler.simulator.report import about, main_columns
-from rescheduler.simulator.run_setup import create_policies
+from rescheduler.simulator.run_setup import create_contenders, run_setup
 from rescheduler.simulator.simulation_config import SimulationConfig
 from rescheduler.simulator.sweep_cells import Group, cells_of, groups
 
@@ -69,7 +69,7 @@ def sweep(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
-    create_policies(config)
+    create_contenders(run_setup(config))
     found = groups(config, vary or {})
     cells = cells_of(found)
     folder = cell_folder(out, "sweep", "sweep.json", overwrite)

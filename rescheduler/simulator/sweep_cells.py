@@ -1,4 +1,4 @@
-"""The cells of a sweep: one policy, one seed, one combination of what varies."""
+"""The cells of a sweep: one policy with one planner, one seed, one combination of what varies."""
 
 import hashlib
 import itertools
@@ -63,10 +63,8 @@ def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Gr
             raise ValueError(f"vary.{key}: a list of values, not {values!r}")
     found = []
     plain = asdict(base)
-    plain["policies"] = [
-        {"name": choice.name, "label": choice.label, **choice.options}
-        for choice in base.policy_choices()
-    ]
+    plain["policies"] = [choice.plain for choice in base.policy_choices()]
+    plain["migration"]["planners"] = [choice.plain for choice in base.planner_choices()]
     for values in itertools.product(*vary.values()):
         varied = dict(zip(vary, values, strict=True))
         changed = deepcopy(plain)
@@ -77,10 +75,12 @@ def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Gr
         except ValueError as error:
             said = ", ".join(f"{key} = {value}" for key, value in varied.items())
             raise ValueError(f"vary: {said}: {error}") from error
-        for choice in config.policy_choices():
+        for choice in config.contender_choices():
             alone = asdict(config)
             del alone["seeds"]
-            alone["policies"] = [{"name": choice.name, **choice.options}]
+            policy, planner = choice.policy, choice.planner
+            alone["policies"] = [{"name": policy.name, **policy.options}]
+            alone["migration"]["planners"] = [{"name": planner.name, **planner.options}]
             cells = [
                 Cell(_key(alone, seed), alone, seed, _title(choice.label, seed, varied))
                 for seed in range(config.seeds)
@@ -107,12 +107,13 @@ def run_cell(config: dict[str, Any], seed: int) -> dict[str, float]:
     """
     # In the worker, so that the process that hands out the work starts at once.
     from rescheduler.simulator.metrics import run_metrics
-    from rescheduler.simulator.run_setup import create_policies, run_setup
+    from rescheduler.simulator.run_setup import create_contenders, run_setup
     from rescheduler.simulator.simulation import run
 
     simulation = read_config(config)
-    (policy,) = create_policies(simulation).values()
-    return run_metrics(run(run_setup(simulation), policy, seed), simulation.slo)
+    (contender,) = create_contenders(run_setup(simulation)).values()
+    policy, planner, setup = contender
+    return run_metrics(run(setup, policy, seed, planner=planner), simulation.slo)
 
 
 def write_cell(folder: Path, cell: Cell, figures: dict[str, float]) -> None:

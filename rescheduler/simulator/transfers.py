@@ -62,6 +62,7 @@ def land_migrations(cluster: Cluster) -> None:
         there.arriving -= 1
         there.arriving_tokens -= request.context
         request.migrations += 1
+        request.landed = request.generated
         request.resumes = MIGRATED
         scalars.migrations += 1
         queue_first(cluster, move.request, move.target)
