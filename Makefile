@@ -1,4 +1,5 @@
-# make demo   a first round on the embedded model: collect, train, evaluate (about 10 minutes)
+# make demo   a first round on the embedded model: collect, train, evaluate, see requests move
+#             between engines (about 15 minutes)
 # make test   every test, with a real vLLM
 # make lint   ruff, mypy --strict, the direction of imports
 #
@@ -26,6 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/headway dataset inspect $(RUN)/dataset
 	$(BIN)/headway train fit --config configs/predictor/survival.yaml --data.dataset $(RUN)/dataset --out $(RUN)/predictor
 	$(BIN)/headway evaluate $(RUN)/dataset $(RUN)/predictor --out $(RUN)/evaluation
+	$(BIN)/headway demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest tests

@@ -24,11 +24,15 @@ _VERBS: dict[str, tuple[str, str]] = {
         "keep a predictor's forecasts of a dataset, to simulate with",
     ),
     "watch": ("rescheduler.watch:watch", "show what running requests will still generate"),
+    "serve": ("rescheduler.serving.serve:serve", "serve a prefill/decode deployment"),
+    "drain": ("rescheduler.serving.drain:drain", "move everything away from an instance"),
     "recalibrate": ("rescheduler.recalibrate:recalibrate", "mend a predictor from what it served"),
+    "launch": ("rescheduler.serving.launch:launch", "start a deployment's engines"),
+    "demo": ("rescheduler.serving.demo:demo", "see requests move between engines"),
     "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
 }
 
-_OWN_COMMAND_LINES = ("train", "simulate", "sweep", "study")
+_OWN_COMMAND_LINES = ("train", "simulate", "sweep", "study", "launch", "serve", "drain", "demo")
 """Verbs that read their arguments themselves."""
 
 _DATASET_VERBS = {

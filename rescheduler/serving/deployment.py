@@ -1,0 +1,281 @@
+"""A deployment of prefill and decode instances, as one YAML file describes it."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from predictor.live.curve_keys import is_loopback
+
+__all__ = [
+    "Deployment",
+    "DeploymentError",
+    "EngineOptions",
+    "Instance",
+    "ProxyOptions",
+    "read_deployment",
+]
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+
+
+class DeploymentError(ValueError):
+    """A deployment file that cannot be used; says which field, and what it should be."""
+
+
+class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A vLLM engine.
+
+    Attributes:
+        name: what everything calls it; also its name in telemetry.
+        role: ``prefill`` or ``decode``.
+        url: of its HTTP server, without a path.
+        control: ZMQ endpoint of its control socket, for decode instances; without it requests
+            are placed there but never moved away alive.
+        telemetry: ZMQ endpoint of its forecasts; None if it publishes none.
+        devices: GPUs that `headway launch` gives it, as in ``CUDA_VISIBLE_DEVICES``; None: all.
+        data_parallel_rank: its rank in its data-parallel group, where each rank is an instance.
+        arguments: further flags for its vLLM, after those of ``engine``.
+    """
+
+    name: str
+    role: Literal["prefill", "decode"]
+    url: str
+    control: str | None = None
+    telemetry: str | None = None
+    devices: list[int | str] | None = None
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    arguments: list[str] = []
+
+    @property
+    def host(self) -> str:
+        """Host of its HTTP server."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """Port of its HTTP server."""
+        return urlsplit(self.url).port or 80
+
+
+class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the proxy listens, how long it waits, and how often it tries.
+
+    Attributes:
+        host: address it listens on; by default this machine only.
+        port: 0 takes a free one.
+        pool: requests that wait for a prefill or a decode instance, at most; beyond it clients
+            get 429 with ``Retry-After``.
+        prefill_concurrency: requests sent to a prefill instance at a time.
+        ahead: requests that are prefilled or wait for a decode instance after it, at most, so
+            that they do not fill the prefill instances' memory.
+        pool_seconds: longest wait for an instance, then 503.
+        connect_seconds: to open a connection to an engine.
+        prefill_seconds: from sending a prompt to its prefill's answer.
+        first_token_seconds: from placing a request on a decode instance to its first token.
+        token_seconds: between two tokens of a running request.
+        freeze_seconds: from asking for a freeze to the kept blocks.
+        control_seconds: any other exchange with a control socket.
+        moved_token_seconds: from handing a moved request to its target to its first token there;
+            then it is rolled back.
+        attempts: placements of a request that fail in a row, until its client is told.
+        backoff_seconds: before the second attempt; doubles with each, half of it random.
+        backoff_most_seconds: longest of these.
+        breaker_failures: failures in a row that take an instance out of service.
+        breaker_seconds: until it is probed again; doubles while probes fail, up to 16 times.
+        probe_seconds: between two health probes of an instance in service.
+        concurrent_migrations: moved at the same time, at most.
+        shutdown_seconds: that running requests have to end after SIGTERM; then they are cancelled.
+        largest_body_mb: largest request body, in MiB.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    pool: Positive = 256
+    prefill_concurrency: Positive = 4
+    ahead: Positive = 32
+    pool_seconds: Seconds = 120.0
+    connect_seconds: Seconds = 2.0
+    prefill_seconds: Seconds = 120.0
+    first_token_seconds: Seconds = 60.0
+    token_seconds: Seconds = 30.0
+    freeze_seconds: Seconds = 5.0
+    control_seconds: Seconds = 5.0
+    moved_token_seconds: Seconds = 10.0
+    attempts: Positive = 8
+    backoff_seconds: Seconds = 0.1
+    backoff_most_seconds: Seconds = 5.0
+    breaker_failures: Positive = 3
+    breaker_seconds: Seconds = 1.0
+    probe_seconds: Seconds = 2.0
+    concurrent_migrations: Positive = 4
+    shutdown_seconds: Seconds = 10.0
+    largest_body_mb: Positive = 64
+
+
+class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How `headway launch` starts the engines; the proxy does not read it.
+
+    Attributes:
+        dtype: of the weights and the KV cache.
+        max_model_len: longest context in tokens.
+        max_num_seqs: requests an engine runs at a time.
+        block_size: tokens of a KV block.
+        kv_blocks: KV blocks of an engine; None: what ``kv_cache_gb`` holds.
+        kv_cache_gb: memory of the KV cache on a CPU, GiB.
+        enforce_eager: do not compile.
+        checkpoint: survival model of the forecasts; None: no forecasts, no telemetry.
+        k: engine steps between two forecasts.
+        threads: CPU threads of an engine.
+        side_channel_port: of the first engine's NIXL side channel; the others' follow.
+        arguments: further flags for vLLM.
+        environment: further environment variables.
+    """
+
+    dtype: str = "auto"
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive = 16
+    block_size: Positive = 32
+    kv_blocks: Positive | None = None
+    kv_cache_gb: Positive = 1
+    enforce_eager: bool = False
+    checkpoint: str | None = None
+    k: Positive = 20
+    threads: Positive = 1
+    side_channel_port: Port = 5600
+    arguments: list[str] = []
+    environment: dict[str, str] = {}
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Instances, and how requests are placed on and moved between them.
+
+    Attributes:
+        model: an embedded model's name, a folder, or a Hugging Face id.
+        served_model_name: what clients call it; empty: ``model``.
+        instances: at least one that prefills and one that decodes.
+        keys: folder made by `headway keys`, needed where an endpoint leaves the machine.
+        routing: name and options of a routing policy.
+        migration: name, ``interval_seconds`` and options of a migration policy; None: requests
+            only move away from instances that drain or die.
+        proxy: options of `headway serve`.
+        engine: options of `headway launch`.
+    """
+
+    model: str
+    instances: list[Instance]
+    served_model_name: str = ""
+    keys: str | None = None
+    routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
+    migration: dict[str, Any] | None = None
+    proxy: ProxyOptions = ProxyOptions()
+    engine: EngineOptions = EngineOptions()
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    @property
+    def prefill(self) -> list[Instance]:
+        """The prefill instances, in the file's order."""
+        return [instance for instance in self.instances if instance.role == "prefill"]
+
+    @property
+    def decode(self) -> list[Instance]:
+        """The decode instances, in the file's order."""
+        return [instance for instance in self.instances if instance.role == "decode"]
+
+    @property
+    def keys_folder(self) -> Path | None:
+        """Folder of CURVE keys, if there is one."""
+        return None if self.keys is None else Path(self.keys).expanduser()
+
+    @property
+    def proxy_url(self) -> str:
+        """Where clients on this machine reach the proxy."""
+        host = "127.0.0.1" if self.proxy.host in ("0.0.0.0", "::") else self.proxy.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.proxy.port}"
+
+
+def read_deployment(path: Path | str) -> Deployment:
+    """Return the deployment a YAML file describes.
+
+    Raises:
+        DeploymentError: names the file, the field and what it should be.
+    """
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DeploymentError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{path}: no YAML: {' '.join(str(error).split())}") from error
+    try:
+        deployment = msgspec.convert(values, Deployment)
+        _check(deployment)
+    except (msgspec.ValidationError, DeploymentError) as error:
+        raise DeploymentError(f"{path}: {_with_path_first(str(error))}") from error
+    return deployment
+
+
+def _check(deployment: Deployment) -> None:
+    """Refuse what the types allow and no deployment can mean."""
+    seen: dict[str, str] = {}
+    for i, instance in enumerate(deployment.instances):
+        where = f"instances[{i}]"
+        if not instance.name or set(instance.name) & set("/?#%") or not instance.name.isprintable():
+            raise DeploymentError(f"{where}.name: {instance.name!r} cannot be part of a URL")
+        for field in ("name", "url", "control", "telemetry"):
+            value = getattr(instance, field)
+            if value is not None and seen.setdefault(value, f"{where}.{field}") != (
+                f"{where}.{field}"
+            ):
+                raise DeploymentError(f"{where}.{field}: {value} is also {seen[value]}")
+        _check_url(f"{where}.url", instance.url)
+        if instance.role == "prefill" and instance.control is not None:
+            raise DeploymentError(f"{where}.control: only decode instances have control sockets")
+        for field in ("control", "telemetry"):
+            endpoint = getattr(instance, field)
+            if endpoint is None:
+                continue
+            if "://" not in endpoint:
+                raise DeploymentError(
+                    f"{where}.{field}: {endpoint!r} is no ZMQ endpoint; they read like "
+                    "tcp://127.0.0.1:5557"
+                )
+            if deployment.keys is None and not is_loopback(endpoint):
+                raise DeploymentError(
+                    f"{where}.{field}: {endpoint} leaves the machine: make keys with "
+                    "`headway keys DIR` and give DIR as keys"
+                )
+    for role in ("prefill", "decode"):
+        if not getattr(deployment, role):
+            raise DeploymentError(f"instances: none with role {role}; a deployment needs both")
+    for field in ("routing", "migration"):
+        section = getattr(deployment, field)
+        if section is not None and not isinstance(section.get("name"), str):
+            raise DeploymentError(f"{field}.name: the policy's name is missing")
+    interval = (deployment.migration or {}).get("interval_seconds", 1.0)
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or interval <= 0:
+        raise DeploymentError(f"migration.interval_seconds: {interval!r} is no time above 0")
+
+
+def _check_url(where: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise DeploymentError(f"{where}: {url!r} is not like http://127.0.0.1:8100")
+
+
+def _with_path_first(message: str) -> str:
+    """Turn msgspec's "... - at `$.proxy.port`" into "proxy.port: ..."."""
+    text, found, at = message.rpartition(" - at `$")
+    return f"{at.rstrip('`').lstrip('.')}: {text}" if found and at != "`" else message

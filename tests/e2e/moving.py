@@ -1,0 +1,195 @@
+"""Streams of decode engines, and moving a request between them as a proxy does."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozenError
+
+__all__ = [
+    "GREEDY",
+    "STORY",
+    "Engine",
+    "Generation",
+    "Run",
+    "finish",
+    "idle_state",
+    "moved",
+    "place",
+    "until_frozen",
+]
+
+STORY = "Once upon a time, in a small village by the sea, there lived a"
+GREEDY = {"prompt": STORY, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass
+class Engine:
+    """A decode engine: where it answers."""
+
+    url: str
+    control: ControlClient
+    session: aiohttp.ClientSession
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async with self.session.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    yield json.loads(line[6:])
+
+    async def prompt_tokens(self) -> dict[str, float]:
+        """Prompt tokens so far, by where their KV cache came from."""
+        return await self._counters("vllm:prompt_tokens_by_source_total", "source")
+
+    async def preemptions(self) -> float:
+        return sum((await self._counters("vllm:num_preemptions_total", "engine")).values())
+
+    async def _counters(self, name: str, label: str) -> dict[str, float]:
+        async with self.session.get(self.url + "/metrics") as response:
+            text = await response.text()
+        found = re.findall(rf'^{name}{{.*?{label}="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
+        return {key: float(value) for key, value in found}
+
+
+@dataclass
+class Generation:
+    """What a client has read so far.
+
+    Attributes:
+        prompt: token ids, as the first engine says them.
+        tokens: generated, on all engines.
+        text: of the completion, or of the chat's answer.
+        logprobs: of each token, where asked for.
+        finish_reason: of the last engine.
+        params: what the next engine gets, if it was frozen.
+        cut_at: tokens generated at each move.
+    """
+
+    id: str = field(default_factory=lambda: uuid4().hex)
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    cut_at: list[int] = field(default_factory=list)
+
+    @property
+    def hops(self) -> int:
+        return len(self.cut_at)
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        assert "choices" in chunk, chunk
+        for choice in chunk["choices"]:
+            if choice.get("prompt_token_ids") and not self.prompt:
+                self.prompt = choice["prompt_token_ids"]
+            if chunk.get("prompt_token_ids") and not self.prompt:
+                self.prompt = chunk["prompt_token_ids"]
+            self.tokens += choice.get("token_ids") or []
+            self.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if (choice.get("logprobs") or {}).get("token_logprobs"):
+                self.logprobs += choice["logprobs"]["token_logprobs"]
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+async def moved(
+    engines: list[Engine], body: dict[str, Any], cuts: list[int], chat: bool = False
+) -> Generation:
+    """Generate with a move to the next engine after each of the cuts, in tokens.
+
+    A cut that meets the end of the request moves nothing.
+    """
+    generation, params, at = Generation(), {}, 0
+    for hop, cut in enumerate([*cuts, None]):
+        engine = engines[at % len(engines)]
+        path, sent = place(body, generation, params, hop, chat)
+        freezing: asyncio.Task[Frozen] | None = None
+        async for chunk in engine.stream(path, sent):
+            generation.take(chunk)
+            if cut is not None and freezing is None and len(generation.tokens) >= cut:
+                freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, 30))
+        if freezing is None:
+            return generation
+        try:
+            frozen = await freezing
+        except NotFrozenError:  # it ended first
+            return generation
+        assert frozen.output_token_ids == generation.tokens
+        assert generation.finish_reason == "length"
+        generation.cut_at.append(len(generation.tokens))
+        params, at = frozen.params, at + 1
+    return generation
+
+
+def place(
+    body: dict[str, Any], generation: Generation, params: dict[str, Any], hop: int, chat: bool
+) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a request at its next engine."""
+    done = len(generation.tokens)
+    moving = {"id": generation.id, "hop": hop, "generated": done}
+    sent = body | {
+        "model": "smollm2",
+        "stream": True,
+        "return_token_ids": True,
+        "max_tokens": body["max_tokens"] - done,
+        "kv_transfer_params": params | {"headway": moving},
+    }
+    if body.get("min_tokens"):
+        sent["min_tokens"] = max(0, body["min_tokens"] - done)
+    tokens = generation.prompt + generation.tokens
+    if done and chat:
+        sent["kv_transfer_params"]["prompt_token_ids"] = tokens
+    elif done:
+        sent["prompt"] = tokens
+    return ("/v1/chat/completions" if chat else "/v1/completions"), sent
+
+
+async def finish(
+    engine: Engine,
+    body: dict[str, Any],
+    generation: Generation,
+    params: dict[str, Any],
+    hop: int,
+    chat: bool = False,
+) -> None:
+    """Go on with a request at an engine to its end."""
+    path, sent = place(body, generation, params, hop, chat)
+    async for chunk in engine.stream(path, sent):
+        generation.take(chunk)
+
+
+async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generation:
+    """Generate at an engine until it has frozen the request; its parameters are kept."""
+    generation, freezing = Generation(), None
+    path, sent = place(body, generation, {}, 0, False)
+    async for chunk in engine.stream(path, sent):
+        generation.take(chunk)
+        if len(generation.tokens) >= 6 and freezing is None:
+            freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, 10))
+    assert freezing is not None
+    frozen = await freezing
+    assert frozen.output_token_ids == generation.tokens
+    generation.params = frozen.params
+    return generation
+
+
+async def idle_state(engine: Engine, seconds: float = 20) -> EngineState:
+    """Return the engine's state once it holds nothing, or what it holds after a while."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        state = await engine.control.state(5)
+        if state.free_blocks == state.num_blocks or asyncio.get_running_loop().time() > deadline:
+            return state
+        await asyncio.sleep(0.1)
+
+
+Run = Callable[[Callable[[list[Engine]], Awaitable[Any]]], Any]
+"""Runs a coroutine on the decode engines, and sees that they hold nothing afterwards."""

@@ -1,0 +1,192 @@
+"""A real proxy before the session's engines, and clients that read its streams."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from running_deployment import RunningDeployment
+
+from rescheduler.serving.deployment import Deployment
+from rescheduler.serving.launch_local import write_deployment
+from rescheduler.transfer.control_client import ControlClient
+
+__all__ = ["CHAT", "COMPLETIONS", "Client", "Served", "logprobs_of", "served", "text_of"]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_READY_SECONDS = 120
+_IDLE_SECONDS = 60
+
+At = Callable[[int], Awaitable[None]]
+
+
+@contextmanager
+def served(
+    deployment: RunningDeployment, folder: Path, migration: Any = None, **options: Any
+) -> Iterator["Served"]:
+    """Run `headway serve` on the engines, with some options of its own."""
+    described = msgspec.structs.replace(
+        deployment.deployment,
+        migration=migration,
+        proxy=msgspec.structs.replace(deployment.deployment.proxy, **options),
+    )
+    config, log = folder / "served.yaml", folder / "serve.log"
+    write_deployment(described, config)
+    command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(config)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            try:
+                with urllib.request.urlopen(described.proxy_url + "/ready"):
+                    break
+            except OSError:
+                time.sleep(0.2)
+        yield Served(described, config, process, log)
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0, log.read_text()
+
+
+class Served:
+    """A proxy that runs.
+
+    Attributes:
+        deployment: as it was told.
+        config: the file.
+        process: of `headway serve`.
+        log: what it printed.
+    """
+
+    def __init__(
+        self, deployment: Deployment, config: Path, process: "subprocess.Popen[bytes]", log: Path
+    ) -> None:
+        self.deployment, self.config, self.process, self.log = deployment, config, process, log
+
+    def run(self, work: Callable[["Client"], Awaitable[Any]]) -> Any:
+        """Run a coroutine, and see that no engine holds anything afterwards."""
+
+        async def run() -> Any:
+            connector = aiohttp.TCPConnector(force_close=True)
+            async with aiohttp.ClientSession(connector=connector) as session:
+                client = Client(session, self.deployment)
+                result = await work(client)
+                await client.idle()
+                return result
+
+        return asyncio.run(run())
+
+
+class Client:
+    """Asks the proxy, or an engine directly."""
+
+    def __init__(self, session: aiohttp.ClientSession, deployment: Deployment) -> None:
+        self.session, self.deployment = session, deployment
+        self.proxy, self.direct = deployment.proxy_url, deployment.decode[0].url
+
+    async def post(
+        self, body: dict[str, Any], path: str = COMPLETIONS, url: str | None = None
+    ) -> tuple[int, Any, Any]:
+        asked = {"model": "smollm2", **body}
+        async with self.session.post((url or self.proxy) + path, json=asked) as response:
+            return response.status, await response.json(), response.headers
+
+    async def stream(
+        self,
+        body: dict[str, Any],
+        path: str = COMPLETIONS,
+        at: At | None = None,
+        url: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Chunks of a stream; ``at`` is told how many have come."""
+        chunks: list[dict[str, Any]] = []
+        asked = {"model": "smollm2", "stream": True, **body}
+        async with self.session.post((url or self.proxy) + path, json=asked) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    chunks.append(json.loads(line[6:]))
+                    assert "error" not in chunks[-1], chunks[-1]
+                    if at is not None:
+                        await at(len(chunks))
+        return chunks
+
+    async def instances(self) -> dict[str, dict[str, Any]]:
+        async with self.session.get(self.proxy + "/admin/instances") as response:
+            return {told["name"]: told for told in (await response.json())["instances"]}
+
+    async def busy(self) -> str:
+        """The decode instance that decodes."""
+        told = (await self.instances()).values()
+        return next(one["name"] for one in told if one["role"] == "decode" and one["requests"])
+
+    async def admin(self, what: str, instance: str) -> None:
+        async with self.session.post(f"{self.proxy}/admin/{what}/{instance}") as response:
+            assert response.status == 200, await response.text()
+
+    async def leave(self) -> None:
+        """Have the only request move to another decode instance, and wait until it has."""
+        instance = await self.busy()
+        await self.admin("drain", instance)
+        while (await self.instances())[instance]["requests"]:
+            await asyncio.sleep(0.05)
+        await self.admin("undrain", instance)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A metric of the proxy, summed over the labels that are not given."""
+        async with self.session.get(self.proxy + "/metrics") as response:
+            text = await response.text()
+        total = 0.0
+        for line in text.splitlines():
+            found = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
+            if found and all(f'{k}="{v}"' in (found.group(1) or "") for k, v in labels.items()):
+                total += float(found.group(2))
+        return total
+
+    async def idle(self) -> None:
+        """Wait until no engine holds anything."""
+        deadline = time.monotonic() + _IDLE_SECONDS
+        controls = [ControlClient(one.control) for one in self.deployment.decode if one.control]
+        try:
+            while True:
+                states = [await control.state(30) for control in controls]
+                told = (await self.instances()).values()
+                if not any(one["requests"] for one in told) and all(
+                    state.free_blocks == state.num_blocks and not state.frozen for state in states
+                ):
+                    return
+                assert time.monotonic() < deadline, (states, told)
+                await asyncio.sleep(0.2)
+        finally:
+            for control in controls:
+                control.close()
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in choices
+    )
+
+
+def logprobs_of(choices: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Tokens and their logprobs, of either endpoint."""
+    found = []
+    for choice in choices:
+        told = choice.get("logprobs") or {}
+        found += list(zip(told.get("tokens", ()), told.get("token_logprobs", ()), strict=True))
+        found += [(one["token"], one["logprob"]) for one in told.get("content") or ()]
+    return found

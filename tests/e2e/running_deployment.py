@@ -1,0 +1,36 @@
+"""What the session's deployment is, for the tests that use it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rescheduler.serving.deployment import Deployment, EngineOptions
+from rescheduler.serving.launch_engines import Launched
+
+__all__ = ["ENGINE", "RunningDeployment"]
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
+
+ENGINE = EngineOptions(
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=8,
+    kv_blocks=96,  # of 32 tokens: three requests of the greatest length
+    enforce_eager=True,
+    checkpoint=str(CHECKPOINT),
+    k=10,
+)
+
+
+@dataclass(frozen=True)
+class RunningDeployment:
+    """Engines that run.
+
+    Attributes:
+        config_path: the deployment's file, for `headway serve --config`.
+        deployment: what it says.
+        launched: the engines' processes, to kill and restart.
+    """
+
+    config_path: Path
+    deployment: Deployment
+    launched: Launched

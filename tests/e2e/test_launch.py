@@ -1,0 +1,178 @@
+"""`headway launch` with real engines: ready, killed, started again, stopped without a trace."""
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+from running_deployment import ENGINE, RunningDeployment
+
+from rescheduler.serving.deployment import Instance
+from rescheduler.serving.launch_local import local_deployment, write_deployment
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import EngineState
+
+READY_SECONDS = 600.0
+
+
+def complete(instance: Instance, **fields: Any) -> Any:
+    body = {"model": "smollm2", "prompt": "One two three", "max_tokens": 5, "temperature": 0}
+    request = urllib.request.Request(
+        f"{instance.url}/v1/completions",
+        data=json.dumps(body | fields).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+def state(instance: Instance) -> EngineState:
+    async def ask() -> EngineState:
+        client = ControlClient(instance.control or "")
+        try:
+            return await client.state(10.0)
+        finally:
+            client.close()
+
+    return asyncio.run(ask())
+
+
+def processes_in(group: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@contextmanager
+def launch(headway_command: list[str], config: Path, *arguments: str) -> Iterator[Any]:
+    """The command, in the background; ended by SIGTERM if it still runs."""
+    logs = config.parent / "logs"
+    command = [*headway_command, "launch", "--config", str(config), "--logs", str(logs), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
+
+
+def read_until(process: Any, words: str) -> str:
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if words in line:
+            return printed
+    raise AssertionError(f"{words!r} was not printed:\n{printed}")
+
+
+@pytest.mark.timeout(1200)
+def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -> None:
+    answers = {i.name: complete(i)["choices"][0]["text"] for i in deployment.deployment.instances}
+    assert len(set(answers.values())) == 1, "all serve the same model"
+    for instance in deployment.deployment.decode:
+        told = state(instance)
+        assert (told.block_size, told.max_num_seqs, told.max_model_len) == (32, 8, 1024)
+        assert told.free_blocks == told.num_blocks
+
+
+@pytest.mark.timeout(1200)
+def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) -> None:
+    prompt = "Once upon a time there was a lighthouse. " * 8
+    prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
+    alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
+    mine = {"id": "a" * 32, "hop": 0}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
+    prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+    params = {**prefilled["kv_transfer_params"], "headway": mine}
+    answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
+    assert answer["choices"][0]["text"] == alone
+    deadline = time.monotonic() + 20
+    while (told := state(decode)).free_blocks != told.num_blocks:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(1200)
+def test_a_killed_engine_leaves_nothing_and_starts_again(deployment: RunningDeployment) -> None:
+    running, instance = deployment.launched, deployment.deployment.decode[1]
+    server = running.servers[instance.name]
+    group = server.pid
+    assert group is not None
+    assert len(processes_in(group)) > 1, "a server and its engine"
+    running.kill(instance.name)
+    assert processes_in(group) == []
+    with pytest.raises(OSError, match="refused"):
+        complete(instance)
+    running.restart(instance.name)
+    assert complete(instance)["choices"][0]["text"]
+    assert running.take_ended() == []
+
+
+@pytest.mark.timeout(1200)
+def test_an_engine_that_dies_is_reported_and_sigterm_stops_the_rest(
+    headway_command: list[str], tmp_path: Path
+) -> None:
+    described = local_deployment("smollm2", ENGINE)
+    config = tmp_path / "deployment.yaml"
+    write_deployment(described, config)
+    with launch(headway_command, config, "--only", "prefill-0", "decode-0") as process:
+        printed = read_until(process, "Ctrl-C stops them")
+        assert "prefill-0, decode-0: ready" in printed
+        engines = psutil.Process(process.pid).children()
+        assert len(engines) == 2
+        groups = {engine.pid: processes_in(engine.pid) for engine in engines}
+        assert all(len(group) > 1 for group in groups.values())
+        dying = next(e for e in engines if str(described.decode[0].port) in e.cmdline())
+        for member in groups[dying.pid]:
+            if member.pid != dying.pid:
+                member.kill()  # its engine core, as the system does when memory runs out
+        assert "decode-0" in read_until(process, "headway launch: ")
+        assert complete(described.prefill[0])["choices"][0]["text"]
+        process.terminate()
+        assert process.wait(timeout=60) == 1, "an engine had ended by itself"
+        assert [processes_in(group) for group in groups] == [[], []]
+
+
+@pytest.mark.timeout(1200)
+def test_an_engine_that_cannot_start_says_why(headway_command: list[str], tmp_path: Path) -> None:
+    described = local_deployment("smollm2", replace(ENGINE, kv_blocks=8))
+    config = tmp_path / "deployment.yaml"
+    write_deployment(described, config)
+    command = [*headway_command, "launch", "--config", str(config), "--logs", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--only", "decode-0"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    reason = done.stderr[done.stderr.index("headway launch: ") :].splitlines()[0]
+    assert reason.startswith("headway launch: decode-0 ended with exit status 1: ValueError: ")
+    assert "max seq len (1024)" in reason
+    assert f"{tmp_path}/decode-0.log ends:" in done.stderr
+
+
+@pytest.mark.timeout(1200)
+def test_a_launch_that_is_stopped_while_loading_leaves_nothing(
+    headway_command: list[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "deployment.yaml"
+    write_deployment(local_deployment("smollm2", ENGINE), config)
+    with launch(headway_command, config, "--only", "decode-0") as process:
+        read_until(process, "decode-0 starting")
+        time.sleep(5)
+        (engine,) = psutil.Process(process.pid).children()
+        process.terminate()
+        assert process.wait(timeout=60) == 130
+        assert processes_in(engine.pid) == []

@@ -1,0 +1,377 @@
+"""Requests move between two real decode engines, and no token of theirs changes."""
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from moving import (
+    GREEDY,
+    STORY,
+    Engine,
+    Generation,
+    Run,
+    finish,
+    idle_state,
+    moved,
+    place,
+    until_frozen,
+)
+
+from rescheduler.transfer.control_messages import ControlError, NotFrozenError
+
+
+def both_ways(run: Run, body: dict[str, Any], cuts: list[int], chat: bool = False) -> Generation:
+    """Generate without and with moves, and compare what a client reads.
+
+    On a busy machine a request may end before its freeze is asked: then it is tried again.
+    """
+
+    async def work(engines: list[Engine]) -> Generation:
+        there = await moved(engines, body, [], chat)
+        for _ in range(6):
+            here = await moved(engines, body, cuts, chat)
+            assert here.tokens == there.tokens
+            assert here.text == there.text
+            assert here.finish_reason == there.finish_reason
+            assert here.logprobs == pytest.approx(there.logprobs, abs=1e-4)
+            if here.hops == len(cuts):
+                return here
+        raise AssertionError("the request ended before each of its moves")
+
+    return run(work)
+
+
+def test_greedy_decoding_goes_there_and_back(on_engines: Run) -> None:
+    assert len(both_ways(on_engines, GREEDY, [8, 24]).tokens) == 48
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 123},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.7},
+        {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0, "bad_words": ["sea", "girl"]},
+        {"temperature": 0, "min_tokens": 40, "ignore_eos": False, "max_tokens": 60},
+        {"temperature": 0, "logit_bias": {"28": -100}},
+    ],
+    ids=lambda sampling: "-".join(sampling),
+)
+def test_sampling_goes_on_as_if_nothing_had_happened(
+    on_engines: Run, sampling: dict[str, Any]
+) -> None:
+    both_ways(on_engines, GREEDY | sampling, [5, 21])
+
+
+def test_a_grammar_goes_on_where_it_was(on_engines: Run) -> None:
+    pattern = r"[0-9]{3}-[0-9]{4}-(red|green|blue)-[a-f]{12}"
+    body = {
+        "prompt": "An order number reads:",
+        "max_tokens": 40,
+        "temperature": 1.0,
+        "seed": 5,
+        "structured_outputs": {"regex": pattern},
+    }
+    generation = both_ways(on_engines, body, [6, 14])
+    assert re.fullmatch(pattern, generation.text)
+    assert generation.finish_reason == "stop"
+
+
+def test_a_chat_keeps_its_framing(on_engines: Run) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Tell me about the moon in three sentences."}],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    both_ways(on_engines, body, [7, 19], chat=True)
+
+
+def test_min_tokens_counts_what_was_generated_before(on_engines: Run) -> None:
+    """The end is forbidden until the 30th token, wherever the first of them came from."""
+    body = {"prompt": "Yes or no? Answer:", "max_tokens": 60, "temperature": 0, "min_tokens": 30}
+    assert len(both_ways(on_engines, body, [6, 20]).tokens) >= 30
+
+
+def test_a_cut_may_fall_anywhere_in_a_block(on_engines: Run) -> None:
+    """Every offset of the cut in a block of 32 tokens, and the block's end among them."""
+
+    async def work(engines: list[Engine]) -> None:
+        offsets: set[int] = set()
+        for length in range(1, 12):
+            body = GREEDY | {"prompt": STORY + " very" * length, "max_tokens": 80}
+            plain, *others = await asyncio.gather(
+                moved(engines, body, []),
+                *(moved(engines, body, [*range(start, 72, 6)]) for start in (1, 3, 5)),
+            )
+            for generation in others:
+                assert generation.tokens == plain.tokens
+                offsets |= {(len(plain.prompt) + cut) % 32 for cut in generation.cut_at}
+            if len(offsets) == 32:
+                return
+        raise AssertionError(f"offsets never met: {sorted(set(range(32)) - offsets)}")
+
+    on_engines(work)
+
+
+def test_the_target_computes_one_token_and_pulls_the_others(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        before = await engines[1].prompt_tokens()
+        generation = await moved(engines, GREEDY | {"prompt": STORY * 6 + " fox"}, [20])
+        after = await engines[1].prompt_tokens()
+        given = {source: after[source] - before.get(source, 0) for source in after}
+        context = len(generation.prompt) + generation.cut_at[0]
+        assert given["local_compute"] == 1
+        assert sum(given.values()) == context
+        assert given["external_kv_transfer"] > 0
+
+    on_engines(work)
+
+
+def test_a_snapshot_leaves_only_the_tail_to_pull(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        body = GREEDY | {"prompt": STORY * 9 + " snapshot", "max_tokens": 60}
+        plain = await moved(engines, body, [])
+        generation, source, target = Generation(), *engines
+        path, sent = place(body, generation, {}, 0, False)
+        taken = freezing = None
+        async for chunk in source.stream(path, sent):
+            generation.take(chunk)
+            if len(generation.tokens) >= 8 and taken is None:
+                taken = await source.control.snapshot(generation.id, 10)
+                tokens = (generation.prompt + generation.tokens)[: taken.num_tokens]
+                warm = {"prompt": tokens, "max_tokens": 1, "kv_transfer_params": taken.params}
+                async for _ in target.stream(path, sent | warm):
+                    pass
+                before = await target.prompt_tokens()
+                freezing = asyncio.create_task(source.control.freeze(generation.id, 0, 30))
+        assert taken is not None and freezing is not None
+        assert taken.num_tokens % 32 == 0 and taken.num_tokens >= len(generation.prompt) - 31
+        frozen = await freezing
+        await finish(target, body, generation, frozen.params, 1)
+        after = await target.prompt_tokens()
+        assert generation.tokens == plain.tokens
+        pulled = after["external_kv_transfer"] - before["external_kv_transfer"]
+        assert pulled <= 64
+        assert after["local_cache_hit"] - before.get("local_cache_hit", 0) >= taken.num_tokens - 32
+
+    on_engines(work)
+
+
+def test_a_snapshot_that_nobody_reads_is_freed(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        generation = Generation()
+        path, sent = place(GREEDY | {"prompt": STORY * 4}, generation, {}, 0, False)
+        asked = False
+        async for chunk in engines[0].stream(path, sent):
+            generation.take(chunk)
+            if generation.tokens and not asked:
+                asked = True
+                await engines[0].control.snapshot(generation.id, 10)
+        assert len(generation.tokens) == 48
+
+    on_engines(work)
+
+
+def test_recomputing_elsewhere_gives_the_same_tokens(on_engines: Run) -> None:
+    """What happens when the source has died: the target gets the tokens and no KV cache."""
+
+    async def work(engines: list[Engine]) -> None:
+        body = GREEDY | {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5}
+        plain = await moved(engines, body, [])
+        generation = Generation()
+        path, sent = place(body, generation, {}, 0, False)
+        async for chunk in engines[0].stream(path, sent):
+            generation.take(chunk)
+            if len(generation.tokens) >= 13:
+                break
+        await finish(engines[1], body, generation, {}, 1)
+        assert generation.tokens == plain.tokens
+
+    on_engines(work)
+
+
+def test_an_unfrozen_request_goes_on_where_it_is(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        plain = await moved(engines, GREEDY, [])
+        generation, freezing, undone = Generation(), None, False
+        path, sent = place(GREEDY, generation, {}, 0, False)
+        async for chunk in engines[0].stream(path, sent):
+            generation.take(chunk)
+            if len(generation.tokens) >= 5 and freezing is None:
+                freezing = asyncio.create_task(engines[0].control.freeze(generation.id, 0, 10))
+                await asyncio.sleep(0)
+                undone = await engines[0].control.unfreeze(generation.id, 10)
+        assert freezing is not None
+        try:
+            frozen = await freezing
+        except NotFrozenError as error:
+            assert undone == ("unfrozen" in str(error))
+        else:  # its last token came first
+            assert not undone
+            await finish(engines[0], GREEDY, generation, frozen.params, 1)
+        assert generation.tokens == plain.tokens
+
+    on_engines(work)
+
+
+def test_what_is_kept_is_released_on_demand(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        generation = await until_frozen(engines[0])
+        state = await engines[0].control.state(5)
+        assert state.frozen == [generation.id] and state.free_blocks < state.num_blocks
+        assert await engines[0].control.release(generation.id, 5) is True
+        assert (await idle_state(engines[0], 5)).free_blocks == state.num_blocks
+        assert await engines[0].control.release(generation.id, 5) is False
+
+    on_engines(work)
+
+
+def test_what_is_kept_expires(on_engines: Run) -> None:
+    """The client left after the freeze, and its proxy with it."""
+
+    async def work(engines: list[Engine]) -> None:
+        await until_frozen(engines[0])
+        assert (await idle_state(engines[0], 5)).frozen != []
+        state = await idle_state(engines[0], 25)
+        assert state.free_blocks == state.num_blocks
+
+    on_engines(work)
+
+
+def test_an_expired_lease_is_not_read(on_engines: Run) -> None:
+    """Blocks past their time may hold another request: the target computes them anew."""
+
+    async def work(engines: list[Engine]) -> None:
+        plain = await moved(engines, GREEDY, [])
+        generation = await until_frozen(engines[0])
+        await asyncio.sleep(11)  # reads stop 5 s before the 15 s are over
+        before = await engines[1].prompt_tokens()
+        await finish(engines[1], GREEDY, generation, generation.params, 1)
+        after = await engines[1].prompt_tokens()
+        assert generation.tokens == plain.tokens
+        assert after["local_compute"] - before.get("local_compute", 0) > 1
+
+    on_engines(work)
+
+
+@pytest.mark.parametrize(
+    "ending", [{"max_tokens": 10}, {"stop": [" village"]}, {"prompt": "Yes or no? Answer:"}]
+)
+def test_a_freeze_that_meets_the_end_moves_nothing_or_all(
+    on_engines: Run, ending: dict[str, Any]
+) -> None:
+    """By max_tokens, by a stop string, by EOS: at each distance from the end."""
+
+    async def work(engines: list[Engine]) -> None:
+        body = GREEDY | {"ignore_eos": False, "max_tokens": 40} | ending
+        plain = await moved(engines, body, [])
+        for early in range(5):
+            generation = await _frozen_or_ended(engines, body, max(1, len(plain.tokens) - early))
+            assert generation.tokens == plain.tokens
+            assert generation.finish_reason == plain.finish_reason
+
+    on_engines(work)
+
+
+def test_a_client_that_leaves_during_a_freeze_frees_everything(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        for delay in (0, 0.02, 0.1):
+            generation = Generation()
+            path, sent = place(GREEDY, generation, {}, 0, False)
+            freezing = None
+            async for chunk in engines[0].stream(path, sent):
+                generation.take(chunk)
+                if len(generation.tokens) >= 4:
+                    freezing = asyncio.create_task(engines[0].control.freeze(generation.id, 0, 10))
+                    await asyncio.sleep(delay)
+                    break
+            assert freezing is not None
+            try:
+                await freezing
+            except NotFrozenError:
+                continue
+            assert await engines[0].control.release(generation.id, 5)
+
+    on_engines(work)
+
+
+def test_a_preempted_request_can_be_frozen_or_says_why_not(on_engines: Run) -> None:
+    """More contexts than the cache holds: some are preempted while others are being frozen."""
+
+    async def work(engines: list[Engine]) -> None:
+        blocks = (await engines[0].control.state(5)).num_blocks
+        at_once = max(3, blocks // 28)  # whose prompts fit, but not what they generate
+        words = blocks * 32 // at_once // 2 - 30
+        bodies = [
+            GREEDY | {"prompt": f"{n} " + "one two " * words, "max_tokens": 100}
+            for n in range(at_once)
+        ]
+        plain = [await moved(engines, body, []) for body in bodies]
+        before = await engines[0].preemptions()
+        generations = await asyncio.gather(
+            *(_frozen_or_ended(engines, body, 50 + 10 * n) for n, body in enumerate(bodies))
+        )
+        assert await engines[0].preemptions() > before
+        for generation, expected in zip(generations, plain, strict=True):
+            assert generation.tokens == expected.tokens
+
+    on_engines(work)
+
+
+def test_unknown_and_outdated_ids_are_refused(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        control = engines[0].control
+        with pytest.raises(NotFrozenError, match="no request nobody runs here"):
+            await control.freeze("nobody", 0, 5)
+        with pytest.raises(NotFrozenError, match="no request nobody"):
+            await control.snapshot("nobody", 5)
+        assert await control.unfreeze("nobody", 5) is False
+        assert await control.release("nobody", 5) is False
+        generation, asked = Generation(), False
+        path, sent = place(GREEDY, generation, {}, 3, False)
+        async for chunk in engines[0].stream(path, sent):
+            generation.take(chunk)
+            if not asked:
+                asked = True
+                with pytest.raises(NotFrozenError, match="this is hop 3 of it, not 0"):
+                    await control.freeze(generation.id, 0, 5)
+        assert len(generation.tokens) == 48
+
+    on_engines(work)
+
+
+def test_a_request_without_migration_parameters_runs_as_ever(on_engines: Run) -> None:
+    async def work(engines: list[Engine]) -> None:
+        for params in ({}, {"kv_transfer_params": {"headway": {"id": 7}}}):
+            generation = Generation()
+            body = GREEDY | {"model": "smollm2", "stream": True, "return_token_ids": True}
+            async for chunk in engines[0].stream("/v1/completions", body | params):
+                generation.take(chunk)
+            assert len(generation.tokens) == 48
+            with pytest.raises(ControlError):
+                await engines[0].control.freeze("7", 0, 5)
+
+    on_engines(work)
+
+
+async def _frozen_or_ended(engines: list[Engine], body: dict[str, Any], cut: int) -> Generation:
+    """Freeze about a token and go on at the other engine, unless the request ended first."""
+    generation, freezing = Generation(), None
+    path, sent = place(body, generation, {}, 0, False)
+    async for chunk in engines[0].stream(path, sent):
+        generation.take(chunk)
+        if len(generation.tokens) >= cut and freezing is None:
+            freezing = asyncio.create_task(engines[0].control.freeze(generation.id, 0, 30))
+    if freezing is None:
+        return generation
+    try:
+        frozen = await freezing
+    except NotFrozenError:
+        return generation
+    assert frozen.output_token_ids == generation.tokens
+    await finish(engines[1], body, generation, frozen.params, 1)
+    return generation

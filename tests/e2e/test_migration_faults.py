@@ -1,0 +1,115 @@
+"""What happens to a moved request when an engine is full, dies or hangs in the middle."""
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+from moving import (
+    GREEDY,
+    STORY,
+    Engine,
+    Generation,
+    Run,
+    finish,
+    idle_state,
+    moved,
+    place,
+    until_frozen,
+)
+from running_deployment import RunningDeployment
+
+BODY = GREEDY | {"temperature": 1.0, "seed": 17}
+SOURCE, TARGET = "decode-0", "decode-1"
+
+
+async def hangs(
+    engine: Engine, generation: Generation, params: dict[str, Any], seconds: float = 3.0
+) -> bool:
+    """Hand a request over, and give it up if no token comes."""
+    path, sent = place(BODY, generation, params, 1, False)
+    try:
+        async with asyncio.timeout(seconds):
+            async for _ in engine.stream(path, sent):
+                return False
+    except TimeoutError:
+        return True
+    raise AssertionError("the stream ended without a token")
+
+
+def test_a_full_target_is_given_up_and_the_source_goes_on(on_engines: Run) -> None:
+    """The request would wait there, and its heartbeats keep the source's blocks."""
+
+    async def work(engines: list[Engine]) -> None:
+        source, target = engines
+        body = BODY | {"prompt": "Full. " + STORY * 26}  # 13 blocks, none of them cached
+        plain = await moved(engines, body, [])
+        blocks = (await target.control.state(5)).num_blocks
+        words = "one two " * ((blocks // 3 - 3) * 16)  # three blocks remain for each answer
+        fillers = [GREEDY | {"prompt": f"{n} {words}", "max_tokens": 90} for n in range(3)]
+        filling = [asyncio.create_task(moved([target], filler, [])) for filler in fillers]
+        while (await target.control.state(5)).free_blocks > 11:
+            await asyncio.sleep(0.1)
+        frozen = await until_frozen(source, body)
+        assert await hangs(target, frozen, frozen.params, 1.5)
+        state = await idle_state(source, 5)  # given up at the target, it is free here
+        assert state.free_blocks == state.num_blocks
+        await finish(source, body, frozen, {}, 2)
+        assert frozen.tokens == plain.tokens
+        await asyncio.gather(*filling)
+
+    on_engines(work)
+
+
+def test_a_source_that_hangs_is_given_up(on_engines: Run, deployment: RunningDeployment) -> None:
+    """The target waits for blocks that do not come; asked again without them, it computes."""
+
+    async def work(engines: list[Engine]) -> None:
+        source, target = engines
+        plain = await moved(engines, BODY, [])
+        frozen = await until_frozen(source, BODY)
+        deployment.launched.signal(SOURCE, signal.SIGSTOP)
+        try:
+            assert await hangs(target, frozen, frozen.params)
+            await finish(target, BODY, frozen, {}, 2)
+        finally:
+            deployment.launched.signal(SOURCE, signal.SIGCONT)
+        assert frozen.tokens == plain.tokens
+
+    on_engines(work)
+
+
+def test_a_source_that_dies_costs_a_computation(
+    on_engines: Run, deployment: RunningDeployment
+) -> None:
+    async def work(engines: list[Engine]) -> None:
+        source, target = engines
+        plain = await moved(engines, BODY, [])
+        frozen = await until_frozen(source, BODY)
+        await asyncio.to_thread(deployment.launched.kill, SOURCE)
+        before = await target.prompt_tokens()
+        await finish(target, BODY, frozen, frozen.params, 1)
+        after = await target.prompt_tokens()
+        assert frozen.tokens == plain.tokens
+        assert after["local_compute"] - before.get("local_compute", 0) > 1
+        await asyncio.to_thread(deployment.launched.restart, SOURCE)
+
+    on_engines(work)
+
+
+def test_a_target_that_dies_leaves_the_request_to_its_source(
+    on_engines: Run, deployment: RunningDeployment
+) -> None:
+    async def work(engines: list[Engine]) -> None:
+        source, target = engines
+        plain = await moved(engines, BODY, [])
+        frozen = await until_frozen(source, BODY)
+        await asyncio.to_thread(deployment.launched.kill, TARGET)
+        with pytest.raises(OSError):
+            await finish(target, BODY, frozen, frozen.params, 1)
+        await finish(source, BODY, frozen, {}, 2)
+        assert frozen.tokens == plain.tokens
+        assert await source.control.release(frozen.id, 5)
+        await asyncio.to_thread(deployment.launched.restart, TARGET)
+
+    on_engines(work)

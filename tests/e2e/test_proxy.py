@@ -1,0 +1,300 @@
+"""`headway serve` before real engines: clients never see that requests move or engines die."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from proxying import CHAT, COMPLETIONS, Client, Served, logprobs_of, served, text_of
+from running_deployment import RunningDeployment
+
+pytestmark = pytest.mark.timeout(1200)
+
+STORY = "Once upon a time, in a small village by the sea, there lived a"
+MESSAGES = [{"role": "user", "content": "Tell me a story of a river."}]
+GREEDY = {"prompt": STORY, "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+LONG = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def proxy(
+    deployment: RunningDeployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with served(deployment, tmp_path_factory.mktemp("proxy")) as running:
+        yield running
+
+
+def said(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"logprobs": True, "top_logprobs": 2},
+        {"temperature": 1.0, "seed": 11},
+        {"stop": [" the"]},
+        {"min_tokens": 30, "stop": ["a"], "include_stop_str_in_output": True},
+    ],
+)
+def test_answers_are_those_of_an_engine_alone(
+    proxy: Served, path: str, asked: dict[str, Any]
+) -> None:
+    body = {**GREEDY, **asked}
+    if path == COMPLETIONS and "logprobs" in asked:
+        body["logprobs"] = 2
+
+    async def work(client: Client) -> None:
+        _, direct, _ = await client.post(body, path, client.direct)
+        status, whole, headers = await client.post(body, path)
+        assert status == 200
+        assert said(whole) == said(direct)
+        for key in ("finish_reason", "stop_reason"):
+            assert whole["choices"][0][key] == direct["choices"][0][key]
+        for key in ("object", "model", "system_fingerprint"):
+            assert whole[key] == direct[key]
+        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert whole["usage"][key] == direct["usage"][key]
+        assert headers["X-Request-Id"] in whole["id"]
+        chunks = await client.stream({**body, "stream_options": {"include_usage": True}}, path)
+        assert text_of(chunks) == said(direct)
+        assert chunks[-1]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+        expected = logprobs_of(direct["choices"])
+        for choices in (whole["choices"], [c for chunk in chunks for c in chunk["choices"]]):
+            told = logprobs_of(choices)
+            assert [token for token, _ in told] == [token for token, _ in expected]
+            values = [value for _, value in expected]
+            assert [value for _, value in told] == pytest.approx(values, abs=1e-3)
+        for whole_offsets in [(whole["choices"][0]["logprobs"] or {}).get("text_offset")]:
+            assert whole_offsets == (direct["choices"][0]["logprobs"] or {}).get("text_offset")
+
+    proxy.run(work)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "cuts"),
+    [
+        (COMPLETIONS, {}, [3, 17, 33]),
+        (CHAT, {}, [5, 30]),
+        (COMPLETIONS, {"temperature": 1.0, "seed": 5}, [9, 31]),
+        (CHAT, {"temperature": 0.8, "top_p": 0.9, "seed": 6}, [12]),
+        (COMPLETIONS, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}, [8, 25]),
+        (COMPLETIONS, {"logprobs": 2}, [14]),
+        (COMPLETIONS, {"min_tokens": 50, "stop": ["a", "e"]}, [10]),
+        (
+            COMPLETIONS,
+            {"structured_outputs": {"regex": "([a-z]{3,9} ){40}"}, "temperature": 1.0, "seed": 2},
+            [11],
+        ),
+    ],
+)
+def test_moves_change_nothing_that_a_client_reads(
+    proxy: Served, path: str, asked: dict[str, Any], cuts: list[int]
+) -> None:
+    body = {**GREEDY, "max_tokens": 70, "ignore_eos": "structured_outputs" not in asked, **asked}
+    body["stream_options"] = {"include_usage": True}
+
+    async def work(client: Client) -> None:
+        direct = await client.stream(body, path, url=client.direct)
+        before = await client.metric("headway_proxy_migrations_total", outcome="moved")
+        moving: list[asyncio.Task[None]] = []
+
+        async def at(chunks: int) -> None:
+            if chunks in cuts:
+                if moving:
+                    await moving[-1]
+                moving.append(asyncio.create_task(client.leave()))
+
+        chunks = await client.stream(body, path, at)
+        await asyncio.gather(*moving)
+        assert text_of(chunks) == text_of(direct)
+        last, of_direct = (some[-2]["choices"][0] for some in (chunks, direct))
+        assert last["finish_reason"] == of_direct["finish_reason"]
+        assert chunks[-1]["usage"] == direct[-1]["usage"]
+        assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+        told, expected = (
+            logprobs_of([choice for chunk in some for choice in chunk["choices"]])
+            for some in (chunks, direct)
+        )
+        assert [token for token, _ in told] == [token for token, _ in expected]
+        assert [v for _, v in told] == pytest.approx([v for _, v in expected], abs=1e-3)
+        moved = await client.metric("headway_proxy_migrations_total", outcome="moved") - before
+        assert moved == len(cuts)
+
+    proxy.run(work)
+
+
+def test_a_stop_string_is_found_across_a_move(proxy: Served) -> None:
+    async def work(client: Client) -> None:
+        whole = text_of(await client.stream({**LONG, "max_tokens": 60}, url=client.direct))
+        stop = whole[60:180]  # some thirty tokens long
+
+        async def at(chunks: int) -> None:
+            if chunks == 1 and not moving:  # while most of it is withheld
+                moving.append(asyncio.create_task(client.leave()))
+
+        moving: list[asyncio.Task[None]] = []
+        chunks = await client.stream({**LONG, "max_tokens": 60, "stop": [stop]}, at=at)
+        await asyncio.gather(*moving)
+        assert text_of(chunks) == whole[:60]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["choices"][0]["stop_reason"] == stop
+
+    proxy.run(work)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 3.0])
+def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, seconds: float) -> None:
+    async def work(client: Client) -> None:
+        asking = asyncio.create_task(client.post({**LONG, "stream": stream}))
+        await asyncio.sleep(seconds)
+        if seconds > 1:
+            draining = asyncio.create_task(client.leave())
+            await asyncio.sleep(0.05)  # the freeze is on its way
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        if seconds > 1:
+            await draining
+
+    proxy.run(work)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
+        ({"n": "three"}, 400, "n"),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_shape(
+    proxy: Served, asked: dict[str, Any], status: int, param: str
+) -> None:
+    async def work(client: Client) -> None:
+        for stream in (False, True):
+            got, answer, _ = await client.post({**GREEDY, **asked, "stream": stream})
+            assert got == status
+            assert answer["error"]["code"] == status
+            assert answer["error"]["param"] == param
+
+    proxy.run(work)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"n": 2, "seed": 4, "temperature": 1.0}, {"echo": True}, {"prompt": [STORY, "The sea"]}],
+)
+def test_what_cannot_move_is_answered_all_the_same(proxy: Served, asked: dict[str, Any]) -> None:
+    async def work(client: Client) -> None:
+        body = {**GREEDY, "max_tokens": 8, **asked}
+        _, direct, _ = await client.post(body, url=client.direct)
+        status, answer, _ = await client.post(body)
+        assert status == 200
+        assert [c["text"] for c in answer["choices"]] == [c["text"] for c in direct["choices"]]
+
+    proxy.run(work)
+
+
+def test_models_health_and_metrics(proxy: Served) -> None:
+    async def work(client: Client) -> None:
+        async with client.session.get(client.proxy + "/v1/models") as response:
+            assert (await response.json())["data"][0]["id"] == "smollm2"
+        for path in ("/health", "/ready"):
+            async with client.session.get(client.proxy + path) as response:
+                assert response.status == 200
+        before = await client.metric("headway_proxy_tokens_total")
+        await client.post({**GREEDY, "max_tokens": 5, "ignore_eos": True})
+        assert await client.metric("headway_proxy_tokens_total") == before + 5
+        assert await client.metric("headway_proxy_instance_up") == 3
+
+    proxy.run(work)
+
+
+def test_headway_drain_empties_an_instance_while_streams_go_on(proxy: Served) -> None:
+    async def work(client: Client) -> None:
+        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 600} for name in "ABCD"]
+        expected = [text_of(await client.stream(body, url=client.direct)) for body in bodies]
+        streams = [asyncio.create_task(client.stream(body)) for body in bodies]
+        while sum(one["movable"] for one in (await client.instances()).values()) < 4:
+            await asyncio.sleep(0.05)
+        command = [sys.executable, "-m", "rescheduler", "drain", "decode-0"]
+        drained = await asyncio.to_thread(
+            subprocess.run,
+            [*command, "--config", str(proxy.config)],
+            capture_output=True,
+            text=True,
+        )
+        assert drained.returncode == 0, drained.stderr
+        assert "requests left" in drained.stdout
+        assert "decode-0 is empty" in drained.stdout
+        assert (await client.instances())["decode-0"]["draining"]
+        texts = [text_of(chunks) for chunks in await asyncio.gather(*streams)]
+        assert texts == expected
+        undo = await asyncio.to_thread(
+            subprocess.run, [*command, "--config", str(proxy.config), "--undo"]
+        )
+        assert undo.returncode == 0
+        assert not (await client.instances())["decode-0"]["draining"]
+
+    proxy.run(work)
+
+
+def test_a_full_pool_is_429_with_a_time_to_try_again(
+    deployment: RunningDeployment, proxy: Served, tmp_path: Any
+) -> None:
+    del proxy  # it is idle
+    port = deployment.deployment.proxy.port + 500
+    with served(deployment, tmp_path, pool=1, prefill_concurrency=1, port=port) as small:
+
+        async def work(client: Client) -> None:
+            body = {**GREEDY, "max_tokens": 4, "prompt": STORY * 20}
+            answers = await asyncio.gather(*(client.post(body) for _ in range(12)))
+            refused = [headers for status, _, headers in answers if status == 429]
+            assert refused
+            assert all(int(headers["Retry-After"]) >= 1 for headers in refused)
+            assert {status for status, _, _ in answers} == {200, 429}
+
+        small.run(work)
+
+
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+def test_an_engine_that_fails_loses_no_token(
+    deployment: RunningDeployment, tmp_path: Any, how: str
+) -> None:
+    port = deployment.deployment.proxy.port + 501
+    with served(deployment, tmp_path, port=port, token_seconds=5.0) as running:
+
+        async def work(client: Client) -> None:
+            body = {**LONG, "max_tokens": 80}
+            expected = text_of(await client.stream(body, url=client.direct))
+            victims: list[str] = []
+
+            async def at(chunks: int) -> None:
+                if chunks == 30 and not victims:
+                    victims.append(await client.busy())
+                    if how == "killed":
+                        deployment.launched.kill(victims[0])
+                    else:
+                        deployment.launched.signal(victims[0], signal.SIGSTOP)
+
+            chunks = await client.stream(body, at=at)
+            assert text_of(chunks) == expected
+            assert await client.metric("headway_proxy_recomputed_total", instance=victims[0]) >= 1
+            if how == "killed":
+                await asyncio.to_thread(deployment.launched.restart, victims[0])
+            else:
+                deployment.launched.signal(victims[0], signal.SIGCONT)
+            async with asyncio.timeout(60):
+                while (await client.instances())[victims[0]]["state"] != "closed":
+                    await asyncio.sleep(0.2)
+
+        running.run(work)

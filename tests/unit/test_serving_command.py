@@ -1,0 +1,148 @@
+"""`headway serve` and `headway drain` as commands."""
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+DEPLOYMENT = """\
+model: smollm2
+instances:
+  - {{name: prefill-0, role: prefill, url: "http://127.0.0.1:{dead}"}}
+  - {{name: decode-0, role: decode, url: "http://127.0.0.1:{dead}/"}}
+proxy: {{port: {port}}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def write(folder: Path, port: int, more: str = "") -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(DEPLOYMENT.format(dead=free_port(), port=port) + more)
+    return path
+
+
+@contextmanager
+def serving(command: list[str], config: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [*command, "serve", "--config", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def status(url: str, method: str = "GET", data: bytes | None = None) -> tuple[int, bytes]:
+    try:
+        request = urllib.request.Request(url, method=method, data=data)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_without_any_engine_and_ends_when_asked(
+    headway_command: list[str], smollm2: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    del smollm2  # is prepared
+    port = free_port()
+    with serving(headway_command, write(tmp_path, port)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"serving on http://127.0.0.1:{port}\n"
+        url = f"http://127.0.0.1:{port}"
+        assert status(url + "/health")[0] == 200
+        assert status(url + "/ready")[0] == 503
+        assert status(url + "/nowhere")[0] == 404
+        body = json.dumps({"model": "m", "prompt": "a"}).encode()
+        code, answer = status(url + "/v1/completions", "POST", body)
+        assert code == 503
+        assert "no decode instance" in json.loads(answer)["error"]["message"]
+        metrics = status(url + "/metrics")[1].decode()
+        assert 'headway_proxy_instance_up{instance="decode-0",role="decode"} 0.0' in metrics
+        drained = subprocess.run(
+            [*headway_command, "drain", "decode-0", "--url", url], capture_output=True, text=True
+        )
+        assert drained.returncode == 0
+        assert "decode-0 is empty" in drained.stdout
+        unknown = subprocess.run(
+            [*headway_command, "drain", "decode-7", "--url", url], capture_output=True, text=True
+        )
+        assert unknown.returncode == 1
+        assert "no instance 'decode-7'; there are: prefill-0, decode-0" in unknown.stderr
+        process.send_signal(number)
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("routing: {name: nearest}", "routing: no routing policy 'nearest'"),
+        ("routing: {name: bfio}", "routing.name: bfio needs forecasts"),
+        ("migration: {name: survival}", "migration.name: survival needs forecasts"),
+        ("migration: {name: star, speed: 3}", "migration: star has no option 'speed'"),
+        ("engines: 3", "engines"),
+    ],
+)
+def test_a_deployment_that_cannot_be_served_is_told_in_one_line(
+    headway_command: list[str], smollm2: Path, tmp_path: Path, more: str, message: str
+) -> None:
+    del smollm2
+    config = write(tmp_path, free_port(), more)
+    ended = subprocess.run(
+        [*headway_command, "serve", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_a_port_in_use_is_told(headway_command: list[str], smollm2: Path, tmp_path: Path) -> None:
+    del smollm2
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            [*headway_command, "serve", "--config", str(write(tmp_path, port))],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 1
+    assert f"proxy.port: cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_draining_without_a_proxy_says_what_to_start(headway_command: list[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    ended = subprocess.run(
+        [*headway_command, "drain", "decode-0", "--url", url], capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "does `headway serve` run?" in ended.stderr

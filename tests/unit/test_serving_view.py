@@ -1,0 +1,169 @@
+"""What policies see of the proxy's requests."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from tokenizers import Tokenizer
+
+from predictor.live.telemetry_messages import (
+    TOPIC,
+    Finished,
+    FinishedEvent,
+    Gauges,
+    RequestForecast,
+    Snapshot,
+    encode_message,
+    encode_survival,
+)
+from rescheduler.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
+from rescheduler.serving.cluster_state import cluster_view
+from rescheduler.serving.deployment import Instance, ProxyOptions
+from rescheduler.serving.instance_state import InstanceState
+from rescheduler.serving.live_forecasts import LiveForecasts
+from rescheduler.serving.live_request import LiveRequest
+from rescheduler.serving.openai_request import COMPLETIONS, read_request
+from rescheduler.telemetry import TelemetrySubscriber
+from rescheduler.transfer.control_messages import EngineState
+
+EDGES = [0, 10, 100, 1000]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+@pytest.fixture
+def publisher() -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.linger = 0
+        yield socket
+
+
+def instance(name: str, control: Any = "a client") -> InstanceState:
+    return InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), control)
+
+
+def request(
+    tokenizer: Tokenizer,
+    name: str,
+    prompt: int,
+    generated: int,
+    at: InstanceState | None = None,
+    **body: Any,
+) -> LiveRequest:
+    client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
+    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1)
+    made.prompt_tokens = prompt
+    made.splicer.output_token_ids = list(range(generated))
+    if at is not None:
+        made.place(at)
+        made.generating = generated > 0
+    return made
+
+
+def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
+    a, b = instance("a"), instance("b")
+    a.engine = EngineState(
+        number=0,
+        version="v",
+        block_size=16,
+        max_num_seqs=8,
+        max_model_len=512,
+        num_blocks=100,
+        free_blocks=90,
+        running=2,
+        waiting=0,
+        frozen=[],
+    )
+    request(tokenizer, "r1", 10, 5, a)
+    request(tokenizer, "r2", 20, 0, a)
+    request(tokenizer, "r3", 30, 7, b)
+    waiting = request(tokenizer, "r4", 40, 0)
+    waiting.waiting_since = 8.0
+    view = cluster_view([a, b], [waiting], None, 10.0, 0.05, 3)
+    assert view.slots.tolist() == [8, UNLIMITED]
+    assert view.kv_capacity.tolist() == [1600, UNLIMITED]
+    assert view.kv_load.tolist() == [35, 37]
+    assert view.running.tolist() == [2, 1]
+    assert view.queued.tolist() == [1, 0]
+    assert view.waiting_prompt_tokens.tolist() == [40]
+    assert view.waited_steps.tolist() == [40]
+    assert view.dispatched == 3
+    assert view.forecast is None
+
+
+def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
+    a, deaf = instance("a"), instance("deaf", control=None)
+    request(tokenizer, "never moved", 10, 5, a)
+    moved = request(tokenizer, "moved", 10, 50, a)
+    moved.generated_at_move = 20
+    request(tokenizer, "has not begun", 10, 0, a)
+    request(tokenizer, "n = 2", 10, 5, a, n=2)
+    request(tokenizer, "without a control socket", 10, 5, deaf)
+    view = cluster_view([a, deaf], [], None, 0.0, 0.05)
+    assert view.since_move is not None
+    assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
+
+
+def test_forecasts_follow_their_requests_and_age(
+    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
+) -> None:
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    curve = np.array([1.0, 0.8, 0.4, 0.0])
+    told = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
+    header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
+    snapshot = Snapshot(
+        instance="a",
+        seq=0,
+        gauges=Gauges(),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=EDGES,
+        requests=[told],
+        **header,
+    )
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
+        unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
+        deadline = time.monotonic() + 20
+        while not telemetry.view.instances and time.monotonic() < deadline:
+            publisher.send_multipart([TOPIC, encode_message(snapshot)])
+            time.sleep(0.05)
+        forecasts.refresh()
+        both = forecasts.forecast([known, unknown])
+        # Ten tokens after its forecast: S(h) = S(10 + h) / S(10).
+        assert both.at([0, 90])[0] == pytest.approx([1.0, 0.4 / 0.8], abs=1e-4)
+        assert both.at([0, 39, 40])[1].tolist()[2] == 0.0  # its max_tokens
+
+        # Its engine has handed it over: the forecast stays until the next engine has its own.
+        event = FinishedEvent("cmpl-r1-0-0123abcd", "moved", 10, 6, 500)
+        finished = Finished(instance="a", seq=1, requests=[event], **header)
+        publisher.send_multipart([TOPIC, encode_message(finished)])
+        time.sleep(0.3)
+        forecasts.refresh()
+        assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
+        later = msgspec.structs.replace(
+            told,
+            request_id="cmpl-r1-0-ffff0000",
+            prompt_tokens=25,
+            generated_tokens=0,
+            forecast_at=0,
+            survival=encode_survival(np.array([[1.0, 0.5, 0.2, 0.0]]))[0],
+        )
+        newer = msgspec.structs.replace(snapshot, instance="b", requests=[later])
+        publisher.send_multipart([TOPIC, encode_message(newer)])
+        time.sleep(0.3)
+        forecasts.refresh()
+        assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
+        forecasts.ended(known, True)
+        assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
