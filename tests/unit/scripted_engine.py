@@ -1,5 +1,9 @@
 """An engine that speaks vLLM's HTTP and our control socket, and misbehaves when it is told to.
 
+No real engine hangs at a given token, or disagrees about one, when it is asked to: the proxy's
+answers to such faults are tested with this, what clients are promised with real engines in
+`tests/e2e`.
+
 Each token is a hash of all tokens before it, so that one lost or repeated token changes every
 token that follows. Blocks are not simulated, but what is kept for other engines is.
 """

@@ -52,3 +52,11 @@ def test_every_configuration_that_a_page_names_is_there() -> None:
     for page in [*DOCS.glob("*.md"), root / "README.md", root / "Makefile"]:
         for name in re.findall(r"configs/[\w/]+\.yaml", page.read_text()):
             assert (root / name).is_file(), f"{page.name} names {name}"
+
+
+def test_the_migration_page_plans_as_it_says() -> None:
+    (block,) = python_blocks("migrate.md")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    moves = [(m.request, m.source, m.target) for m in names["plan"].migrations]
+    assert f"# {moves}\n" in block
