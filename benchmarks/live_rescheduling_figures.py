@@ -42,6 +42,7 @@ def print_table(figures: dict[str, float], arms: Sequence[str]) -> None:
         "in time": ("met", 100.0, ".0f"),
         "TPOT P99, ms": ("tpot_p99", 1e3, ".0f"),
         "TPOT P50, ms": ("tpot_p50", 1e3, ".0f"),
+        "longest pause P99, s": ("gap_p99", 1.0, ".1f"),
         "TTFT P99, s": ("ttft_p99", 1.0, ".1f"),
         "preemptions": ("preemptions", 1.0, ".1f"),
         "migrations": ("migrations", 1.0, ".1f"),

@@ -220,10 +220,11 @@ def _table(
     for title in ("without rescheduling", "with rescheduling"):
         table.add_column(title, justify="right")
     rows = [
-        ("goodput, requests in time per minute", "goodput", 60.0, ".1f"),
+        ("goodput, in time per minute", "goodput", 60.0, ".1f"),
         ("requests in time", "met", 100.0, ".0f"),
         ("TPOT P50, ms", "tpot_p50", 1e3, ".0f"),
         ("TPOT P99, ms", "tpot_p99", 1e3, ".0f"),
+        ("longest pause of a stream, P99, s", "gap_p99", 1.0, ".1f"),
         ("TTFT P99, s", "ttft_p99", 1.0, ".1f"),
         ("all answered after, s", "seconds", 1.0, ".0f"),
     ]
