@@ -127,10 +127,11 @@ class Client:
         async with self.session.get(self.proxy + "/admin/instances") as response:
             return {told["name"]: told for told in (await response.json())["instances"]}
 
-    async def busy(self) -> str:
-        """The decode instance that decodes."""
+    async def busy(self) -> str | None:
+        """The decode instance that decodes, if one does."""
         told = (await self.instances()).values()
-        return next(one["name"] for one in told if one["role"] == "decode" and one["requests"])
+        decodes = (one["name"] for one in told if one["role"] == "decode" and one["requests"])
+        return next(decodes, None)
 
     async def admin(self, what: str, instance: str) -> None:
         async with self.session.post(f"{self.proxy}/admin/{what}/{instance}") as response:
@@ -139,6 +140,8 @@ class Client:
     async def leave(self) -> None:
         """Have the only request move to another decode instance, and wait until it has."""
         instance = await self.busy()
+        if instance is None:
+            return
         await self.admin("drain", instance)
         while (await self.instances())[instance]["requests"]:
             await asyncio.sleep(0.05)

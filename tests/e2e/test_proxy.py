@@ -100,8 +100,8 @@ def test_moves_change_nothing_that_a_client_reads(
     body = {**GREEDY, "max_tokens": 70, "ignore_eos": "structured_outputs" not in asked, **asked}
     body["stream_options"] = {"include_usage": True}
 
-    async def work(client: Client) -> None:
-        direct = await client.stream(body, path, url=client.direct)
+    async def attempt(client: Client, direct: list[dict[str, Any]]) -> bool:
+        """Compare one stream among moves; return whether it lived to see all of them."""
         before = await client.metric("headway_proxy_migrations_total", outcome="moved")
         moving: list[asyncio.Task[None]] = []
 
@@ -125,7 +125,14 @@ def test_moves_change_nothing_that_a_client_reads(
         assert [token for token, _ in told] == [token for token, _ in expected]
         assert [v for _, v in told] == pytest.approx([v for _, v in expected], abs=1e-3)
         moved = await client.metric("headway_proxy_migrations_total", outcome="moved") - before
-        assert moved == len(cuts)
+        return moved == len(cuts)
+
+    async def work(client: Client) -> None:
+        direct = await client.stream(body, path, url=client.direct)
+        for _ in range(6):  # on a busy machine a stream may end before its move is asked for
+            if await attempt(client, direct):
+                return
+        raise AssertionError("the streams ended before their moves")
 
     proxy.run(work)
 
