@@ -261,25 +261,37 @@ def test_a_launch_that_cannot_be_is_one_message(
     assert not list(tmp_path.glob("logs/*")), "nothing was started"
 
 
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Handle signals as an ordinary process does: a test run may ignore or raise them."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_signals")
 def test_sigterm_is_like_ctrl_c_where_asked_for() -> None:
     with pytest.raises(KeyboardInterrupt), ending_signals_raised():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_held_signal_comes_when_the_block_has_ended(number: int) -> None:
     steps = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with ending_signals_raised(), pytest.raises(KeyboardInterrupt):
-            with ending_signals_held():
-                signal.raise_signal(number)
-                signal.raise_signal(number)
-                steps.append("ended")
-            steps.append("never")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with ending_signals_raised(), pytest.raises(KeyboardInterrupt):
+        with ending_signals_held():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            steps.append("ended")
+        steps.append("never")
     assert steps == ["ended"]
 
 
