@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from itertools import product
 
-__all__ = ["starter_prompts"]
+__all__ = ["HEROES", "starter_prompts"]
 
 _SUBJECTS = (
     "photosynthesis", "inflation", "a binary search tree", "the water cycle", "plate tectonics",
@@ -17,7 +17,7 @@ _SUBJECTS = (
     "supply and demand", "a jet engine", "natural selection", "a suspension bridge", "yeast",
     "the greenhouse effect", "a compiler", "gravity", "a vaccine", "sound insulation",
 )  # fmt: skip
-_HEROES = (
+HEROES = (
     "a lighthouse keeper who finds a letter from the future",
     "two sisters who restore an old sailing boat",
     "a robot gardener on a space station",
@@ -168,7 +168,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("story", (
         "Tell a story in exactly three sentences about {}.",
         "Write a story about {}.",
-        "Write a story in at least 800 words about {}."), _HEROES),
+        "Write a story in at least 800 words about {}."), HEROES),
     ("poem", ("Write a haiku about {}.", "Write a poem of eight verses about {}."), (
         "the first snow", "an empty playground", "coffee", "a broken clock", "the sea at night",
         "moving house", "a sleeping dog", "growing old", "a thunderstorm")),

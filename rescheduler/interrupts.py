@@ -1,4 +1,4 @@
-"""Ctrl-C, kept away from work that must not be left in the middle."""
+"""Ctrl-C and other ends, kept away from work that must not be left in the middle."""
 
 import signal
 from collections.abc import Iterator
@@ -6,26 +6,64 @@ from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
 
-__all__ = ["held_interrupts"]
+__all__ = ["ending_signals_held", "ending_signals_raised", "held_interrupts"]
+
+_ASK_TO_END = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def held_interrupts() -> Iterator[None]:
+def held_interrupts(*others: signal.Signals) -> Iterator[None]:
     """Let a block end before a Ctrl-C that arrived in it is dealt with as ever.
 
     A `KeyboardInterrupt` may be raised between any two Python instructions: while a row group is
     written, or where numba turns arguments into pointers, which replaces it by a `TypeError`.
-    Only the main thread receives it, so that elsewhere there is nothing to hold.
+    Only the main thread receives it, so that elsewhere there is nothing to hold, nor where a
+    signal is ignored.
+
+    Args:
+        others: signals that are held likewise.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if current_thread() is not main_thread() or not callable(handler):
-        yield
-        return
-    held: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+    handlers = {}
+    if current_thread() is main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, *others)}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    held: list[tuple[int, FrameType | None]] = []
+    for number in handlers:
+        signal.signal(number, lambda which, frame: held.append((which, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if held:
-        handler(signal.SIGINT, held[-1])
+        first, frame = held[0]
+        handlers[signal.Signals(first)](first, frame)
+
+
+@contextmanager
+def ending_signals_held() -> Iterator[None]:
+    """Let a block end before a Ctrl-C, SIGTERM or SIGHUP that arrived in it is dealt with."""
+    with held_interrupts(*_ASK_TO_END):
+        yield
+
+
+@contextmanager
+def ending_signals_raised() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` also for SIGTERM, and for SIGHUP when the terminal goes away.
+
+    By default they end a process without a chance to stop what it has started. A signal that
+    is ignored, as under ``nohup``, or has a handler is left alone, and so is all where this is
+    not the main thread.
+    """
+    raised = [
+        number
+        for number in _ASK_TO_END
+        if current_thread() is main_thread() and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    try:
+        for number in raised:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number in raised:
+            signal.signal(number, signal.SIG_DFL)

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from data_collection.starter_prompts import HEROES
 from rescheduler.serving.demo_figures import Objectives, load_figures
 from rescheduler.serving.demo_load import LoadRequest, ServedRequest
 from rescheduler.serving.demo_moves import Move
@@ -62,18 +63,6 @@ _TTFT_TIMES, _TPOT_TIMES = 20.0, 4.0
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 
-_STORIES = (
-    "a lighthouse keeper who finds a letter from the future",
-    "two sisters who restore an old sailing boat",
-    "a robot gardener on a space station",
-    "a baker whose bread makes people tell the truth",
-    "a detective who is afraid of the dark",
-    "a village where it has not rained for ten years",
-    "a chess player who meets her younger self",
-    "a train that stops at a station nobody knows",
-    "a cartographer who draws a river that does not exist yet",
-    "a violin that was built without a sound post",
-)
 _QUESTIONS = (
     "What is the capital of France?",
     "Name three colours.",
@@ -119,7 +108,7 @@ def skewed_load() -> list[LoadRequest]:
             text = _QUESTIONS[pair % len(_QUESTIONS)]
         else:
             name, tokens = f"long-{pair}", _LONG_TOKENS
-            text = f"Write a long story about {_STORIES[pair]}."
+            text = f"Write a long story about {HEROES[pair]}."
         load.append(LoadRequest(name, text, tokens, number, _APART_SECONDS * number))
     return load
 
@@ -145,7 +134,7 @@ async def _show(deployment: Deployment, console: Console) -> None:
 
 async def _objectives(deployment: Deployment) -> Objectives:
     """Measure what requests take that have the engines to themselves."""
-    text = f"Write a story about {_STORIES[0]}."
+    text = f"Write a story about {HEROES[0]}."
     alone = [LoadRequest(f"alone-{i}", text, 30, i, 5.0 * i) for i in range(4)]
     async with running_phase("alone", deployment, alone) as (_, answers):
         served = (await answers)[2:]  # the first two shake hands with the prefill engine

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_collection.models import resolve_model
+from rescheduler.interrupts import ending_signals_held, ending_signals_raised
 from rescheduler.serving.deployment import Deployment, Instance
 from rescheduler.serving.engine_command import EngineCommand, engine_command
 from rescheduler.serving.launch_checks import (
@@ -18,7 +19,6 @@ from rescheduler.serving.launch_checks import (
     cpu_interpreter,
 )
 from rescheduler.serving.launch_process import ServerProcess
-from rescheduler.serving.launch_signals import ending_signals_held, ending_signals_raised
 
 __all__ = ["Launched", "Stage", "launched"]
 
