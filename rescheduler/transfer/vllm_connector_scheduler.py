@@ -76,7 +76,8 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         )
         self._manager: Any = None
-        self._requests: dict[str, Request] = {}
+        self._live: dict[str, Request] = {}  # all, by the engine's id
+        self._requests: dict[str, Request] = {}  # those that can move, by migration id
         self._params: dict[str, MigrationParams] = {}
         self._freezes: dict[str, _Freeze] = {}
         self._kept: dict[str, str] = {}
@@ -110,6 +111,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         """Remember what a request carries for moving it."""
         super().on_new_request(request)
+        self._live[request.request_id] = request
         carried = (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
         if carried is None:
             return
@@ -143,6 +145,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep a frozen request's blocks for the engine that takes over; else as usual."""
         name = request.request_id
+        self._live.pop(name, None)
         params = self._params.pop(name, None)
         if params is not None and self._requests.get(params.id) is request:
             del self._requests[params.id]
@@ -349,7 +352,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def _state(self, number: int) -> EngineState:
         pool = self._manager.block_pool
         scheduler = self.vllm_config.scheduler_config
-        live = [request.status for request in list(self._requests.values())]
+        live = [request.status for request in list(self._live.values())]
         running = sum(status == RequestStatus.RUNNING for status in live)
         return EngineState(
             number=number,
