@@ -64,12 +64,13 @@ COST = {
     "bandwidth": 5e8,
     "kv_bytes_per_token": 46_080,  # 30 layers, 3 heads of 64, keys and values, float32
     "step_seconds": 0.1,
+    "horizon": 500,
 }
 ARMS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "star_no_prediction": {"name": "star", "prediction": False, **COST},
     "star": {"name": "star", **COST},
-    "survival": {"name": "survival", "horizon": 500, **COST},
+    "survival": {"name": "survival", **COST},
 }
 SECONDS = 100.0  # that requests arrive in
 RATE = 0.6  # requests a second

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rescheduler.serving.launch_engines import Stage
+from rescheduler.serving.server_group import Stage
 
 __all__ = ["LaunchProgress"]
 

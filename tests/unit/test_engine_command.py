@@ -50,7 +50,7 @@ def test_a_prefill_engine_on_a_cpu() -> None:
         *("--model", "/models/smollm2", "--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", "8100", "--dtype", "float32"),
         *("--max-model-len", "2048", "--max-num-seqs", "16", "--block-size", "32"),
-        *("--max-num-batched-tokens", "32768", "--enforce-eager"),
+        *("--enforce-eager", "--max-num-batched-tokens", "32768"),
         *("--kv-transfer-config", json.dumps(transfer)),
         *("--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"),
         *("--scheduler-cls", "predictor.live.vllm_scheduler.LiveHeadwayScheduler"),
@@ -71,7 +71,7 @@ def test_a_prefill_engine_on_a_cpu() -> None:
 def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts() -> None:
     command = engine_command(deployment(), DECODE, "/models/smollm2", "/venv/bin/python")
     transfer = json.loads(after(command, "--kv-transfer-config"))
-    assert transfer["kv_role"] == "kv_both"
+    assert transfer["kv_role"] == "kv_consumer"
     assert transfer["kv_connector_extra_config"]["headway"]["control"] == "tcp://127.0.0.1:8111"
     forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
     assert forecast["telemetry"] == {

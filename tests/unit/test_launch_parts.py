@@ -20,9 +20,10 @@ from rescheduler.interrupts import ending_signals_held, ending_signals_raised
 from rescheduler.serving.deployment import EngineOptions, read_deployment
 from rescheduler.serving.engine_command import EngineCommand
 from rescheduler.serving.launch_checks import LaunchError, check_ports
-from rescheduler.serving.launch_engines import Launched, Stage, chosen
+from rescheduler.serving.launch_engines import Launched, chosen
 from rescheduler.serving.launch_local import free_ports, local_deployment, write_deployment
 from rescheduler.serving.launch_process import ServerProcess
+from rescheduler.serving.server_group import Stage
 
 SERVER = """
 import http.server, os, subprocess, sys
