@@ -11,7 +11,8 @@ answer, and they are placed in turn on the decode engines, so that one of them g
 long ones. Lengths are the model's own, up to a cap. An arm's proxy is its own; engines stay.
 
 Finished rounds are kept in the folder, and are not run again. The objectives of goodput are
-multiples of what requests take that are alone, measured before the first round.
+multiples of what requests take that are alone, measured before the first round that is missing;
+without `alone.json` in the folder they are measured again.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +130,17 @@ def main() -> None:
         for arm in rotated(options.arms, number)
         if not round_file(folder, number, arm).is_file()
     ]
-    if missing:
+    if missing or not (folder / ALONE).is_file():
         run_missing(folder, load, missing)
+    alone = json.loads((folder / ALONE).read_text())
     rounds = {
         arm: [json.loads(path.read_text()) for path in sorted(folder.glob(f"*-{arm}.json"))]
         for arm in options.arms
     }
     if options.png is not None:
         draw(rounds, options.png)
-    figures = summarised(rounds) | json.loads((folder / ALONE).read_text())
+    ttft, tpot = TTFT_TIMES * alone["alone_ttft"], TPOT_TIMES * alone["alone_tpot"]
+    figures = summarised(rounds, ttft, tpot) | alone
     print_table(figures, options.arms)
     report("live_rescheduling", figures, options.json)
 
@@ -184,14 +188,12 @@ def run_missing(
         if not (folder / ALONE).is_file():
             alone = asyncio.run(measure_alone(deployment, folder))
             write_text_atomically(folder / ALONE, json.dumps(alone))
-        alone = json.loads((folder / ALONE).read_text())
-        objectives = Objectives(TTFT_TIMES * alone["alone_ttft"], TPOT_TIMES * alone["alone_tpot"])
         for number, arm in missing:
             serving = replace(deployment, migration=ARMS[arm])
             salt = f"{number}-{arm}"
-            result = asyncio.run(run_arm(serving, folder, load, salt, objectives))
+            result = asyncio.run(run_arm(serving, folder, load, salt))
             write_text_atomically(round_file(folder, number, arm), json.dumps(result))
-            shown = {k: round(result[k], 3) for k in ("goodput", "tpot_p99", "seconds")}
+            shown = {k: round(result[k], 3) for k in ("throughput", "tpot_p99", "seconds")}
             counts = {k: result[k] for k in ("migrations", "preemptions", "failed")}
             print(f"round {number}, {arm}: {shown | counts}", file=sys.stderr, flush=True)
 
@@ -210,11 +212,7 @@ async def measure_alone(deployment: Deployment, folder: Path) -> dict[str, float
 
 
 async def run_arm(
-    deployment: Deployment,
-    folder: Path,
-    load: Sequence[LoadRequest],
-    salt: str,
-    objectives: Objectives,
+    deployment: Deployment, folder: Path, load: Sequence[LoadRequest], salt: str
 ) -> dict[str, Any]:
     """Serve the load once, and return the figures, the samples and every request's times."""
     await until_idle(deployment)
@@ -231,7 +229,7 @@ async def run_arm(
     await until_idle(deployment)
     busiest = [max(one.kv) for one in samples]
     return {
-        **load_figures(served, run.seconds, objectives),
+        **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
         "migrations": migrations,
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
         "kv_full_share": float(np.mean([kv > FULL for kv in busiest])),

@@ -17,10 +17,22 @@ SUMMARISED = (
 )
 
 
-def summarised(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Return every arm's means over its rounds, and their standard errors."""
+def summarised(
+    rounds: dict[str, list[dict[str, Any]]], ttft_s: float, tpot_s: float
+) -> dict[str, float]:
+    """Return every arm's means over its rounds, and their standard errors.
+
+    Args:
+        rounds: of every arm.
+        ttft_s: longest time to the first token of a request that is in time.
+        tpot_s: its longest mean time per further token.
+    """
     figures: dict[str, float] = {"rounds": min(len(found) for found in rounds.values())}
     for arm, found in rounds.items():
+        for result in found:
+            in_time = sum(_in_time(one, ttft_s, tpot_s) for one in result["requests"])
+            result["met"] = in_time / len(result["requests"])
+            result["goodput"] = in_time / result["seconds"]
         for name in SUMMARISED:
             values = [result[name] for result in found]
             figures[f"{arm}_{name}"] = float(np.mean(values))
@@ -33,6 +45,12 @@ def summarised(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
             for one, other in zip(result["requests"], first["requests"], strict=True)
         )
     return figures
+
+
+def _in_time(request: dict[str, Any], ttft_s: float, tpot_s: float) -> bool:
+    if request["error"] or request["ttft"] is None or request["ttft"] > ttft_s:
+        return False
+    return request["tpot"] is None or request["tpot"] <= tpot_s
 
 
 def print_table(figures: dict[str, float], arms: Sequence[str]) -> None:
