@@ -8,9 +8,9 @@ from aiohttp import web
 from rescheduler.serving.client_answer import ClientAnswer
 from rescheduler.serving.deployment import ProxyOptions
 from rescheduler.serving.dispatcher import Dispatcher
+from rescheduler.serving.engine_body import decode_body
 from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_request import LiveRequest
-from rescheduler.serving.openai_request import decode_body
 from rescheduler.serving.request_flow import RequestFlow
 from rescheduler.serving.upstream import Upstream, UpstreamError
 
@@ -71,29 +71,61 @@ class PinnedFlow:
     ) -> web.StreamResponse:
         body = decode_body(request.client, request.id, request.hop, request.prefilled)
         request.hop += 1
-        options, loop = self._options, asyncio.get_running_loop()
-        streams = request.client.stream
+        response: web.StreamResponse
         try:
-            # An answer that comes as a whole has no deadline of its own: it may be long.
-            async with asyncio.timeout(options.first_token_seconds if streams else None) as time:
-                response = await self._upstream.open(
-                    instance.instance, request.client.path, body, request.headers
-                )
-                request.prefilled = None
-                try:
-                    if not streams:
-                        return answer.document(200, await response.read())
-                    async for data in response.content.iter_any():
-                        request.generating = True
-                        request.untracked += data.count(b"data: ")
-                        await answer.write(data)
-                        time.reschedule(loop.time() + options.token_seconds)
-                finally:
-                    response.close()
+            if request.client.stream:
+                await self._relay(request, instance, body, answer)
+                response = await answer.finish_raw()
+            else:
+                response = answer.document(200, await self._whole(request, instance, body))
         except TimeoutError as error:
             raise UpstreamError(instance.instance, "no token in time") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
         instance.breaker.succeeded()
-        return await answer.finish_raw()
+        return response
+
+    async def _relay(
+        self, request: LiveRequest, instance: InstanceState, body: bytes, answer: ClientAnswer
+    ) -> None:
+        """Write a stream to the client as it comes."""
+        options, loop = self._options, asyncio.get_running_loop()
+        async with asyncio.timeout(options.first_token_seconds) as time:
+            response = await self._open(request, instance, body)
+            try:
+                async for data in response.content.iter_any():
+                    request.generating = True
+                    request.untracked += data.count(b"data: ")
+                    await answer.write(data)
+                    time.reschedule(loop.time() + options.token_seconds)
+            finally:
+                response.close()
+
+    async def _whole(self, request: LiveRequest, instance: InstanceState, body: bytes) -> bytes:
+        """Return an answer that comes as a whole.
+
+        That may take as long as it likes, while its instance is in service.
+        """
+
+        async def read() -> bytes:
+            async with await self._open(request, instance, body) as response:
+                return await response.read()
+
+        reading = asyncio.create_task(read())
+        try:
+            while not (await asyncio.wait([reading], timeout=self._options.probe_seconds))[0]:
+                if not instance.breaker.closed:
+                    raise UpstreamError(instance.instance, "out of service before its answer")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _open(
+        self, request: LiveRequest, instance: InstanceState, body: bytes
+    ) -> aiohttp.ClientResponse:
+        response = await self._upstream.open(
+            instance.instance, request.client.path, body, request.headers
+        )
+        request.prefilled = None
+        return response

@@ -11,10 +11,10 @@ import msgspec
 
 from rescheduler.serving.deployment import ProxyOptions
 from rescheduler.serving.dispatcher import Dispatcher
+from rescheduler.serving.engine_body import decode_body, prefill_body, resumed_body
 from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.migrator import Migrator
-from rescheduler.serving.openai_request import decode_body, prefill_body, resumed_body
 from rescheduler.serving.proxy_metrics import ProxyMetrics
 from rescheduler.serving.token_relay import EngineStream, Resume, Send, TokenRelay
 from rescheduler.serving.upstream import EngineRefusedError, Upstream, UpstreamError

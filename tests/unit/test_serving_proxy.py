@@ -618,6 +618,28 @@ def test_what_is_pinned_starts_again_elsewhere_as_long_as_its_client_has_nothing
     asyncio.run(run())
 
 
+def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_service(
+    tokenizer: Tokenizer,
+) -> None:
+    async def run() -> None:
+        async with cluster(tokenizer) as it:
+            for engine in it.decodes:
+                engine.hangs = True
+            body = {"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}
+            asking = asyncio.create_task(it.post(body))
+            while not (busy := [engine for engine in it.decodes if engine.bodies]):
+                await asyncio.sleep(0.01)
+            for engine in it.decodes:
+                engine.hangs = engine is busy[0]
+            status, _, _ = await asking
+            assert status == 200
+            asked = [body for engine in it.decodes for body in engine.bodies if body.get("n") == 2]
+            assert len(asked) == 2
+            busy[0].hangs = False
+
+    asyncio.run(run())
+
+
 def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async with cluster(tokenizer) as it:

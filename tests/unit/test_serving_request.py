@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rescheduler.serving.engine_body import decode_body, prefill_body, resumed_body
 from rescheduler.serving.openai_request import (
     CHAT,
     COMPLETIONS,
     RequestRefusedError,
-    decode_body,
-    prefill_body,
     read_request,
-    resumed_body,
 )
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
