@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
-from rescheduler.serving.cluster_state import cluster_view
 from rescheduler.serving.deployment import Deployment, DeploymentError
 from rescheduler.serving.dispatcher import Dispatcher
 from rescheduler.serving.drainer import Drainer
@@ -26,6 +25,7 @@ from rescheduler.serving.prober import Prober
 from rescheduler.serving.proxy_metrics import ProxyMetrics
 from rescheduler.serving.request_flow import RequestFlow
 from rescheduler.serving.upstream import Upstream
+from rescheduler.serving.warm_up import crowded_view
 from rescheduler.telemetry import TelemetrySubscriber
 from rescheduler.transfer.control_client import ControlClient
 
@@ -177,9 +177,8 @@ class Proxy:
             logger.error("in the background: %r", task.exception(), exc_info=task.exception())
 
     def _compile(self) -> None:
-        """Decide on an empty cluster once, so that no request waits for a compiler."""
-        two = self._decodes[:1] * 2
-        view = cluster_view(two, [], self._forecasts, 0.0, 1.0)
+        """Decide once, so that no request waits for a compiler."""
+        view = crowded_view()
         self._policy.assign(view)
         if self._planner is not None:
             self._planner[0].plan(view)

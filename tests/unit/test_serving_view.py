@@ -23,12 +23,15 @@ from predictor.live.telemetry_messages import (
     encode_survival,
 )
 from rescheduler.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
+from rescheduler.migration import create_migration_policy
+from rescheduler.routing import create_policy
 from rescheduler.serving.cluster_state import cluster_view
 from rescheduler.serving.deployment import Instance, ProxyOptions
 from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_forecasts import LiveForecasts
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.openai_request import COMPLETIONS, read_request
+from rescheduler.serving.warm_up import crowded_view
 from rescheduler.telemetry import TelemetrySubscriber
 from rescheduler.transfer.control_messages import EngineState
 
@@ -167,3 +170,17 @@ def test_forecasts_follow_their_requests_and_age(
         assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
         forecasts.ended(known, True)
         assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
+
+
+@pytest.mark.parametrize("prediction", [True, False])
+@pytest.mark.parametrize("name", ["star", "survival"])
+def test_the_cluster_to_warm_up_with_gives_planners_something_to_move(
+    name: str, prediction: bool
+) -> None:
+    options = {"prediction": prediction} if name == "star" else {}
+    assert create_migration_policy(name, **options).plan(crowded_view()).migrations
+
+
+@pytest.mark.parametrize("name", ["fcfs", "vllm", "jsq_load", "fast_phi", "bfio"])
+def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
+    assert (create_policy(name).assign(crowded_view()).instance >= 0).all()
