@@ -80,6 +80,14 @@ def demo(arguments: list[str]) -> int:
     )
     parser.add_argument("--config", type=Path, help="deployment whose engines run already")
     parser.add_argument("--logs", type=Path, help="folder of the engines' logs")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        choices=range(1, len(HEROES) + 1),
+        default=_PAIRS,
+        metavar="N",
+        help=f"so many long and as many short requests, 1 to {len(HEROES)} (%(default)s)",
+    )
     options = parser.parse_args(arguments)
     console = Console()
     with ExitStack() as stack:
@@ -94,14 +102,14 @@ def demo(arguments: list[str]) -> int:
             progress = stack.enter_context(LaunchProgress(logs))
             stack.enter_context(launched(deployment, logs, tell=progress.tell))
             progress.finish()
-        asyncio.run(_show(deployment, console))
+        asyncio.run(_show(deployment, skewed_load(options.pairs), console))
     return 0
 
 
-def skewed_load() -> list[LoadRequest]:
+def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:
     """Return long and short requests in turn: placed in turn, the long ones meet on one engine."""
     load = []
-    for number in range(2 * _PAIRS):
+    for number in range(2 * pairs):
         pair, is_short = divmod(number, 2)
         if is_short:
             name, tokens = f"short-{pair}", _SHORT_TOKENS
@@ -113,11 +121,10 @@ def skewed_load() -> list[LoadRequest]:
     return load
 
 
-async def _show(deployment: Deployment, console: Console) -> None:
+async def _show(deployment: Deployment, load: list[LoadRequest], console: Console) -> None:
     placed = msgspec.structs.replace(deployment, routing={"name": "round_robin"})
     still = msgspec.structs.replace(placed, migration=None)
     moving = msgspec.structs.replace(placed, migration=placed.migration or _MIGRATION)
-    load = skewed_load()
     objectives = await _objectives(still)
     columns, phases = [], []
     for number, (title, serves) in enumerate(
