@@ -146,21 +146,25 @@ class LoadRun:
         self.ended = time.monotonic()
         return [self.served[request.name] for request in self._load]
 
+    def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
+        """Return the path that a request is sent to, and the fields of its own."""
+        message = {"role": "user", "content": request.prompt}
+        return "/v1/chat/completions", {"messages": [message], "seed": request.seed}
+
     async def _serve(self, session: aiohttp.ClientSession, request: LoadRequest) -> None:
         await asyncio.sleep(max(0.0, self.started + request.arrives - time.monotonic()))
         served = self.served[request.name] = ServedRequest(request, time.monotonic())
+        path, asked = self.asked(request)
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": request.prompt}],
             "max_tokens": request.max_tokens,
-            "seed": request.seed,
             "temperature": self._temperature,
             "cache_salt": self._salt,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
+        } | asked
         headers = {"X-Request-Id": request.name}
-        url = f"{self._url}/v1/chat/completions"
+        url = f"{self._url}{path}"
         try:
             async with session.post(url, json=body, headers=headers) as response:
                 if response.status != 200:
@@ -183,7 +187,7 @@ async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None
             return
         tokens = (chunk.get("usage") or {}).get("completion_tokens", served.tokens)
         for choice in chunk.get("choices", ()):
-            text = choice.get("delta", {}).get("content") or ""
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
             if tokens > served.tokens or text:
                 served.pieces.append(Piece(tokens, text, time.monotonic()))
             served.finish_reason = choice.get("finish_reason") or served.finish_reason
