@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from rescheduler.cluster_view import ClusterView
 from rescheduler.migration.problem import MigrationProblem, migration_problem
 from rescheduler.named_choice import create_named
+from rescheduler.profiling.profile import Profile, load_profile
 from rescheduler.routing.policy import Needs
 
 __all__ = [
@@ -77,6 +79,8 @@ class MigrationPolicy(ABC):
         bandwidth: B, bytes per second between two instances.
         kv_bytes_per_token: of the KV cache, :math:`b_{token}`.
         step_seconds: mean duration of a decode step, :math:`T_{exec}`.
+        profile: file of `headway profile`; :math:`T_{exec}` is then that of a step with the mean
+            instance's requests and load, at every plan of a `ClusterView`.
         horizon: H, decode steps looked ahead.
         stride: decode steps between two looks.
         memory_share: C_mem, as a part of the target's KV capacity.
@@ -91,12 +95,15 @@ class MigrationPolicy(ABC):
     bandwidth: float = 3.125e9
     kv_bytes_per_token: float = 131_072.0
     step_seconds: float = 0.02
+    profile: str | None = None
     horizon: int = 128
     stride: int = 1
     memory_share: float = 0.95
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Refuse numbers that mean nothing, and a file that is no profile."""
+        if self.profile is not None:
+            _profile(self.profile)
         for option in ("bandwidth", "kv_bytes_per_token", "step_seconds"):
             if not 0 < getattr(self, option) < inf:
                 raise ValueError(f"{option} must be above 0, not {getattr(self, option)}")
@@ -141,7 +148,20 @@ class MigrationPolicy(ABC):
         """
         if self.needs >= Needs.LENGTHS and view.forecast is None:
             raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
-        return self.decide(migration_problem(view, self.points()))
+        return self._timed(view).decide(migration_problem(view, self.points()))
+
+    def _timed(self, view: ClusterView) -> Self:
+        """Return the planner with the duration of a step as the cluster is now."""
+        if self.profile is None or len(view.instance) == 0:
+            return self
+        requests = len(view.instance) / view.n_instances
+        seconds = _profile(self.profile).batch.seconds(requests, float(view.kv_load.mean()))
+        return replace(self, step_seconds=seconds)
+
+
+@cache
+def _profile(path: str) -> Profile:
+    return load_profile(path)
 
 
 _POLICIES: dict[str, type[MigrationPolicy]] = {}

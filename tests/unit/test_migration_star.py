@@ -1,15 +1,18 @@
 """STAR's planner: Algorithm 1 by hand, against plain Python, and what it never does."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_profiles import profile_of
 from migration_views import FREE, assert_fits, moved, view, views
 from reference_planner import best_star_move
 
 from rescheduler.migration import Plan, Star, create_migration_policy
+from rescheduler.profiling.profile import BatchTime, write_profile
 from rescheduler.routing import Needs
 
 
@@ -35,6 +38,17 @@ def test_prediction_passes_over_a_request_that_is_about_to_end() -> None:
     assert moved(ahead) == [(1, 0, 1)]
     assert ahead.migrations[0].gain == pytest.approx(1 - 9.25 / 104.25)
     assert moved(plan(seen, prediction=False)) == [(0, 0, 1)]
+
+
+def test_a_profile_says_how_long_a_step_is(tmp_path: Path) -> None:
+    # A move of 0.11 s is more than the 5 steps left of 0.02 s, and less than one of the profile's.
+    write_profile(profile_of(BatchTime(0.2, 1e-3, 1e-3)), tmp_path / "profile.yaml")
+    costs = {"handshake_seconds": 0.11, "step_seconds": 0.02, "horizon": 4}
+    seen = view([(5, 5), (5, 5)], [(1, 5)])
+    assert not plan(seen, **costs).migrations
+    assert plan(seen, **costs, profile=str(tmp_path / "profile.yaml")).migrations
+    with pytest.raises(ValueError, match=r"none\.yaml: no profile"):
+        Star(profile=str(tmp_path / "none.yaml"))
 
 
 def test_beta_says_how_much_the_steps_ahead_count() -> None:

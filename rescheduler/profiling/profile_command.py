@@ -1,0 +1,166 @@
+"""`headway profile`: how long an engine's steps take, as one file that the others read."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+from tqdm import tqdm
+
+from data_collection.models import resolve_model
+from rescheduler.interrupts import ending_signals_raised
+from rescheduler.profiling.engine_description import EngineDescription
+from rescheduler.profiling.fit import (
+    fit_batch_time,
+    fit_gradients,
+    fit_quality,
+    typical_steps,
+)
+from rescheduler.profiling.grid import drive, grid
+from rescheduler.profiling.profile import Profile, write_profile
+from rescheduler.profiling.profile_figure import draw_profile
+from rescheduler.profiling.step_log import read_engine, read_steps
+from rescheduler.serving.deployment import EngineOptions
+from rescheduler.serving.engine_command import lone_engine_command
+from rescheduler.serving.launch_checks import check_versions, cpu_interpreter
+from rescheduler.serving.launch_local import free_ports
+from rescheduler.serving.launch_process import ServerProcess
+from rescheduler.serving.launch_progress import LaunchProgress
+from rescheduler.serving.server_group import ServerGroup
+
+__all__ = ["fitted_profile", "profile", "profiled_engine"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_ENGINE = "engine"
+_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+_POINTS, _QUICK_POINTS = 6, 3
+
+
+def profile(
+    out: Path,
+    model: str = "smollm2",
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 2048,
+    kv_cache_gb: int = 1,
+    threads: int = 1,
+    enforce_eager: bool = True,
+    url: str | None = None,
+    steps: Path | None = None,
+    quick: bool = False,
+) -> None:
+    """Measure the steps of an engine over a grid of new tokens and context, and fit them.
+
+    Starts an engine on this machine, or drives one that runs: give its `url` and the `steps`
+    file that it writes. Writes `profile.yaml`, `steps.csv` and `profile.png` into `out`; the
+    scheduler, `headway simulate` and the migration planners read `profile.yaml`.
+
+    Args:
+        out: folder to write to.
+        model: an embedded model's name, a folder, or a Hugging Face id.
+        dtype: of the weights and the KV cache.
+        max_model_len: longest context in tokens.
+        max_num_seqs: requests that the engine runs at a time.
+        max_num_batched_tokens: tokens of a step, at most.
+        kv_cache_gb: memory of the KV cache on a CPU, GiB.
+        threads: CPU threads of the engine.
+        enforce_eager: do not compile.
+        url: of a server that runs, in place of one that is started.
+        steps: file that this server was told to write its steps to (`headway.batching.steps`).
+        quick: a coarse grid.
+
+    Raises:
+        ValueError: the server is not there, or writes no steps; only one of `url` and `steps`.
+        LaunchError: the engine does not start.
+    """
+    if (url is None) != (steps is None):
+        raise ValueError("--url and --steps belong together: a server, and the file of its steps")
+    out.mkdir(parents=True, exist_ok=True)
+    points = _QUICK_POINTS if quick else _POINTS
+    options = EngineOptions(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gb=kv_cache_gb,
+        threads=threads,
+        enforce_eager=enforce_eager,
+        arguments=["--max-num-batched-tokens", str(max_num_batched_tokens)],
+    )
+    with ExitStack() as stack:
+        if url is None or steps is None:
+            steps, start = out / "steps.csv", 0
+            url = stack.enter_context(profiled_engine(model, options, steps, out))
+        else:
+            start = steps.stat().st_size
+        engine = read_engine(steps)
+        asyncio.run(_drive(url, engine, points))
+        measured = read_steps(steps, start)
+    found = fitted_profile(engine, measured)
+    write_profile(found, out / "profile.yaml")
+    draw_profile(found, typical_steps(measured), out / "profile.png")
+    print(_told(found, out))
+
+
+def fitted_profile(engine: EngineDescription, measured: FloatArray) -> Profile:
+    """Return the profile of an engine whose steps [n, 3] were measured.
+
+    Raises:
+        ValueError: the steps are too few, or all alike.
+    """
+    steps = typical_steps(measured[measured[:, 0] > 0])
+    batch = fit_batch_time(steps)
+    return Profile(
+        engine=engine,
+        batch=batch,
+        gradients=fit_gradients(steps, engine.max_num_seqs),
+        quality=fit_quality(steps, batch),
+    )
+
+
+@contextmanager
+def profiled_engine(model: str, options: EngineOptions, steps: Path, logs: Path) -> Iterator[str]:
+    """Run an engine that orders its work as vLLM does and writes its steps; yield its URL.
+
+    Raises:
+        LaunchError: vLLM is missing or of another version, or the engine does not start.
+    """
+    check_versions()
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    section = {"headway": {"batching": {"formation": "vllm", "steps": str(steps.resolve())}}}
+    flags = ["--scheduler-cls", _SCHEDULER, "--additional-config", json.dumps(section)]
+    options = replace(options, arguments=[*options.arguments, *flags])
+    command = lone_engine_command(options, resolve_model(model), model, url, cpu_interpreter())
+    with ending_signals_raised(), LaunchProgress(logs) as progress:
+        server = ServerProcess(_ENGINE, command, url, logs / f"{_ENGINE}.log")
+        with closing(ServerGroup([server], progress.tell)) as group:
+            group.start([_ENGINE])
+            progress.finish()
+            yield url
+
+
+async def _drive(url: str, engine: EngineDescription, points: int) -> None:
+    cells = grid(engine, points)
+    with tqdm(total=len(cells), unit="cell", desc="profiling") as bar:
+        async for _ in drive(url, cells, secrets.randbits(32)):
+            bar.update()
+
+
+def _told(found: Profile, out: Path) -> str:
+    a, b, c = found.batch
+    quality = found.quality
+    return (
+        f"a step takes {1e3 * a:.3g} ms + {1e3 * b:.3g} ms a new token + "
+        f"{1e6 * c:.3g} µs a token of context\n"
+        f"{quality.steps} kinds of steps: the estimate is off by {quality.error_p50:.1%} in the "
+        f"median ({quality.new_only_error_p50:.1%} without context), by at most "
+        f"{quality.error_p95:.1%} in 95%; R² {quality.r2:.4f}\n"
+        f"wrote {out / 'profile.yaml'}, profile.png and steps.csv"
+    )
