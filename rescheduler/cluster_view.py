@@ -10,6 +10,7 @@ from predictor.forecast import Forecast
 __all__ = ["CANNOT_MOVE", "NEVER_MOVED", "UNLIMITED", "Assignment", "ClusterView"]
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 UNLIMITED = np.int64(2**40)
 """KV capacity of an instance whose memory is no limit, and free slots of a queue; sums of a
@@ -48,6 +49,9 @@ class ClusterView:
         since_move: [n_running] decode steps since each request last moved to another instance,
             `NEVER_MOVED` if it has not, `CANNOT_MOVE` if it is not to move now; None if all may
             and none has.
+        prefill_budget: [n_instances] prompt tokens that each engine can take on and still
+            compute within their time, as it last reported, less those placed there since; None
+            if engines report none.
     """
 
     slots: IntArray
@@ -64,6 +68,7 @@ class ClusterView:
     dispatched: int = 0
     instant: bool = False
     since_move: IntArray | None = None
+    prefill_budget: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together.
@@ -83,6 +88,7 @@ class ClusterView:
             ("waiting_forecast", n_waiting),
             ("waited_steps", n_waiting),
             ("since_move", n_running),
+            ("prefill_budget", n_instances),
         ):
             values = getattr(self, name)
             if values is not None and len(values) != length:

@@ -12,6 +12,7 @@ from rescheduler.routing.max_capacity import MaxCapacity
 from rescheduler.routing.max_min import MaxMin
 from rescheduler.routing.min_min import MinMin
 from rescheduler.routing.overflow_cost import FastPhi, Overflow
+from rescheduler.routing.pab import PAB
 from rescheduler.routing.policy import (
     Needs,
     RoutingPolicy,
@@ -31,6 +32,7 @@ __all__ = [
     "BRH",
     "FCFS",
     "JSQ",
+    "PAB",
     "BalanceFutureDP",
     "DecodeBalancer",
     "DedicatedSmallLarge",

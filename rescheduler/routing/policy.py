@@ -49,6 +49,8 @@ class RoutingPolicy(ABC):
     needs: ClassVar[Needs]
     needs_lengths: ClassVar[bool] = False
     """Whether it is fitted to output lengths seen before, by `with_lengths`."""
+    needs_budget: ClassVar[bool] = False
+    """Whether it goes by the prefill budgets that engines report."""
     kernel: ClassVar[Any] = None
     """``kernel(problem, parameters, target)``, compiled by numba; None for a Python policy."""
 
@@ -78,8 +80,10 @@ class RoutingPolicy(ABC):
         """Return where the waiting requests of a view go.
 
         Raises:
-            ValueError: the view lacks forecasts that the policy needs.
+            ValueError: the view lacks forecasts or budgets that the policy needs.
         """
+        if self.needs_budget and view.prefill_budget is None:
+            raise ValueError(f"{self.name} needs prefill budgets, which no engine here reports")
         if self.needs >= Needs.LENGTHS and (view.forecast is None or view.waiting_forecast is None):
             raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
         if self.kernel is None:

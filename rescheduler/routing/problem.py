@@ -38,6 +38,8 @@ class RoutingProblem(NamedTuple):
         capacity: [G] tokens that the KV cache holds.
         work: [G] tokens still expected from the requests there, summed; for
             policies that need lengths, else 0.
+        budget: [G] prompt tokens that each instance could compute in time, as it last reported,
+            less those of requests placed there since; for policies that need budgets, else 0.
         points: [P] decode steps h ahead, ascending from 0; empty for policies without a horizon.
         growth: [P] tokens that a request gains until each point: h, or a drift's sum.
         ahead: [G, P] Λ_g(h), the expected load at each point.
@@ -56,6 +58,7 @@ class RoutingProblem(NamedTuple):
     room: IntArray
     capacity: IntArray
     work: FloatArray
+    budget: FloatArray
     points: IntArray
     growth: FloatArray
     ahead: FloatArray
@@ -127,6 +130,7 @@ def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
     problem.slots[g] -= 1
     problem.room[g] -= size
     problem.work[g] += problem.remaining[i]
+    problem.budget[g] -= size
     problem.dispatched[0] += 1
     for p in range(len(problem.points)):
         tokens = size + problem.growth[p]
@@ -171,6 +175,9 @@ def routing_problem(
             raise ValueError("the policy goes by lengths, but there are no forecasts")
         np.add.at(work, view.instance, view.forecast.mean())
         remaining = view.waiting_forecast.mean()
+    budget = np.zeros(n_instances)
+    if view.prefill_budget is not None:
+        budget[:] = view.prefill_budget
     unlimited = np.full(n_instances, UNLIMITED)
     return RoutingProblem(
         load=load,
@@ -180,6 +187,7 @@ def routing_problem(
         room=unlimited.copy() if view.instant else view.kv_capacity - load,
         capacity=view.kv_capacity.astype(np.int64),
         work=work,
+        budget=budget,
         points=points,
         growth=points.astype(np.float64),
         ahead=ahead,

@@ -193,6 +193,11 @@ def _policies(
         policy = create_policy(**deployment.routing)
     except ValueError as error:
         raise DeploymentError(f"routing: {error}") from error
+    if policy.needs_budget:
+        raise DeploymentError(
+            f"routing.name: {policy.name} chooses between engines that prefill and decode; decode "
+            "instances have no prefill budget"
+        )
     if policy.needs >= Needs.LENGTHS and not told:
         raise DeploymentError(
             f"routing.name: {policy.name} needs forecasts, and no decode instance has telemetry"

@@ -71,8 +71,8 @@ def advise(
             or both.
         load: scale arrivals to this part of the estimated capacity, at most 1.2; as recorded
             when null.
-        step_time: {name: bfio | moe | batch | table, ...options}, seconds of a step; bfio when
-            null.
+        step_time: {name: bfio | moe | batch | table | profile, ...options}, seconds of a step;
+            bfio when null.
         requests: simulated in a run; when null 20,000, or fewer that generate 20 million tokens,
             but 8 for each slot at least.
         seeds: runs of each router.

@@ -34,6 +34,7 @@ def routing_problem_of(
         work.load[g] = instance.load + instance.queued_tokens + instance.arriving_tokens
         work.queued[g] = instance.queued + instance.arriving
         work.running[g] = occupied(cluster, g)
+        work.budget[g] = instance.budget
         if rules.instant:
             work.slots[g] = UNLIMITED
             work.room[g] = UNLIMITED
@@ -55,6 +56,7 @@ def routing_problem_of(
         work.room,
         work.capacity,
         work.work,
+        work.budget,
         work.points,
         work.growth,
         work.ahead,

@@ -5,6 +5,8 @@ from math import isnan
 import numpy as np
 
 from rescheduler.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.batch_arrays import BatchArrays
+from rescheduler.simulator.batch_choice import choose_batch, resume_tokens, sit_out
 from rescheduler.simulator.energy import PowerModel, mfu_watts
 from rescheduler.simulator.engine_state import (
     CHUNKED,
@@ -16,13 +18,29 @@ from rescheduler.simulator.engine_state import (
     Rules,
     Series,
 )
+from rescheduler.simulator.forecast_arrays import ForecastArrays
 from rescheduler.simulator.instance_queue import admit
 from rescheduler.simulator.observation import count_latency, record
+from rescheduler.simulator.reported_budget import report_budget
 from rescheduler.simulator.slots import decode, finish, preempt, vacate
 from rescheduler.simulator.step_time import StepTime, step_seconds
 from rescheduler.simulator.transfers import send_migrations
 
-__all__ = ["end_step", "start_steps"]
+__all__ = ["end_step", "prepare_steps", "start_steps"]
+
+
+@compiled_core
+def prepare_steps(
+    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays
+) -> None:
+    """Report budgets and form batches, where objectives say so, before `start_steps`."""
+    for g in range(rules.n_instances):
+        if cluster.instances[g].stepping:
+            continue
+        if rules.service.reports:
+            report_budget(rules, forecast, cluster, batch, g)
+        if rules.service.forms:
+            choose_batch(rules, cluster, batch, g)
 
 
 @compiled_core
@@ -40,13 +58,14 @@ def start_steps(
         instance = cluster.instances[g]
         if instance.stepping:
             continue
-        _compose(rules, cluster, g)
+        if not rules.service.forms:
+            _compose(rules, cluster, g)
         if instance.decoding > 0 or instance.filling != NONE:
             busy = True
             if not rules.barrier:
-                seconds = step_seconds(step_time, instance.new_tokens, instance.load)
-                seconds += step_time.per_mean_context * instance.load
-                going_on = _step(cluster, g, scalars.now + seconds)
+                seconds = step_seconds(step_time, instance.new_tokens, instance.reading)
+                seconds += step_time.per_mean_context * instance.reading
+                going_on = _step(rules, cluster, g, scalars.now + seconds)
                 count_latency(cluster, seconds, going_on)
                 scalars.busy_seconds += seconds
                 scalars.energy_mfu += seconds * mfu_watts(power_model, instance.new_tokens, seconds)
@@ -60,7 +79,7 @@ def start_steps(
     seconds = slowest + step_time.per_mean_context * (total / rules.n_instances)
     going_on, computed, watts_now = 0, -1, 0.0
     for g in range(rules.n_instances):
-        going_on += _step(cluster, g, scalars.now + seconds)
+        going_on += _step(rules, cluster, g, scalars.now + seconds)
         if cluster.instances[g].new_tokens != computed:  # most instances compute as many
             computed = cluster.instances[g].new_tokens
             watts_now = mfu_watts(power_model, computed, seconds)
@@ -86,8 +105,9 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
             cluster.requests[row].resumes = NONE
             decode(cluster, row, g)
         instance.new_tokens = new
+        instance.reading = instance.load
         return
-    budget = max(rules.max_batched_tokens - instance.decoding, 0)
+    budget = max(rules.service.batches.token_budget - instance.decoding, 0)
     while budget > 0:
         row = instance.filling
         if row == NONE:
@@ -98,6 +118,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
             cluster.requests[row].todo = 0 if moved else cluster.requests[row].context
             cluster.requests[row].next = NONE
             instance.filling = row
+            instance.n_filling = 1
         chunk = min(cluster.requests[row].todo, budget)
         cluster.requests[row].todo -= chunk
         budget -= chunk
@@ -105,14 +126,16 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
         if cluster.requests[row].todo > 0:
             break
         instance.filling = NONE
+        instance.n_filling = 0
         instance.load -= cluster.requests[row].context  # counted again as it decodes
         cluster.requests[row].resumes = NONE
         decode(cluster, row, g)
     instance.new_tokens = new
+    instance.reading = instance.load
 
 
 @compiled_inline
-def _step(cluster: Cluster, g: int, end: float) -> int:
+def _step(rules: Rules, cluster: Cluster, g: int, end: float) -> int:
     """Begin a step, whose end is known already; return how many had a token just before it."""
     instance = cluster.instances[g]
     instance.stepping = 1
@@ -124,7 +147,10 @@ def _step(cluster: Cluster, g: int, end: float) -> int:
         elif not isnan(request.last_token):
             count_latency(cluster, end - request.last_token, 1)
         request.last_token = np.nan
-    return instance.decoding - instance.joined  # type: ignore[no-any-return]
+    going_on = instance.decoding - instance.joined
+    if rules.service.forms:
+        going_on -= instance.waiting + resume_tokens(cluster, g, end)
+    return going_on  # type: ignore[no-any-return]
 
 
 @compiled_core
@@ -133,11 +159,16 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     growth = rules.drift[instance.steps % len(rules.drift)]
     instance.stepping = 0
+    if rules.service.forms and instance.waiting > 0:
+        sit_out(cluster, g, growth)
+    if rules.service.watches_tpot:
+        _watch_tpot(rules, cluster, g)
+    given = instance.decoding - instance.waiting
     instance.steps += 1
     scalars.all_steps += 1
     if g == 0:
         scalars.steps += 1
-    scalars.tokens += instance.decoding
+    scalars.tokens += given
     if instance.steps == instance.next_end:
         slot = 0
         next_end = NEVER
@@ -152,9 +183,32 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
                 slot += 1
         instance.next_end = next_end
     instance.grown += growth
-    instance.load += growth * instance.decoding
+    instance.load += growth * (instance.decoding - instance.waiting)
+    instance.waiting = 0
     if scalars.leaving > 0:
         send_migrations(rules, cluster, g)
     held = instance.arriving_tokens + instance.leaving_tokens
     while instance.load > 0 and instance.load + held > rules.kv_capacity:
         preempt(cluster, g)
+
+
+@compiled_core
+def _watch_tpot(rules: Rules, cluster: Cluster, g: int) -> None:
+    r"""Keep the worst running mean of the requests that get a token now.
+
+    .. math:: \max_{j \ge 1} \frac{t_j - t_0}{j}
+
+    with :math:`t_0` the time of the first token, or the time at which it was due.
+    """
+    instance, now = cluster.instances[g], cluster.scalars[0].now
+    for slot in range(instance.decoding):
+        request = cluster.requests[cluster.slot_request[g, slot]]
+        before = request.output - (cluster.slot_end[g, slot] - instance.steps)
+        if cluster.slot_waits[g, slot] or before == 0:
+            continue
+        since = request.first_token
+        if rules.service.since_due:
+            since = request.arrival + rules.service.ttft
+        mean = (now - since) / before
+        if not request.tpot_worst >= mean:  # so is NaN, for none yet
+            request.tpot_worst = mean

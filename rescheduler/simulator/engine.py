@@ -11,8 +11,9 @@ from math import inf
 
 from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
+from rescheduler.simulator.batch_arrays import BatchArrays
 from rescheduler.simulator.decision import routing_problem_of
-from rescheduler.simulator.decode_step import end_step, start_steps
+from rescheduler.simulator.decode_step import end_step, prepare_steps, start_steps
 from rescheduler.simulator.energy import PowerModel
 from rescheduler.simulator.engine_state import (
     ASK,
@@ -31,8 +32,9 @@ from rescheduler.simulator.engine_state import (
 )
 from rescheduler.simulator.instance_queue import queue
 from rescheduler.simulator.observation import observe
+from rescheduler.simulator.reported_budget import turns_away
 from rescheduler.simulator.request_intake import fill_servers, next_arrival, pool_has_room, reveal
-from rescheduler.simulator.slots import occupied
+from rescheduler.simulator.slots import occupied, turn_away
 from rescheduler.simulator.step_time import StepTime
 from rescheduler.simulator.transfers import land_migrations
 
@@ -48,6 +50,7 @@ def advance(
     power_model: PowerModel,
     foresight: Foresight,
     cluster: Cluster,
+    batch: BatchArrays,
     intake: Intake,
     series: Series,
     kernel: Kernel,
@@ -88,6 +91,8 @@ def advance(
                 scalars.plans += 1
                 return PLAN
         if scalars.phase == _REVEAL:
+            if rules.service.admits and scalars.finished == len(cluster.finished):
+                return FLUSH
             wanted = reveal(rules, step_time, cluster, intake)
             if wanted != DONE:
                 return wanted
@@ -104,6 +109,8 @@ def advance(
             else:
                 scalars.phase = _START
         if scalars.phase == _START:
+            if rules.service.forms or rules.service.reports:
+                prepare_steps(rules, foresight.forecast, cluster, batch)
             start_steps(rules, step_time, power_model, cluster, series)
             scalars.phase = _TIME
 
@@ -159,9 +166,14 @@ def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
             intake.pool[kept] = row
             kept += 1
         else:
-            cluster.requests[row].placed = scalars.now
-            queue(cluster, row, g)
             scalars.dispatched += 1
+            if turns_away(rules, cluster, row, g):
+                turn_away(cluster, row, g)
+                continue
+            cluster.requests[row].placed = scalars.now
+            if rules.service.reports:
+                cluster.instances[g].budget -= cluster.requests[row].prompt
+            queue(cluster, row, g)
     scalars.waiting = kept
     scalars.decisions += 1
     # With instant dispatch the next arrival is decided on by itself.

@@ -8,7 +8,8 @@ INSTANCE = np.dtype(
     [
         ("load", np.int64),  # context tokens of requests that decode or fill
         ("decoding", np.int64),
-        ("filling", np.int64),  # row of the request whose prompt is being computed, or NONE
+        ("filling", np.int64),  # first row of those whose prompts are being computed, or NONE
+        ("n_filling", np.int64),
         ("queued", np.int64),
         ("queued_tokens", np.int64),
         ("arriving", np.int64),  # migrations on their way here, for which room is kept
@@ -22,6 +23,9 @@ INSTANCE = np.dtype(
         ("queue_head", np.int64),
         ("queue_tail", np.int64),
         ("new_tokens", np.int64),  # of the step in progress
+        ("reading", np.int64),  # context tokens that it reads
+        ("waiting", np.int64),  # decoding requests that get no token in it
+        ("budget", np.float64),  # prompt tokens that it could take on in time, as last reported
         ("joined", np.int64),  # requests that decode from this step on
     ],
     align=True,
@@ -49,6 +53,7 @@ REQUEST = np.dtype(
         ("start", np.float64),
         ("first_token", np.float64),
         ("last_token", np.float64),
+        ("tpot_worst", np.float64),  # of its tokens so far, if that is asked for
     ],
     align=True,
 )
@@ -66,6 +71,7 @@ FINISHED = np.dtype(
         ("output", np.int64),
         ("preemptions", np.int64),
         ("migrations", np.int64),
+        ("tpot_worst", np.float64),
     ],
     align=True,
 )

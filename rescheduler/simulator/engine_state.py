@@ -9,6 +9,7 @@ from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.engine_records import FINISHED, INSTANCE, MOVE, REQUEST, SCALARS
 from rescheduler.simulator.forecast_arrays import ForecastArrays
+from rescheduler.simulator.service_rules import ServiceRules
 
 __all__ = [
     "ASK",
@@ -91,7 +92,6 @@ class Rules(NamedTuple):
     pool_limit: int
     revelation: bool
     prefill: int
-    max_batched_tokens: int
     batching: int
     drift: IntArray
     most_growth: int
@@ -100,6 +100,7 @@ class Rules(NamedTuple):
     max_steps: int
     max_seconds: float
     plan_every: int
+    service: ServiceRules
 
 
 class Foresight(NamedTuple):
@@ -135,6 +136,7 @@ class Cluster(NamedTuple):
         instances: [G] of `INSTANCE`.
         slot_request: [G, slots] rows of the decoding requests, the first ``decoding`` of each.
         slot_end: [G, slots] value of the instance's ``steps`` at which each has ended.
+        slot_waits: [G, slots] whether each sits the step in progress out.
         requests: [rows] of `REQUEST`.
         free: [rows] stack of unused rows.
         joined: [G, slots] rows that decode from the step in progress on.
@@ -148,6 +150,7 @@ class Cluster(NamedTuple):
     instances: Records
     slot_request: IntArray
     slot_end: IntArray
+    slot_waits: npt.NDArray[np.bool_]
     requests: Records
     free: IntArray
     joined: IntArray
@@ -210,6 +213,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
         instances=instances,
         slot_request=np.full((n, slots), NONE, dtype=np.int64),
         slot_end=np.zeros((n, slots), dtype=np.int64),
+        slot_waits=np.zeros((n, slots), dtype=np.bool_),
         requests=np.zeros(capacity, dtype=REQUEST),
         free=np.arange(capacity, dtype=np.int64)[::-1].copy(),
         joined=np.zeros((n, slots), dtype=np.int64),
@@ -275,6 +279,7 @@ def new_foresight(
         room=np.zeros(n, dtype=np.int64),
         capacity=np.full(n, rules.kv_capacity, dtype=np.int64),
         work=np.zeros(n),
+        budget=np.zeros(n),
         points=points,
         # A changing drift is known to a policy by its mean.
         growth=(points * rules.drift.mean()).astype(np.float64),

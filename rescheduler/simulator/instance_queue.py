@@ -5,7 +5,7 @@ from math import isnan
 from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import BIN_PACKING, CHUNKED, FCFS, NONE, Cluster, Rules
 
-__all__ = ["admit", "queue", "queue_first"]
+__all__ = ["admit", "queue", "queue_first", "take"]
 
 
 @compiled_inline
@@ -37,9 +37,9 @@ def queue_first(cluster: Cluster, row: int, g: int) -> None:
 @compiled_core
 def admit(rules: Rules, cluster: Cluster, g: int) -> int:
     """Take the request that an instance starts next out of its queue, or return NONE."""
-    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    instance = cluster.instances[g]
     head = instance.queue_head
-    taken = instance.decoding + (instance.filling != NONE) + instance.arriving
+    taken = instance.decoding + instance.n_filling + instance.arriving
     if head == NONE or taken >= rules.slots:
         return NONE
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
@@ -64,12 +64,20 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
             previous, row = row, candidate.next
     if chosen == NONE or cluster.requests[chosen].context > room:
         return NONE
-    request = cluster.requests[chosen]
+    take(rules, cluster, g, chosen, before)
+    return chosen  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
+    """Take a request out of an instance's queue, where it follows the row ``before`` or NONE."""
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    request = cluster.requests[row]
     if before == NONE:
         instance.queue_head = request.next
     else:
         cluster.requests[before].next = request.next
-    if instance.queue_tail == chosen:
+    if instance.queue_tail == row:
         instance.queue_tail = before
     instance.queued -= 1
     instance.queued_tokens -= request.context
@@ -79,4 +87,3 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
         request.start = scalars.now
     if rules.prefill == CHUNKED:
         instance.load += request.context
-    return chosen  # type: ignore[no-any-return]

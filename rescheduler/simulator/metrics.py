@@ -15,6 +15,8 @@ __all__ = ["Summary", "histogram_quantile", "run_metrics", "summarise", "time_pe
 FloatArray = npt.NDArray[np.float64]
 
 _PERCENTILES = (50, 95, 99)
+_ROUNDING = 1e-9
+"""Seconds by which times are off that batches were formed to meet exactly."""
 
 
 class Summary(NamedTuple):
@@ -37,16 +39,18 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     ``imbalance`` (:math:`G \max_g L_g - \sum_g L_g`), ``max_minus_min``, ``idle_share`` and
     ``execution_variance`` (of the instances' step times, in seconds squared) are means over
     steps; ``kv_peak`` is the most tokens that an instance held; ``throughput`` is tokens and
-    ``requests_per_s`` finished requests per second
-    of ``makespan``. ``ttft`` is first_token − arrival, ``wait`` is start − arrival, ``tpot`` see
-    `time_per_output_token`, ``itl`` the time between two tokens of a request: each a mean, with
-    ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
-    meet both objectives. ``energy`` reads utilisation as own load / max load, ``energy_mfu`` as
-    mfu / mfu_sat. Figures that the run has no data for are left out.
+    ``requests_per_s`` finished requests per second of ``makespan``; ``offered_per_s`` is all
+    requests over the time in which they arrived. ``ttft`` is first_token − arrival, ``wait`` is
+    start − arrival, ``tpot`` see `time_per_output_token`, ``tpot_worst`` see `SLOConfig`, ``itl``
+    the time between two tokens of a request: each a mean, with ``_p50``, ``_p95`` and ``_p99``
+    beside it. ``goodput`` counts the requests per second that meet both objectives, ``violated``
+    is the share of those that do not, the ``rejected`` ones among them. ``energy`` reads
+    utilisation as own load / max load, ``energy_mfu`` as mfu / mfu_sat. Figures that the run has
+    no data for are left out.
 
     Args:
         result: of the run.
-        slo: the objectives of ``goodput``, which is left out without them.
+        slo: the objectives of ``goodput`` and ``violated``, which are left out without them.
 
     Source: Chen et al. 2026, §6.3, equations (7) to (10).
     """
@@ -60,18 +64,21 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     }
     if seconds > 0:
         figures["throughput"] = result.tokens / seconds
-        figures["requests_per_s"] = len(requests.number) / seconds
+        figures["requests_per_s"] = np.count_nonzero(~np.isnan(requests.end)) / seconds
+    last_arrival = requests.arrival.max(initial=0.0)
+    if last_arrival > 0:
+        figures["offered_per_s"] = len(requests.number) / last_arrival
     ttft = requests.first_token - requests.arrival
     tpot = time_per_output_token(requests, result.prefilled_first_token)
     figures |= _distribution("ttft", ttft)
-    figures |= _distribution("tpot", tpot[~np.isnan(tpot)])
+    figures |= _distribution("tpot", tpot)
+    figures |= _distribution("tpot_worst", requests.tpot_worst)
     figures |= _inter_token_latency(result)
     figures |= _distribution("wait", requests.start - requests.arrival)
     if slo is not None and seconds > 0:
-        # A request of one token has no time between tokens that could be too long.
-        met = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
-        figures["goodput"] = np.count_nonzero(met) / seconds
+        figures |= _within(slo, ttft, tpot if slo.tpot == "mean" else requests.tpot_worst, seconds)
     figures |= {
+        "rejected": int(np.count_nonzero(np.isnan(requests.end))),
         "preemptions": result.preemptions,
         "migrations": result.migrations,
         "decisions": result.decisions,
@@ -135,7 +142,16 @@ def summarise(runs: Sequence[dict[str, float]]) -> Summary:
     return Summary(dict(zip(names, values.mean(axis=0).tolist(), strict=True)), ci95, n)
 
 
+def _within(slo: SLOConfig, ttft: FloatArray, tpot: FloatArray, seconds: float) -> dict[str, float]:
+    # A request of one token has no time between tokens that could be too long; one that was
+    # turned away has no first token, which is never in time.
+    longest = slo.ttft_s + _ROUNDING, slo.tpot_s + _ROUNDING
+    met = np.count_nonzero((ttft <= longest[0]) & ~(tpot > longest[1]))
+    return {"goodput": met / seconds, "violated": 1 - met / len(ttft)}
+
+
 def _distribution(name: str, values: FloatArray) -> dict[str, float]:
+    values = values[~np.isnan(values)]
     if len(values) == 0:
         return {}
     quantiles = np.quantile(values, [percentile / 100 for percentile in _PERCENTILES])

@@ -30,7 +30,11 @@ _MAIN = (
     _Figure("TPOT, ms", "tpot", 1e3),
     _Figure("energy, kJ", "energy", 1e-3),
 )
-_GOODPUT = _Figure("goodput, requests/s", "goodput")
+_SERVICE = (
+    _Figure("goodput, requests/s", "goodput"),
+    _Figure("violated, %", "violated", 100.0),
+)
+_REJECTED = _Figure("rejected", "rejected")
 _MOVING = (
     _Figure("execution variance, ms²", "execution_variance", 1e6),
     _Figure("TPOT P99, ms", "tpot_p99", 1e3),
@@ -43,6 +47,7 @@ _LATENCY = tuple(
         ("TTFT", "ttft", "s", 1.0),
         ("wait", "wait", "s", 1.0),
         ("TPOT", "tpot", "ms", 1e3),
+        ("worst TPOT", "tpot_worst", "ms", 1e3),
         ("ITL", "itl", "ms", 1e3),
     )
     for percentile in ("", "p50", "p95", "p99")
@@ -141,7 +146,9 @@ def about(verb: str, config: SimulationConfig) -> dict[str, Any]:
 
 def _main(summaries: Sequence[Summary]) -> list[_Figure]:
     moving = any(summary.mean.get("migrations") for summary in summaries)
-    return _known((*_MAIN, _GOODPUT, *(_MOVING if moving else ())), summaries)
+    rejecting = any(summary.mean.get("rejected") for summary in summaries)
+    shown = (*_MAIN, *_SERVICE, *((_REJECTED,) if rejecting else ()), *(_MOVING if moving else ()))
+    return _known(shown, summaries)
 
 
 def _known(figures: Sequence[_Figure], summaries: Sequence[Summary]) -> list[_Figure]:

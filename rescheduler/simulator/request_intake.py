@@ -108,6 +108,7 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     request.start = np.nan
     request.first_token = np.nan
     request.last_token = np.nan
+    request.tpot_worst = np.nan
     return row  # type: ignore[no-any-return]
 
 

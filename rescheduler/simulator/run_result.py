@@ -13,20 +13,23 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class RequestRecords(NamedTuple):
-    """The requests that finished, [n] each, in order of their end.
+    """The requests that finished or were turned away, [n] each, in order of that.
 
     Attributes:
         number: of the request in the trace, from 0.
         instance: where it ended.
         arrival: seconds at which it became visible.
         placed: seconds at which the policy gave it to an instance.
-        start: seconds at which it was first admitted.
+        start: seconds at which it was first admitted; of one that was turned away this is NaN,
+            as the times before and after are, but for its arrival.
         first_token: seconds at which its first token was there.
         end: seconds at which its last token was there.
         prompt: tokens.
         output: tokens.
         preemptions: times it lost its place.
         migrations: times it moved.
+        tpot_worst: its worst running mean of seconds per output token, see `SLOConfig`; NaN
+            where that is not asked for, and of a single token.
     """
 
     number: IntArray
@@ -40,6 +43,7 @@ class RequestRecords(NamedTuple):
     output: IntArray
     preemptions: IntArray
     migrations: IntArray
+    tpot_worst: FloatArray
 
 
 class LoadSeries(NamedTuple):
@@ -76,7 +80,7 @@ class RunResult:
         policy: its label.
         seed: of the run.
         n_instances: G.
-        requests: those that finished.
+        requests: those that finished, and those that were turned away.
         prefilled_first_token: a simulated prefill gave each first token.
         steps: steps recorded.
         seconds: from 0 to the last end.

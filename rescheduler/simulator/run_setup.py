@@ -9,6 +9,7 @@ from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.simulator.energy import PowerModel, power_model
 from rescheduler.simulator.forecast_sources import ForecastSource, create_forecast
 from rescheduler.simulator.policy_choice import PolicyChoice
+from rescheduler.simulator.service_rules import service_rules
 from rescheduler.simulator.simulation_config import SimulationConfig, checked
 from rescheduler.simulator.step_time import StepTime, create_step_time
 from rescheduler.simulator.trace import Trace
@@ -66,11 +67,13 @@ def run_setup(config: SimulationConfig) -> RunSetup:
     forecast = checked("forecast", create_forecast, config.forecast)
     forecast.refuse_other_trace(trace)
     slots = config.cluster.slots
+    step_time = checked("step_time", partial(create_step_time, slots=slots), config.step_time)
+    service_rules(config, step_time)
     return RunSetup(
         config=config,
         trace=trace,
         forecast=forecast,
-        step_time=checked("step_time", partial(create_step_time, slots=slots), config.step_time),
+        step_time=step_time,
         power=power_model(config.power),
     )
 

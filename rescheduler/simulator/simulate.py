@@ -206,6 +206,7 @@ _SCHEMA = pa.schema(
         ("instance", pa.int64()),
         *((name, pa.float64()) for name in _TIMES),
         *((name, pa.int64()) for name in _COUNTS),
+        ("tpot_worst", pa.float64()),
     ]
 )
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.batching.prefill_budget import prefill_budget
 from rescheduler.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
 from rescheduler.interrupts import held_interrupts
 from rescheduler.migration import MigrationPolicy, MigrationProblem
@@ -15,6 +16,7 @@ from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.arrival_process import with_arrivals
+from rescheduler.simulator.batch_arrays import new_batch_arrays
 from rescheduler.simulator.decision import routing_problem_of
 from rescheduler.simulator.engine import advance, apply_target
 from rescheduler.simulator.engine_state import (
@@ -49,7 +51,7 @@ from rescheduler.simulator.forecast_arrays import (
 from rescheduler.simulator.planning import migration_problem_of, movable_requests
 from rescheduler.simulator.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.simulation_config import SimulationConfig
+from rescheduler.simulator.service_rules import service_rules
 from rescheduler.simulator.trace import Trace, TraceBlock, first_requests
 
 __all__ = ["Simulation", "run"]
@@ -118,10 +120,12 @@ class Simulation:
                 f"{planner.name} needs forecasts, but forecast.name is none; choose oracle, "
                 "kaplan_meier, replay, or another planner"
             )
-        self._rules = _rules(config, planner)
+        self._rules = _rules(setup, self.policy, planner)
         self._step_time, self._power = setup.step_time, setup.power
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
         self._cluster = new_cluster(self._rules, servers)
+        self._batch = new_batch_arrays(len(self._cluster.requests))
+        self._cluster.instances["budget"] = _idle_budget(self._rules)
         self._intake = new_intake(self._rules, servers)
         self._series = new_series(self._rules)
         kernel = kernel_of(self.policy)
@@ -151,6 +155,7 @@ class Simulation:
                     self._power,
                     self._foresight,
                     self._cluster,
+                    self._batch,
                     self._intake,
                     self._series,
                     self._kernel,
@@ -162,6 +167,7 @@ class Simulation:
                 self._flush()
             elif wanted == GROW:
                 self._cluster = with_more_rows(self._cluster)
+                self._batch = new_batch_arrays(len(self._cluster.requests))
             elif wanted == ASK:
                 self._ask()
             elif wanted == PLAN:
@@ -202,6 +208,7 @@ class Simulation:
             dispatched=int(self._cluster.scalars["dispatched"][0]),
             instant=self._rules.instant,
             since_move=since_move,
+            prefill_budget=instances["budget"].copy() if self._rules.service.reports else None,
         )
 
     def problem(self) -> RoutingProblem:
@@ -230,8 +237,11 @@ class Simulation:
         none by then, it stays where it is.
 
         Raises:
-            ValueError: no such request decodes, or it is to go where it is.
+            ValueError: no such request decodes, or it is to go where it is; or decodes may sit
+                steps out, with which migration is not simulated.
         """
+        if self._rules.service.forms:
+            raise ValueError("migration is not simulated where decodes may sit a step out")
         if not 0 <= target < self._rules.n_instances:
             raise ValueError(f"instance {target} is not one of {self._rules.n_instances}")
         for g in range(self._rules.n_instances):
@@ -402,7 +412,8 @@ class Simulation:
         return PointForecast.new(np.array(remaining, dtype=np.float64))
 
 
-def _rules(config: SimulationConfig, planner: MigrationPolicy | None) -> Rules:
+def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | None) -> Rules:
+    config = setup.config
     drift = np.array(config.drift, dtype=np.int64)
     instant = config.dispatch == "instant"
     return Rules(
@@ -414,7 +425,6 @@ def _rules(config: SimulationConfig, planner: MigrationPolicy | None) -> Rules:
         pool_limit=1 if instant else config.pool_limit,
         revelation=config.arrivals.kind == "revelation",
         prefill=_PREFILLS[config.prefill.kind],
-        max_batched_tokens=config.prefill.max_batched_tokens,
         batching=_BATCHINGS[config.batching],
         drift=drift,
         most_growth=int(drift.max()),
@@ -423,6 +433,25 @@ def _rules(config: SimulationConfig, planner: MigrationPolicy | None) -> Rules:
         max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
         max_seconds=inf if config.max_seconds is None else config.max_seconds,
         plan_every=0 if planner is None else config.migration.interval * config.cluster.instances,
+        service=service_rules(config, setup.step_time, policy.needs_budget),
+    )
+
+
+def _idle_budget(rules: Rules) -> float:
+    """Return what an instance without requests reports; 0 if nothing is reported."""
+    if not rules.service.reports:
+        return 0.0
+    none, whole = np.empty(0), np.empty(0, dtype=np.int64)
+    service = rules.service
+    return prefill_budget(
+        service.batches,
+        service.ttft,
+        service.tpot,
+        none,
+        whole,
+        whole,
+        none,
+        service.whole_steps,
     )
 
 

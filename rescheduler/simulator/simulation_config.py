@@ -14,6 +14,7 @@ from rescheduler.simulator.policy_choice import (
 )
 
 __all__ = [
+    "AdmissionConfig",
     "ArrivalsConfig",
     "ClusterConfig",
     "MigrationConfig",
@@ -81,16 +82,54 @@ class PrefillConfig:
             time), or chunked (each instance mixes chunks of prompts into its decode steps).
         instances: servers of a prefill stage.
         max_batched_tokens: of a step with chunked prefill, decoded tokens included.
+        formation: of a step with chunked prefill. sarathi takes every decode, and of prompts
+            what the token budget leaves; prefill_first the reverse; fairbatching takes urgent
+            decodes, prompts, other decodes, within the time that the objectives leave; with
+            fairbatching_tokens that is a number of tokens, with fairbatching_fixed token_budget.
+        token_budget: of formations whose budget is fixed; max_batched_tokens when null.
+        expected_context: context tokens that fairbatching_tokens takes any batch to read, since
+            its budget does not see them.
     """
 
     kind: Literal["none", "stage", "chunked"] = "none"
     instances: int = 1
     max_batched_tokens: int = 2048
+    formation: Literal[
+        "sarathi", "prefill_first", "fairbatching", "fairbatching_tokens", "fairbatching_fixed"
+    ] = "sarathi"
+    token_budget: int | None = None
+    expected_context: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a prefill that would never end."""
+        """Refuse a prefill that would never end, and chunks where there are none."""
         for name in ("instances", "max_batched_tokens"):
             _at_least(1, **{f"prefill.{name}": getattr(self, name)})
+        if self.token_budget is not None:
+            _at_least(1, **{"prefill.token_budget": self.token_budget})
+        if self.kind != "chunked" and (self.formation != "sarathi" or self.token_budget):
+            raise ValueError("prefill.formation, prefill.token_budget: of prefill.kind chunked")
+        if self.token_budget and self.formation in ("fairbatching", "fairbatching_tokens"):
+            raise ValueError(
+                f"prefill.token_budget: {self.formation} has none, its budget is the objectives'"
+            )
+        _at_least(0, **{"prefill.expected_context": self.expected_context})
+        if self.expected_context and self.formation != "fairbatching_tokens":
+            raise ValueError("prefill.expected_context: of prefill.formation fairbatching_tokens")
+
+
+@dataclass(frozen=True)
+class AdmissionConfig:
+    """Which requests an instance turns away as they arrive.
+
+    Attributes:
+        pab: those whose prompt is beyond its prefill budget, unless it has no request at all.
+        whole_steps: the budget counts the tokens that fall due, not the paper's fractions.
+        forecasts: it counts no more tokens of a request than are forecast of it.
+    """
+
+    pab: bool = False
+    whole_steps: bool = True
+    forecasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,11 +241,19 @@ class SLOConfig:
 
     Attributes:
         ttft_s: longest time to the first token, in seconds.
-        tpot_s: longest mean time per output token after it, in seconds.
+        tpot_s: longest time per output token after it, in seconds.
+        tpot: of a request: the mean time between its tokens; or the worst running mean,
+            max over j of (t_j − t_0) / j; or that with the time at which its first token was due
+            for t_0: at most tpot_s if every token came by its deadline,
+            arrival + ttft_s + j · tpot_s.
+        deadlines: of tokens after the first, that FairBatching and its budget go by: arrival has
+            them so; first_token at t_0 + j · tpot_s, however early or late t_0 was.
     """
 
     ttft_s: float
     tpot_s: float
+    tpot: Literal["mean", "worst", "deadline"] = "mean"
+    deadlines: Literal["arrival", "first_token"] = "arrival"
 
     def __post_init__(self) -> None:
         """Refuse an objective that nothing meets."""
@@ -225,9 +272,10 @@ class SimulationConfig:
             instance's queue as it arrives).
         pool: the pool of requests that wait for a place.
         prefill: where prompts are computed.
+        admission: which requests instances turn away.
         batching: which queued request an instance admits next.
         drift: tokens that a running request's context gains, a step; repeated cyclically.
-        step_time: {name: bfio | moe | batch | table, ...options}, seconds of a step.
+        step_time: {name: bfio | moe | batch | table | profile, ...options}, seconds of a step.
         power: of a GPU.
         transfer: of a running request to another instance.
         migration: planners that move running requests, and how often they are asked.
@@ -236,7 +284,8 @@ class SimulationConfig:
         forecast: {name, ...options}: what the policies are told of the output lengths.
         policies: names, or {name, label, ...options}, in a list; or names with commas.
         seeds: runs of each policy, with seeds 0, 1, ...
-        slo: {ttft_s, tpot_s} that goodput counts; null leaves it out.
+        slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
+            out.
         max_steps: end after so many steps though requests are left; null runs to the end.
         max_seconds: end at that time of the simulation though requests are left; likewise.
     """
@@ -246,6 +295,7 @@ class SimulationConfig:
     dispatch: Literal["pool", "instant"] = "pool"
     pool: PoolConfig = field(default_factory=PoolConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     batching: Literal["fcfs", "bin_packing", "least_work_left"] = "fcfs"
     drift: list[int] = field(default_factory=lambda: [1])
     step_time: dict[str, Any] = field(default_factory=lambda: {"name": "bfio"})
@@ -294,7 +344,23 @@ class SimulationConfig:
                 raise ValueError("pool.limit: with arrivals.kind revelation give arrivals.target")
         elif self.arrivals.target is not None:
             raise ValueError("arrivals.target is for arrivals.kind revelation; give pool.limit")
+        if self.prefill.formation != "sarathi":
+            self._refuse_beside_formation()
+        if self.admission.pab and self.dispatch != "instant":
+            raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
+        if self.admission.forecasts and self.forecast["name"] == "none":
+            raise ValueError("admission.forecasts: there are none; forecast.name is none")
         self.contender_choices()
+
+    def _refuse_beside_formation(self) -> None:
+        """Refuse what is not simulated where decodes may sit a step out."""
+        key = f"prefill.formation: {self.prefill.formation}"
+        if self.clock != "independent":
+            raise ValueError(f"{key} needs clock: independent")
+        if self.batching != "fcfs":
+            raise ValueError(f"{key} needs batching: fcfs, it has an order of its own")
+        if any(choice.name != "none" for choice in self.planner_choices()):
+            raise ValueError(f"{key} is not simulated with migration")
 
     @property
     def pool_limit(self) -> int:

@@ -1,17 +1,21 @@
 """The places of an instance: who takes one, gives it back, loses it."""
 
+from math import isnan
+
+import numpy as np
+
 from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import NEVER, NONE, PREEMPTED, Cluster
 from rescheduler.simulator.instance_queue import queue_first
 
-__all__ = ["decode", "finish", "leave", "occupied", "preempt", "vacate"]
+__all__ = ["decode", "finish", "leave", "occupied", "preempt", "turn_away", "vacate"]
 
 
 @compiled_inline
 def occupied(cluster: Cluster, g: int) -> int:
     """Return the requests that an instance has, started or not, and those on their way to it."""
     instance = cluster.instances[g]
-    started = instance.decoding + (instance.filling != NONE)
+    started = instance.decoding + instance.n_filling
     return started + instance.queued + instance.arriving  # type: ignore[no-any-return]
 
 
@@ -65,12 +69,22 @@ def preempt(cluster: Cluster, g: int) -> None:
         admitted = cluster.requests[cluster.slot_request[g, candidate]].admitted
         if admitted > latest:
             slot, latest = candidate, admitted
-    row = instance.filling
-    if row != NONE and cluster.requests[row].admitted > latest:
-        instance.filling = NONE
+    row, before = NONE, NONE
+    previous, candidate = NONE, instance.filling
+    while candidate != NONE:
+        if cluster.requests[candidate].admitted > latest:
+            row, before, latest = candidate, previous, cluster.requests[candidate].admitted
+        previous, candidate = candidate, cluster.requests[candidate].next
+    if row != NONE:
+        if before == NONE:
+            instance.filling = cluster.requests[row].next
+        else:
+            cluster.requests[before].next = cluster.requests[row].next
+        instance.n_filling -= 1
     else:
         row = leave(cluster, g, slot)
-        cluster.requests[row].last_token = scalars.now
+        if isnan(cluster.requests[row].last_token):  # else it had sat this step out
+            cluster.requests[row].last_token = scalars.now
     instance.load -= cluster.requests[row].context
     cluster.requests[row].resumes = PREEMPTED
     cluster.requests[row].preemptions += 1
@@ -80,7 +94,19 @@ def preempt(cluster: Cluster, g: int) -> None:
 
 @compiled_inline
 def finish(cluster: Cluster, row: int, g: int, end: float) -> None:
-    """Write a request to the output and free its row."""
+    """Write a request that has ended to the output and free its row."""
+    _write_out(cluster, row, g, end)
+    cluster.scalars[0].last_end = max(cluster.scalars[0].last_end, end)
+
+
+@compiled_inline
+def turn_away(cluster: Cluster, row: int, g: int) -> None:
+    """Write a request that an instance does not take to the output, and free its row."""
+    _write_out(cluster, row, g, np.nan)
+
+
+@compiled_inline
+def _write_out(cluster: Cluster, row: int, g: int, end: float) -> None:
     scalars, request = cluster.scalars[0], cluster.requests[row]
     record = cluster.finished[scalars.finished]
     record.number = request.number
@@ -94,8 +120,8 @@ def finish(cluster: Cluster, row: int, g: int, end: float) -> None:
     record.output = request.output
     record.preemptions = request.preemptions
     record.migrations = request.migrations
+    record.tpot_worst = request.tpot_worst
     scalars.finished += 1
-    scalars.last_end = max(scalars.last_end, end)
     if request.target != NONE:
         scalars.leaving -= 1
     cluster.free[scalars.free] = row

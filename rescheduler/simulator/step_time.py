@@ -12,6 +12,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from rescheduler.compilation import compiled_core
+from rescheduler.profiling.profile import load_profile
 
 __all__ = [
     "StepTime",
@@ -19,6 +20,7 @@ __all__ = [
     "bfio_step_time",
     "create_step_time",
     "moe_step_time",
+    "profile_step_time",
     "step_seconds",
     "table_step_time",
 ]
@@ -143,6 +145,15 @@ def batch_step_time(a: float, b: float, c: float) -> StepTime:
     return _linear(constant=a, per_new=b, per_context=c)
 
 
+def profile_step_time(path: str | Path) -> StepTime:
+    """Return the a, b and c of an engine that `headway profile` has measured.
+
+    Raises:
+        ValueError: the file is no profile.
+    """
+    return batch_step_time(*load_profile(path).batch)
+
+
 def table_step_time(path: str | Path, knots: int = _KNOTS) -> StepTime:
     """Return a table of medians, fitted to a log of measured steps, interpolated bilinearly.
 
@@ -186,6 +197,7 @@ _MODELS: dict[str, Callable[..., StepTime]] = {
     "bfio": bfio_step_time,
     "moe": moe_step_time,
     "batch": batch_step_time,
+    "profile": profile_step_time,
     "table": table_step_time,
 }
 
@@ -194,7 +206,7 @@ def create_step_time(name: str, slots: int, **options: Any) -> StepTime:
     """Return the model of that name.
 
     Args:
-        name: bfio, moe, batch or table.
+        name: bfio, moe, batch, profile or table.
         slots: B of an instance, on which bfio's constant depends.
         **options: of the model.
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 
 from rescheduler.simulator.barrier_tax import barrier_tax_command
+from rescheduler.simulator.fairbatching_study import fairbatching_command
 from rescheduler.simulator.rescheduling_study import rescheduling_command
 from rescheduler.simulator.scaling_study import scaling_command
 
@@ -13,6 +14,7 @@ _STUDIES: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "scaling": (scaling_command, "how imbalance grows with workers and batches (BF-IO's theorems)"),
     "barrier-tax": (barrier_tax_command, "what routing is worth, for several step-time models"),
     "rescheduling": (rescheduling_command, "migration planners in several cases (STAR's figures)"),
+    "fairbatching": (fairbatching_command, "what is served in time, over the load (FairBatching)"),
 }
 
 

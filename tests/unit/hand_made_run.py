@@ -22,6 +22,7 @@ def requests(**columns: Any) -> RequestRecords:
         "output": [1, 3, 5],
         "preemptions": [0, 0, 1],
         "migrations": [0, 0, 0],
+        "tpot_worst": [np.nan, np.nan, np.nan],
         **columns,
     }
     return RequestRecords(**{name: np.array(values) for name, values in given.items()})

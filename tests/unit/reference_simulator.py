@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from reference_batches import Formation, Held, Waiting, plain_batch, plain_budget
 
 from predictor.forecast import Forecast, PointForecast
 from rescheduler.cluster_view import UNLIMITED, ClusterView
@@ -19,7 +20,8 @@ class ReferenceConfig:
     """A cluster. Its step time is t(new, L) = a + b·new + c·L seconds.
 
     A barrier step takes max_g t(new_g, L_g) + mean_context · mean_g L_g, an instance's own step
-    t(new_g, L_g) + mean_context · L_g.
+    t(new_g, L_g) + mean_context · L_g. With a formation other than Sarathi's, decodes may sit a
+    step out, and L_g is the context of those that take part.
     """
 
     instances: int
@@ -37,6 +39,21 @@ class ReferenceConfig:
     b: float = 0.0
     c: float = 0.0
     mean_context: float = 0.0
+    formation: str = "sarathi"
+    token_budget: int | None = None
+    ttft: float = math.inf
+    tpot: float = math.inf
+    turns_away: bool = False
+    whole_steps: bool = True
+    forecasts: bool = False
+    from_first: bool = False
+
+    @property
+    def rules(self) -> Formation:
+        most = self.max_batched_tokens
+        return Formation(
+            self.formation, self.a, self.b, self.c, most, min(self.token_budget or most, most)
+        )
 
     def step_time(self, new: int, load: int) -> float:
         return self.a + self.b * new + self.c * load
@@ -46,7 +63,8 @@ class ReferenceConfig:
 class Request:
     """A request on its way, and what became of it; times in seconds.
 
-    One that ended with its prefill was never placed: instance -1, placed and start NaN.
+    One that ended with its prefill was never placed: instance -1, placed and start NaN. One that
+    an instance turned away has an arrival and nothing else.
     """
 
     number: int
@@ -64,6 +82,8 @@ class Request:
     generated: int = 0
     entered: int = 0  # steps completed when it was revealed
     to_fill: int = 0  # tokens that chunked prefill still has to read; it decodes at 0
+    worst: float = math.nan  # running mean of its time per output token, from the first token on
+    worst_since_due: float = math.nan  # from when the first token was due
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,9 @@ class Instance:
     queue: list[Request] = field(default_factory=list)
     step_end: float | None = None
     steps: int = 0  # completed; in a barrier an idle instance completes them too
+    places: list[Request] = field(default_factory=list)  # decoding, by slot, if some may sit out
+    sitting_out: list[Request] = field(default_factory=list)
+    budget: float = 0.0
 
     def load(self) -> int:
         return sum(request.context for request in self.admitted)
@@ -158,6 +181,8 @@ class _Simulation:
 
     def run(self) -> ReferenceResult:
         self.instances = [Instance() for _ in range(self.config.instances)]
+        for each in self.instances:
+            each.budget = self.budget(each)
         if self.config.prefill == "stage":
             self.run_prefill_stage()
         times = [request.visible for request in self.coming[:1]]
@@ -201,21 +226,40 @@ class _Simulation:
             each.step_end = None
             growth = self.config.drift[each.steps % len(self.config.drift)]
             each.steps += 1
-            for request in [one for one in each.admitted if one.to_fill == 0]:
+            given = [one for one in each.admitted if one.to_fill == 0]
+            for request in [one for one in given if one not in each.sitting_out]:
                 request.generated += 1
                 self.tokens += 1
                 if request.generated == 1:
                     request.first_token = self.now
+                else:
+                    after, due = request.generated - 1, request.arrival + self.config.ttft
+                    mean, since_due = (self.now - request.first_token) / after, self.now - due
+                    request.worst = max(mean, _number(request.worst, mean))
+                    mean = since_due / after
+                    request.worst_since_due = max(mean, _number(request.worst_since_due, mean))
                 if request.generated == request.output:
                     each.admitted.remove(request)
                     request.end = self.now
                     self.finished.append(request)
                 else:
                     request.context += growth
+            self.vacate(each, lambda request: request.generated == request.output)
             while each.load() > self.config.capacity:
                 request = each.admitted.pop()
+                self.vacate(each, lambda one, gone=request: one is gone)  # type: ignore[misc]
                 request.preemptions += 1
                 each.queue.insert(0, request)
+
+    def vacate(self, each: Instance, gone: Callable[[Request], bool]) -> None:
+        """Free slots; the last one taken fills each gap."""
+        slot = 0
+        while slot < len(each.places):
+            if gone(each.places[slot]):
+                each.places[slot] = each.places[-1]
+                each.places.pop()
+            else:
+                slot += 1
 
     def reveal(self) -> None:
         instant = self.config.dispatch == "instant"
@@ -240,9 +284,14 @@ class _Simulation:
         target = self.policy.assign(self.view(waiting)).instance
         for request, g in zip(waiting, target, strict=True):
             if g >= 0:
-                request.instance, request.placed = int(g), self.now
-                self.instances[g].queue.append(request)
+                each, request.instance = self.instances[g], int(g)
                 self.dispatched += 1
+                if self.config.turns_away and each.requests() and each.budget < request.prompt:
+                    self.finished.append(request)
+                    continue
+                request.placed = self.now
+                each.queue.append(request)
+                each.budget -= request.prompt
         return [request for request, g in zip(waiting, target, strict=True) if g < 0]
 
     def view(self, waiting: list[Request]) -> ClusterView:
@@ -261,6 +310,7 @@ class _Simulation:
             waited_steps=_array([self.instances[0].steps - one.entered for one in waiting]),
             dispatched=self.dispatched,
             instant=self.config.dispatch == "instant",
+            prefill_budget=np.array([each.budget for each in self.instances]),
         )
 
     def start_steps(self) -> None:
@@ -268,13 +318,17 @@ class _Simulation:
         barrier = self.config.clock == "barrier"
         if barrier and len(ready) < len(self.instances):
             return
-        new = {g: self.admit(self.instances[g]) for g in ready}
+        for g in ready:
+            self.instances[g].budget = self.budget(self.instances[g])
+        new, read = {}, {}
+        for g in ready:
+            new[g], read[g] = self.admit(self.instances[g])
         loads = [each.load() for each in self.instances]
         running = [len(each.admitted) for each in self.instances]
-        own = {g: self.config.step_time(new[g], loads[g]) for g in ready}
+        own = {g: self.config.step_time(new[g], read[g]) for g in ready}
         slope, steps = self.config.mean_context, []
         if not barrier:
-            steps = [([g], own[g] + slope * loads[g]) for g in ready if running[g]]
+            steps = [([g], own[g] + slope * read[g]) for g in ready if running[g]]
         elif any(running):
             steps = [(ready, max(own.values()) + slope * (sum(loads) / len(loads)))]
         for taking_part, seconds in steps:
@@ -282,18 +336,78 @@ class _Simulation:
                 self.instances[g].step_end = self.now + seconds
             self.steps.append(StepRecord(self.now, seconds, loads, running))
 
-    def admit(self, each: Instance) -> int:
-        """Let queued requests decode or be filled from now on; return the step's new tokens."""
+    def admit(self, each: Instance) -> tuple[int, int]:
+        """Let queued requests decode or be filled from now on; return the step's tokens.
+
+        Those computed, and those of context that are read.
+        """
+        if self.config.formation != "sarathi":
+            return self.form(each)
         if self.config.prefill == "chunked":
-            return self.fill(each)
+            new = self.fill(each)
+            return new, each.load()
         recomputed = 0
         while (request := self.next_admitted(each)) is not None:
             recomputed += request.context - 1 if request.preemptions else 0
-        return len(each.admitted) + recomputed
+        return len(each.admitted) + recomputed, each.load()
+
+    def form(self, each: Instance) -> tuple[int, int]:
+        filling = [one for one in each.admitted if one.to_fill > 0]
+        room, prompts = self.config.capacity - each.load(), list(filling)
+        for request in each.queue:
+            places = self.config.slots - len(each.places) - len(prompts)
+            if places == 0 or request.context > room:
+                break
+            prompts.append(request)
+            room -= request.context
+        could = [(one, 1) for one in each.places]
+        could += [(one, one.context if one in each.queue else one.to_fill) for one in prompts]
+        taken = plain_batch(
+            self.config.rules,
+            [
+                Waiting(self.slack(one), self.config.tpot, one in each.places, most, one.context)
+                for one, most in could
+            ],
+        )
+        each.sitting_out = [
+            one for (one, _), n in zip(could, taken, strict=True) if one in each.places and n == 0
+        ]
+        reading = sum(one.context for (one, _), n in zip(could, taken, strict=True) if n > 0)
+        for (request, most), n in zip(could, taken, strict=True):
+            if n == 0 or request in each.places:
+                continue
+            if request in each.queue:
+                each.queue.remove(request)
+                each.admitted.append(request)
+                if math.isnan(request.start):
+                    request.start = self.now
+            request.to_fill = most - n
+            if request.to_fill == 0:
+                each.places.append(request)
+        return sum(taken), reading
+
+    def slack(self, request: Request) -> float:
+        first = request.arrival + self.config.ttft
+        if self.config.from_first and request.generated:
+            first = request.first_token
+        return first + request.generated * self.config.tpot - self.now
+
+    def budget(self, each: Instance) -> float:
+        """Return the prompt tokens that an instance could take on now."""
+        if self.config.ttft == math.inf or self.config.b + self.config.c == 0:
+            return 0.0
+        held = []
+        for one in each.requests():
+            left = one.context if one in each.queue else one.to_fill
+            remaining = one.output - one.generated if self.config.forecasts else math.inf
+            held.append(Held(self.slack(one), one.context, left, remaining))
+        config = self.config
+        return plain_budget(config.rules, config.ttft, config.tpot, held, config.whole_steps)
 
     def fill(self, each: Instance) -> int:
         filling = [request for request in each.admitted if request.to_fill > 0]
-        left = self.config.max_batched_tokens - (len(each.admitted) - len(filling))
+        most = self.config.rules.token_budget
+        left = most - (len(each.admitted) - len(filling))
         while left > 0:
             request = filling.pop(0) if filling else self.next_admitted(each)
             if request is None:
@@ -301,7 +415,7 @@ class _Simulation:
             chunk = min(request.to_fill, left)
             request.to_fill -= chunk
             left -= chunk
-        return self.config.max_batched_tokens - left
+        return most - left
 
     def next_admitted(self, each: Instance) -> Request | None:
         """Move one request out of the queue, if there is a place for the one whose turn it is."""
@@ -338,6 +452,10 @@ class _Simulation:
 
 def _array(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
+
+
+def _number(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ def cluster(
     queued: Sequence[int] | None = None,
     dispatched: int = 0,
     instant: bool = False,
+    budget: Sequence[float] | None = None,
 ) -> ClusterView:
     """A cluster of the requests on each instance and those that wait, with point forecasts."""
     n_instances = len(instances)
@@ -42,6 +43,7 @@ def cluster(
         waited_steps=np.zeros(len(waiting), dtype=np.int64),
         dispatched=dispatched,
         instant=instant,
+        prefill_budget=np.array(budget or [0.0] * n_instances),
     )
 
 

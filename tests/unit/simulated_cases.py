@@ -1,6 +1,7 @@
 """Small clusters and traces, drawn at random, for the engine and for the reference alike."""
 
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,11 +11,13 @@ from rescheduler.simulator.energy import power_model
 from rescheduler.simulator.forecast_sources import ForecastSource, Oracle
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.simulation_config import (
+    AdmissionConfig,
     ArrivalsConfig,
     ClusterConfig,
     PoolConfig,
     PrefillConfig,
     SimulationConfig,
+    SLOConfig,
 )
 from rescheduler.simulator.step_time import StepTime
 from rescheduler.simulator.trace import TraceBlock
@@ -47,7 +50,10 @@ class ListedTrace:
 
 
 def engine_setup(
-    reference: ReferenceConfig, requests: Requests, forecast: ForecastSource | None = None
+    reference: ReferenceConfig,
+    requests: Requests,
+    forecast: ForecastSource | None = None,
+    tpot: Literal["mean", "worst", "deadline"] = "mean",
 ) -> RunSetup:
     """Return the engine's set-up of the same cluster."""
     revelation = requests[0][0] is None
@@ -61,7 +67,22 @@ def engine_setup(
         clock=reference.clock,
         dispatch=reference.dispatch,
         pool=PoolConfig(None if revelation else limit),
-        prefill=PrefillConfig(reference.prefill, reference.n_prefill, reference.max_batched_tokens),
+        prefill=PrefillConfig(
+            reference.prefill,
+            reference.n_prefill,
+            reference.max_batched_tokens,
+            reference.formation,  # type: ignore[arg-type]
+            reference.token_budget,
+        ),
+        admission=AdmissionConfig(reference.turns_away, reference.whole_steps, reference.forecasts),
+        slo=None
+        if reference.ttft == inf
+        else SLOConfig(
+            reference.ttft,
+            reference.tpot,
+            tpot,
+            "first_token" if reference.from_first else "arrival",
+        ),
         batching=reference.batching,
         drift=list(reference.drift),
         arrivals=ArrivalsConfig("revelation", limit) if revelation else ArrivalsConfig("trace"),

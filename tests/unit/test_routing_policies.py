@@ -62,6 +62,7 @@ def clusters(draw: st.DrawFn, *, limited: bool | None = None) -> ClusterView:
         capacity=capacity,
         queued=queued,
         dispatched=draw(st.integers(0, 50)),
+        budget=[draw(st.integers(-500, 2000)) for _ in slots],
     )
     return view if draw(st.booleans()) else with_curves(view)
 
@@ -142,11 +143,34 @@ def test_policies_that_need_forecasts_refuse_a_cluster_without(name: str) -> Non
         assert policy.assign(blind).instance.tolist() == policy.assign(view).instance.tolist()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_policies_that_go_by_budgets_refuse_engines_that_report_none(name: str) -> None:
+    view = replace(cluster([[(10, 5)], []], [(10, 5)]), prefill_budget=None)
+    if new(name).needs_budget:
+        with pytest.raises(ValueError, match="pab needs prefill budgets"):
+            new(name).assign(view)
+    else:
+        new(name).assign(view)
+
+
+def test_pab_sends_each_prompt_to_the_greatest_budget_and_counts_it_there() -> None:
+    # 500, 700, 650: the second, which then has 400; the third, 250; the first, 200; the second.
+    waiting = [(300, 5), (400, 5), (300, 5), (10, 5)]
+    view = cluster([[], [(80, 5)], []], waiting, budget=[500, 700, 650])
+    assert placed("pab", view) == [1, 2, 0, 1]
+    # Equal budgets: the least load, then the lowest index.
+    view = cluster([[(50, 5)], [(40, 5)], [(40, 5)]], [(10, 5)], budget=[9, 9, 9])
+    assert placed("pab", view) == [1]
+    # Without any to spare it still goes where it is least late.
+    view = cluster([[], []], [(10, 5)], budget=[-500, -400])
+    assert placed("pab", view) == [1]
+
+
 def test_needs_tell_how_much_a_policy_knows() -> None:
     known = {name: create_policy(name).needs for name in NAMES}
     for name in ("fcfs", "round_robin", "random", "jsq", "throttled", "power_of_d"):
         assert known[name] == Needs.COUNTS
-    for name in ("jsq_load", "br0", "vllm", "max_capacity"):
+    for name in ("jsq_load", "br0", "vllm", "max_capacity", "pab"):
         assert known[name] == Needs.LOADS
     for name in ("min_min", "max_min", "decode_balancer", "dedicated_small_large"):
         assert known[name] == Needs.LENGTHS

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_profiles import TRUE, profile_of
 
+from rescheduler.profiling.profile import write_profile
 from rescheduler.simulator.step_time import StepTime, create_step_time, step_seconds
 
 
@@ -34,10 +36,18 @@ def test_batch_counts_new_and_context_tokens() -> None:
     assert step_seconds(model, 100, 50_000.0) == pytest.approx(0.01 + 0.01 + 0.005)
 
 
+def test_a_profile_is_the_batch_model_of_an_engine(tmp_path: Path) -> None:
+    write_profile(profile_of(TRUE), tmp_path / "profile.yaml")
+    model = create_step_time("profile", slots=8, path=tmp_path / "profile.yaml")
+    assert step_seconds(model, 100, 4000.0) == pytest.approx(TRUE.seconds(100, 4000), rel=1e-6)
+    with pytest.raises(ValueError, match=r"none\.yaml: no profile"):
+        create_step_time("profile", slots=8, path=tmp_path / "none.yaml")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("roofline", {}, "no model 'roofline'; known: bfio, moe, batch, table"),
+        ("roofline", {}, "no model 'roofline'; known: bfio, moe, batch, profile, table"),
         ("batch", {"a": 0.01}, "missing 2 required"),
         ("batch", {"a": 0.01, "b": -1e-4, "c": 0.0}, "must not be below 0"),
         ("batch", {"a": 0.0, "b": 0.0, "c": 0.0}, "not all 0"),

@@ -1,0 +1,208 @@
+"""What an engine computes in its next step: FairBatching, its parts, and what it is held against.
+
+The same function forms the batches of the scheduler inside vLLM and of the simulator.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.compilation import compiled_core
+
+__all__ = [
+    "DECODE_FIRST",
+    "FAIR",
+    "FAIR_FIXED",
+    "FAIR_TOKENS",
+    "FORMATIONS",
+    "PREFILL_FIRST",
+    "BatchRules",
+    "form_batch",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+FAIR, FAIR_TOKENS, FAIR_FIXED, DECODE_FIRST, PREFILL_FIRST = range(5)
+FORMATIONS = {
+    "fairbatching": FAIR,
+    "fairbatching_tokens": FAIR_TOKENS,
+    "fairbatching_fixed": FAIR_FIXED,
+    "sarathi": DECODE_FIRST,
+    "prefill_first": PREFILL_FIRST,
+}
+"""Names in configurations. The second and third are FB-TB and FB-FB of the paper's §5.4.1."""
+
+
+class BatchRules(NamedTuple):
+    """How batches are formed, and how long they take: a + b · new tokens + c · context tokens.
+
+    Attributes:
+        formation: one of `FORMATIONS`' values.
+        constant: a, seconds.
+        per_new: b, seconds per token computed.
+        per_context: c, seconds per token of context that is read.
+        max_tokens: most tokens of a batch, whatever it takes (vLLM's max_num_batched_tokens).
+        token_budget: tokens of a batch for those formations whose budget is fixed.
+    """
+
+    formation: int
+    constant: float
+    per_new: float
+    per_context: float
+    max_tokens: int
+    token_budget: int
+
+
+@compiled_core
+def form_batch(
+    rules: BatchRules,
+    slack: FloatArray,
+    tpot: FloatArray,
+    decoding: BoolArray,
+    wanted: IntArray,
+    context: IntArray,
+    order: IntArray,
+    tokens: IntArray,
+) -> float:
+    r"""Choose the tokens of a batch: Algorithm 1 of FairBatching (Lyu et al. 2025, §3.3).
+
+    Token j of a request is due at arrival + TTFT + j · TPOT; slack is the time until that of the
+    next. With the batch's time budget
+
+    .. math:: B = \max\big(\min_{i \in \mathrm{decode}} slack_i,\ \min_i TPOT_i\big)
+
+    come first decodes with :math:`slack < B + \min_i TPOT_i` (urgent), then prefills, then the
+    other decodes, each group by slack, ties as they come, while
+    :math:`a + b\,n + c\,L` stays within B. A prefill that does not fit whole is cut into a chunk.
+
+    Where text and algorithm differ, or leave something open:
+
+    - The minimum of slacks is over decodes, as in §3.2 (line 18 has all requests): a prefill that
+      is late would else shrink the batch that is to help it. Without decodes there is no limit
+      but ``max_tokens``.
+    - Urgent decodes are always taken, as §3.3 says (line 38 would skip those beyond the budget),
+      of a budget in tokens too: only ``max_tokens`` stops them. If they alone exceed the budget,
+      nothing else is taken: decode-first, as Sarathi.
+    - Line 45 adds a chunk's context to what is left of the budget; here it is subtracted.
+    - ``c`` is counted on the context as it is when the whole prompt is computed, as the paper's
+      estimate of a prefill, b + c a token, does.
+    - A late prefill whose context leaves no room beside the urgent decodes might never get any,
+      while shorter ones overtake it and become decodes in their turn. As the first of its group
+      it gets the chunk that the budget has room for without its context; the batch then exceeds
+      the budget by the reading of that context, c · context.
+
+    With a fixed token budget B is the time that so many tokens take, a + b · budget; with
+    ``fairbatching_tokens`` the budget is (B − a) / b tokens, whatever their context.
+    ``sarathi`` takes all decodes, and prefills as they come within the token budget;
+    ``prefill_first`` takes prefills and then decodes within it, all as they come.
+
+    Args:
+        rules: how.
+        slack: [n] seconds until the deadline of each request's next token.
+        tpot: [n] its TPOT objective, seconds.
+        decoding: [n] whether it decodes; else it prefills.
+        wanted: [n] tokens that could be computed now: 1, or what is left of the prompt.
+        context: [n] tokens of context once those are computed.
+        order: [n] scratch.
+        tokens: [n] output, tokens to compute, 0 for requests that sit this batch out.
+
+    Returns:
+        The batch's estimated seconds; 0 for an empty one.
+    """
+    n = len(slack)
+    least_slack, least_tpot = inf, inf
+    for i in range(n):
+        tokens[i] = 0
+        least_tpot = min(least_tpot, tpot[i])
+        if decoding[i]:
+            least_slack = min(least_slack, slack[i])
+    if n == 0:
+        return 0.0
+    budget = max(least_slack, least_tpot) if least_slack < inf else inf
+    room = tokens_left = rules.max_tokens
+    time_left = inf
+    if rules.formation == FAIR:
+        time_left = budget - rules.constant
+    elif rules.formation == FAIR_TOKENS:
+        if budget < inf and rules.per_new > 0.0:
+            most = max(budget - rules.constant, 0.0) / rules.per_new
+            tokens_left = int(min(most, float(room)))
+    else:
+        tokens_left = min(room, rules.token_budget)
+        budget = rules.constant + rules.per_new * tokens_left
+    urgent_below = budget + least_tpot
+    _rank(rules, slack, decoding, urgent_below, order)
+    seconds, first_prefill = 0.0, True
+    for at in range(n):
+        i = order[at]
+        reading = rules.per_context * context[i]
+        cost = rules.per_new * wanted[i] + reading
+        urgent = decoding[i] and _group(rules, slack[i], True, urgent_below) == 0
+        chunk = 0
+        if urgent:
+            chunk = min(wanted[i], room)
+        elif wanted[i] <= tokens_left and cost <= time_left:
+            chunk = wanted[i]
+        elif not decoding[i] and tokens_left > 0 and time_left > 0.0:
+            chunk = _chunk(rules, wanted[i], tokens_left, time_left - reading)
+            if chunk == 0 and first_prefill and slack[i] < 0.0:
+                chunk = _chunk(rules, wanted[i], tokens_left, time_left)
+        first_prefill = first_prefill and decoding[i]
+        if chunk > 0:
+            tokens[i] = chunk
+            cost = rules.per_new * chunk + reading
+            seconds += cost
+            time_left -= cost
+            tokens_left -= chunk
+            room -= chunk
+    return rules.constant + seconds if room < rules.max_tokens else 0.0
+
+
+@compiled_core
+def _chunk(rules: BatchRules, wanted: int, tokens_left: int, seconds: float) -> int:
+    """Return the tokens of a prompt that fit so many seconds, not counting its context."""
+    chunk = min(wanted, tokens_left)
+    if seconds < 0.0:
+        return 0
+    if rules.per_new > 0.0 and seconds < rules.per_new * chunk:
+        return int(seconds / rules.per_new)
+    return chunk
+
+
+@compiled_core
+def _rank(
+    rules: BatchRules, slack: FloatArray, decoding: BoolArray, urgent_below: float, order: IntArray
+) -> None:
+    """Sort requests by group, and for FairBatching by slack, into ``order``, stably.
+
+    Insertion: most come nearly sorted.
+    """
+    by_slack = rules.formation != DECODE_FIRST and rules.formation != PREFILL_FIRST
+    for i in range(len(order)):
+        group = _group(rules, slack[i], decoding[i], urgent_below)
+        at = i
+        while at > 0:
+            before = order[at - 1]
+            other = _group(rules, slack[before], decoding[before], urgent_below)
+            later = by_slack and slack[before] > slack[i]
+            if other < group or (other == group and not later):
+                break
+            order[at] = before
+            at -= 1
+        order[at] = i
+
+
+@compiled_core
+def _group(rules: BatchRules, slack: float, decoding: bool, urgent_below: float) -> int:
+    """Return the place of a request's group: urgent decodes, prefills, other decodes."""
+    if rules.formation == DECODE_FIRST:
+        return 0 if decoding else 1
+    if rules.formation == PREFILL_FIRST:
+        return 1 if decoding else 0
+    if not decoding:
+        return 1
+    return 0 if slack < urgent_below else 2

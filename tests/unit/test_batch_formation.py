@@ -1,0 +1,333 @@
+"""Batches worked out by hand, what FairBatching promises of them, and its plain form."""
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_batches import Formation, Waiting, groups, plain_batch, time_budget
+
+from rescheduler.batching.batch_formation import FORMATIONS, BatchRules, form_batch
+
+compiling = settings(deadline=None)  # the first example compiles
+
+FAIR_NAMES = ("fairbatching", "fairbatching_tokens", "fairbatching_fixed")
+
+
+def batch(rules: Formation, requests: Sequence[Waiting]) -> tuple[list[int], float]:
+    """Return the tokens that `form_batch` takes of each request, and its estimate."""
+    numbers = rules._asdict()
+    numbers["formation"] = FORMATIONS[numbers.pop("name")]
+    made = BatchRules(
+        numbers["formation"], rules.a, rules.b, rules.c, rules.max_tokens, rules.token_budget
+    )
+    n = len(requests)
+    tokens = np.full(n, -1, dtype=np.int64)
+    seconds = form_batch(
+        made,
+        np.array([one.slack for one in requests], dtype=np.float64),
+        np.array([one.tpot for one in requests], dtype=np.float64),
+        np.array([one.decoding for one in requests], dtype=np.bool_),
+        np.array([one.wanted for one in requests], dtype=np.int64),
+        np.array([one.context for one in requests], dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        tokens,
+    )
+    return tokens.tolist(), seconds
+
+
+def decode(slack: float, context: int = 0, tpot: float = 4.0) -> Waiting:
+    return Waiting(slack, tpot, True, 1, context)
+
+
+def prefill(slack: float, wanted: int, context: int | None = None, tpot: float = 4.0) -> Waiting:
+    return Waiting(slack, tpot, False, wanted, wanted if context is None else context)
+
+
+# A batch takes 1 s, a token 0.125 s, a context token 1/64 s; TPOT objectives are 4 s.
+FAIR = Formation("fairbatching", 1.0, 0.125, 1 / 64, 1000, 8)
+
+
+# The paper's three cases (§3.3)
+
+
+def test_with_sufficient_capacity_everything_is_taken() -> None:
+    # B = 10: 9 s for 2 decodes of 0.125 + 1, and 20 tokens of 0.125 + 20/64 in all.
+    requests = [decode(10.0, 64), prefill(5.0, 20), decode(12.0, 64)]
+    assert batch(FAIR, requests) == ([1, 20, 1], 1 + 2.25 + 2.5 + 0.3125)
+
+
+def test_with_moderate_capacity_decodes_that_can_wait_do() -> None:
+    # B = 6, urgent below 10. 5 s: the urgent decode 1.125; the prompt 24 · 0.125 + 24/64 = 3.375;
+    # of 0.5 s left the decode due at 11 takes 0.125 + 16/64, the one due at 12 no longer fits.
+    requests = [decode(12.0, 64), prefill(5.0, 24), decode(11.0, 16), decode(6.0, 64)]
+    tokens, seconds = batch(FAIR, requests)
+    assert tokens == [0, 24, 1, 1]
+    assert seconds == 1 + 1.125 + 3.375 + 0.375
+
+
+def test_with_constrained_capacity_urgent_decodes_come_first_and_prompts_are_cut() -> None:
+    # B = 4, the TPOT: 3 s for two urgent decodes of 1.125. Of 0.75 s the prompt's context takes
+    # 32/64, and two of its tokens fit the rest.
+    requests = [prefill(1.0, 32), decode(3.0, 64), decode(7.0, 64), decode(8.5, 0)]
+    tokens, seconds = batch(FAIR, requests)
+    assert tokens == [2, 1, 1, 0]
+    assert seconds == 4.0
+
+
+def test_urgent_decodes_are_taken_though_they_exceed_the_budget() -> None:
+    requests = [decode(1.0, 128), prefill(-2.0, 8), decode(2.0, 128), decode(-5.0, 128)]
+    assert batch(FAIR, requests) == ([1, 0, 1, 1], 1 + 3 * 2.125)
+
+
+# Budgets
+
+
+def test_the_budget_is_the_least_slack_of_decodes_but_a_tpot_at_least() -> None:
+    # 0.125 s a token: B = 9 has 64 tokens, B = 4 (a late decode) 24, less the decode's own.
+    rules = FAIR._replace(c=0.0)
+    assert batch(rules, [decode(9.0), prefill(5.0, 100)])[0] == [1, 63]
+    assert batch(rules, [decode(-9.0), prefill(5.0, 100)])[0] == [1, 23]
+    # A late prompt does not shrink it, and a smaller TPOT of another request counts.
+    assert batch(rules, [decode(9.0), prefill(-5.0, 100)])[0] == [1, 63]
+    assert batch(rules, [decode(1.0), prefill(5.0, 100, tpot=2.0)])[0] == [1, 7]
+
+
+def test_without_decodes_only_the_tokens_of_a_batch_are_limited() -> None:
+    assert batch(FAIR, [prefill(-9.0, 800), prefill(1.0, 800)])[0] == [800, 200]
+
+
+def test_nothing_takes_no_time() -> None:
+    assert batch(FAIR, []) == ([], 0.0)
+
+
+def test_the_second_chunk_pays_for_the_first_ones_context() -> None:
+    # B = 4: 3 s. The first prompt takes 1 s and 64/64, the second's context 32/64, so that 0.5 s
+    # compute 4 of its tokens. Were the first's context added (line 45 as printed), 20 would fit.
+    requests = [decode(4.0), prefill(1.0, 8, 64), prefill(2.0, 24, 24)]
+    rules = FAIR._replace(b=0.125)
+    tokens, seconds = batch(rules, requests)
+    assert tokens == [1, 8, 4]
+    assert seconds == 1 + 0.125 + (1 + 1) + (0.5 + 0.375) == 4.0
+
+
+def test_a_late_prompt_whose_context_leaves_no_room_gets_what_the_tokens_have() -> None:
+    # B = 4, 3 s; the decode takes 2.125. The late prompt's context takes 4 s: it gets 0.875 s of
+    # tokens without. The shorter one behind it, which would fit, waits.
+    requests = [decode(4.0, 128), prefill(-1.0, 200, 256), prefill(2.0, 2)]
+    tokens, seconds = batch(FAIR, requests)
+    assert tokens == [1, 7, 0]
+    assert seconds == 1 + 2.125 + 0.875 + 4
+    # In time, it waits and the other does not.
+    in_time = [requests[0], prefill(0.5, 200, 256), requests[2]]
+    assert batch(FAIR, in_time)[0] == [1, 0, 2]
+
+
+# Other formations
+
+
+def test_a_budget_of_tokens_does_not_see_contexts() -> None:
+    rules = FAIR._replace(name="fairbatching_tokens")
+    # B = 5, 32 tokens, whatever is read.
+    requests = [decode(5.0, 64), prefill(1.0, 40, 4000), decode(20.0)]
+    assert batch(rules, requests)[0] == [1, 31, 0]
+    # A budget below one token still has urgent decodes.
+    hasty = [decode(0.5, tpot=0.5), decode(0.5, tpot=0.5), prefill(1.0, 4, tpot=0.5)]
+    assert batch(rules, hasty)[0] == [1, 1, 0]
+
+
+def test_a_fixed_budget_keeps_the_order_of_the_groups() -> None:
+    rules = FAIR._replace(name="fairbatching_fixed", token_budget=8)
+    # B = 1 + 8 · 0.125 = 2, urgent below 6: one decode, 7 tokens of the prompt, none for others.
+    assert batch(rules, [decode(6.5), decode(5.0), prefill(9.0, 30)])[0] == [0, 1, 7]
+    assert batch(rules, [decode(5.0)] * 10)[0] == [1] * 10, "urgent"
+
+
+def test_sarathi_takes_all_decodes_and_prefill_first_all_prompts() -> None:
+    requests = [decode(50.0), prefill(9.0, 5), decode(0.0), prefill(1.0, 9)]
+    rules = FAIR._replace(token_budget=10)
+    assert batch(rules._replace(name="sarathi"), requests)[0] == [1, 5, 1, 3]
+    assert batch(rules._replace(name="prefill_first"), requests)[0] == [0, 5, 0, 5]
+    assert batch(rules._replace(name="prefill_first", token_budget=15), requests)[0] == [1, 5, 0, 9]
+
+
+# Whatever the requests
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, names: Sequence[str] = tuple(FORMATIONS)
+) -> tuple[Formation, list[Waiting]]:
+    """Requests with slacks of their own; no sum of their numbers is rounded."""
+    rules = Formation(
+        draw(st.sampled_from(names)),
+        draw(st.sampled_from([0.0, 0.5, 1.0])),
+        draw(st.sampled_from([0.0, 0.125, 0.25])),
+        draw(st.sampled_from([0.0, 1 / 64, 1 / 8])),
+        draw(st.integers(1, 64)),
+        draw(st.integers(1, 40)),
+    )
+    slacks = draw(st.lists(st.integers(-40, 80), min_size=1, max_size=9, unique=True))
+    requests = []
+    for slack in slacks:
+        context = draw(st.integers(1, 100))
+        tpot = draw(st.sampled_from([0.5, 1.0, 4.0]))
+        if draw(st.booleans()):
+            requests.append(Waiting(slack / 4, tpot, True, 1, context))
+        else:
+            requests.append(Waiting(slack / 4, tpot, False, draw(st.integers(1, context)), context))
+    return rules, requests
+
+
+Case = tuple[Formation, list[Waiting]]
+
+
+def takes(rules: Formation, requests: Sequence[Waiting], tokens: Sequence[int]) -> float:
+    """Return the linear model's seconds of a batch."""
+    taken = [(n, one) for n, one in zip(tokens, requests, strict=True) if n > 0]
+    seconds = sum(rules.b * n + rules.c * one.context for n, one in taken)
+    return rules.a + seconds if taken else 0.0
+
+
+@compiling
+@given(cases())
+def test_the_plain_form_takes_the_same(case: Case) -> None:
+    tokens, seconds = batch(*case)
+    assert tokens == plain_batch(*case)
+    assert seconds == takes(*case, tokens)
+
+
+@compiling
+@given(cases())
+def test_no_more_tokens_than_there_are_or_than_a_batch_holds(case: Case) -> None:
+    rules, requests = case
+    tokens, _ = batch(*case)
+    assert all(0 <= n <= one.wanted for n, one in zip(tokens, requests, strict=True))
+    assert sum(tokens) <= rules.max_tokens
+    assert any(tokens), "an engine with requests never stands still"
+
+
+@compiling
+@given(cases(["fairbatching"]))
+def test_the_estimate_keeps_to_the_budget_or_to_what_urgent_decodes_take(case: Case) -> None:
+    rules, requests = case
+    tokens, seconds = batch(*case)
+    urgent, prefills, _ = groups(*case)
+    alone = takes(rules, [requests[i] for i in urgent], [tokens[i] for i in urgent])
+    late = [i for i in prefills[:1] if requests[i].slack < 0]
+    beyond = max((rules.c * requests[i].context for i in late), default=0.0)
+    assert seconds <= max(time_budget(*case), alone) + beyond
+    if not late:
+        assert seconds <= max(time_budget(*case), alone)
+
+
+@compiling
+@given(cases(FAIR_NAMES))
+def test_urgent_decodes_are_always_taken_first(case: Case) -> None:
+    tokens, _ = batch(*case)
+    urgent = groups(*case)[0]
+    room = min(case[0].max_tokens, len(urgent))
+    assert [tokens[i] for i in urgent] == [1] * room + [0] * (len(urgent) - room)
+
+
+@compiling
+@given(cases(FAIR_NAMES), st.randoms(use_true_random=False))
+def test_the_order_of_requests_does_not_matter(case: Case, random: object) -> None:
+    rules, requests = case
+    order = list(range(len(requests)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    tokens, _ = batch(rules, requests)
+    shuffled, _ = batch(rules, [requests[i] for i in order])
+    assert shuffled == [tokens[i] for i in order]
+
+
+@given(st.floats(0, 100), st.floats(0, 5), st.floats(0.01, 2), st.integers(0, 50), st.floats(0, 9))
+def test_a_token_given_earlier_never_makes_a_deadline_tighter(
+    arrival: float, ttft: float, tpot: float, given_so_far: int, now: float
+) -> None:
+    # The paper's monotonicity (§3.1): slack depends on how many tokens there are, not on when.
+    def slack(tokens: int) -> float:
+        return arrival + ttft + tokens * tpot - now
+
+    assert slack(given_so_far + 1) - slack(given_so_far) == pytest.approx(tpot, abs=1e-9)
+
+
+# Nobody starves
+
+
+class Served:
+    """A request as an engine keeps it: what it has computed, and when its next token is due."""
+
+    def __init__(self, arrival: float, prompt: int, output: int) -> None:
+        self.arrival, self.prompt, self.output = arrival, prompt, output
+        self.computed = self.given = 0
+
+    def waiting(self, now: float, ttft: float = 8.0, tpot: float = 4.0) -> Waiting:
+        slack = self.arrival + ttft + self.given * tpot - now
+        context = self.prompt + self.given
+        if self.computed < self.prompt:
+            return Waiting(slack, tpot, False, self.prompt - self.computed, context)
+        return Waiting(slack, tpot, True, 1, context)
+
+    def compute(self, tokens: int) -> None:
+        decoding = self.computed == self.prompt
+        self.computed = min(self.computed + tokens, self.prompt)
+        self.given += tokens > 0 and (decoding or self.computed == self.prompt)
+
+
+@compiling
+@given(
+    st.sampled_from(sorted(FORMATIONS)),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(1, 300), st.integers(1, 6)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(8, 64),
+)
+def test_every_request_ends(name: str, trace: list[tuple[int, int, int]], most: int) -> None:
+    rules = FAIR._replace(name=name, max_tokens=most, token_budget=min(most, 16))
+    there = [Served(arrival / 4, prompt, output) for arrival, prompt, output in trace]
+    now, steps = 0.0, 0
+    while there:
+        present = [one for one in there if one.arrival <= now]
+        if not present:
+            now = min(one.arrival for one in there)
+            continue
+        tokens, seconds = batch(rules, [one.waiting(now) for one in present])
+        assert seconds > 0
+        now += seconds
+        for one, n in zip(present, tokens, strict=True):
+            one.compute(n)
+        there = [one for one in there if one.given < one.output]
+        steps += 1
+        assert steps < 20_000
+
+
+@pytest.mark.parametrize("name", FAIR_NAMES)
+@pytest.mark.parametrize("length", [150, 400])
+def test_a_long_prompt_is_computed_among_short_ones_without_end(name: str, length: int) -> None:
+    """Short prompts keep coming, and their decodes keep the batches full."""
+    rules = FAIR._replace(name=name, token_budget=8)
+    long = Served(0.0, length, 1)
+    there, now, coming = [long], 0.0, 0.0
+    for _ in range(3_000):
+        while coming <= now:
+            there.append(Served(coming, 8, 12))
+            coming += 3.0
+        tokens, seconds = batch(rules, [one.waiting(now) for one in there])
+        now += seconds
+        for one, n in zip(there, tokens, strict=True):
+            one.compute(n)
+        there = [one for one in there if one.given < one.output]
+        if long.given:
+            return
+    raise AssertionError(f"{long.computed} of {length} tokens after {now:.0f} s")
+
+
+def test_an_endless_budget_is_no_number_of_tokens() -> None:
+    rules = FAIR._replace(name="fairbatching_tokens", b=0.0, c=0.0)
+    assert batch(rules, [decode(5.0), prefill(1.0, 40)])[0] == [1, 40]
+    assert batch(rules, [decode(5.0, tpot=inf), prefill(1.0, 40, tpot=inf)])[0] == [1, 40]
