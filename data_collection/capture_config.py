@@ -10,6 +10,8 @@ __all__ = ["CaptureConfig", "RecordConfig", "read_capture_config"]
 Config = TypeVar("Config", bound="CaptureConfig")
 
 _SECTION = "headway"
+_OF_THE_SCHEDULER = ("batching",)
+"""Keys of the section that the worker does not read."""
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,8 @@ def read_capture_config(additional_config: Mapping[str, Any], config_type: type[
             f'\'{{"{_SECTION}": {{"k": 20, "record": {{"path": "my-dataset"}}}}}}\''
         )
     section = additional_config[_SECTION]
+    if isinstance(section, Mapping):
+        section = {key: value for key, value in section.items() if key not in _OF_THE_SCHEDULER}
     try:
         return msgspec.convert(section, config_type)
     except msgspec.ValidationError as error:

@@ -26,6 +26,9 @@ __all__ = [
 FINISHED_ATTRIBUTE = "headway_finished"
 """Name under which our scheduler adds ended requests to vLLM's `SchedulerOutput`."""
 
+_REPORTING = ("HeadwayScheduler", "FairBatchingScheduler")
+"""Names of the schedulers that do, or how they end."""
+
 
 def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what capture cannot read correctly.
@@ -51,7 +54,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
             "drop --prefill-context-parallel-size"
         )
     scheduler = vllm_config.scheduler_config.scheduler_cls
-    if not getattr(scheduler, "__name__", str(scheduler)).endswith("HeadwayScheduler"):
+    if not getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING):
         problems.append(
             "the scheduler does not report how requests end; add "
             "--scheduler-cls data_collection.vllm_scheduler.HeadwayScheduler"

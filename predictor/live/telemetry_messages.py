@@ -46,12 +46,15 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
         waiting: requests that wait to be scheduled.
         kv_usage: share of the KV cache in use, 0 to 1.
         kv_capacity_tokens: tokens the KV cache holds.
+        prefill_budget: tokens of new prompts that it can still compute in time, below 0 when it
+            has taken on too much; None if its scheduler does not reckon it.
     """
 
     running: Count = 0
     waiting: Count = 0
     kv_usage: float = 0.0
     kv_capacity_tokens: Count = 0
+    prefill_budget: float | None = None
 
 
 class RequestForecast(msgspec.Struct, frozen=True, array_like=True):

@@ -215,35 +215,23 @@ def test_the_engines_own_scheduler_knows_the_forecasts(smollm2: Path) -> None:
         assert 1 <= mean <= cap - generated
 
 
-@pytest.mark.parametrize("wrong", ["model", "k", "kind", "port"])
+@pytest.mark.parametrize("wrong", ["model", "kind"])
 def test_an_engine_that_cannot_forecast_does_not_start(
     smollm2: Path, tmp_path: Path, wrong: str
 ) -> None:
-    section: dict[str, Any] = {"k": 20, "forecast": {"checkpoint": str(CHECKPOINT)}}
-    telemetry: dict[str, Any] = {"bind": "tcp://127.0.0.1:*"}
-    expected = ""
-    with zmq.Context() as context, context.socket(zmq.PUB) as occupied:
-        if wrong == "model":
-            section["forecast"]["checkpoint"] = str(other_models_checkpoint(tmp_path))
-            expected = "trained on hidden states of acme/other-model"
-        elif wrong == "k":
-            section["k"] = 0
-            expected = "`$.k`"
-        elif wrong == "kind":
-            star = CHECKPOINT.with_name("smollm2-135m-instruct-star")
-            section["forecast"]["checkpoint"] = str(star)
-            expected = "holds a regression model"
-        else:
-            port = occupied.bind_to_random_port("tcp://127.0.0.1")
-            telemetry["bind"] = f"tcp://127.0.0.1:{port}"
-            expected = f"telemetry cannot bind tcp://127.0.0.1:{port}"
-        section["forecast"]["telemetry"] = telemetry
-        done = subprocess.run(
-            server_command(smollm2, free_port(), section),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    if wrong == "model":
+        checkpoint = other_models_checkpoint(tmp_path)
+        expected = "trained on hidden states of acme/other-model"
+    else:
+        checkpoint = CHECKPOINT.with_name("smollm2-135m-instruct-star")
+        expected = "holds a regression model"
+    section = {"forecast": {"checkpoint": str(checkpoint), "telemetry": None}}
+    done = subprocess.run(
+        server_command(smollm2, free_port(), section),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode != 0
     assert expected in done.stdout + done.stderr
 

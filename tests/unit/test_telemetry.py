@@ -32,6 +32,7 @@ from predictor.live.telemetry_messages import (
     RequestForecast,
     Snapshot,
     TelemetryError,
+    decode_message,
     decode_survival,
     encode_message,
     encode_survival,
@@ -329,6 +330,17 @@ def test_late_messages_do_not_undo_a_snapshot() -> None:
         assert view.instances[KEY].requests == {}
         assert view.instances[KEY].gauges.running == 0
     assert view.outdated == 2
+
+
+def test_gauges_of_engines_that_reckon_no_prefill_budget_can_be_read() -> None:
+    snapshot = Engine().snapshot()
+    told = msgspec.msgpack.decode(encode_message(snapshot))
+    assert told["gauges"] == [0, 2, 0.25, 1_000, None]
+    told["gauges"].pop()  # as engines told it that knew of no such thing
+    assert decode_message(msgspec.msgpack.encode(told)) == snapshot
+    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=-12.5)
+    tight = msgspec.structs.replace(snapshot, gauges=gauges)
+    assert decode_message(encode_message(tight)) == tight
 
 
 def test_late_forecasts_do_not_replace_newer_ones() -> None:

@@ -1,0 +1,119 @@
+"""Serve prompts in this process, and look at what the scheduler does in every step.
+
+usage: batching_engine.py MODEL SETTINGS
+SETTINGS is JSON: ``engine`` (arguments of vLLM's) and ``waves``, each with its ``requests`` and the
+steps ``after`` the wave before that they arrive; null: when nothing is left to do. Prints what was
+seen as the last line, in JSON.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    model, settings = sys.argv[1], json.loads(sys.argv[2])
+    engine = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=8,
+        block_size=32,
+        **settings["engine"],
+    )
+    core = engine.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    seen = Seen(scheduler)
+    free = pool.get_num_free_blocks()
+    waves = settings["waves"]
+    outputs: dict[str, list[int]] = {}
+    first_step: dict[str, int] = {}
+    since = 0
+    while waves or core.has_unfinished_requests():
+        after = waves[0]["after"] if waves else None
+        idle = not core.has_unfinished_requests()
+        if waves and (idle or (after is not None and since >= after)):
+            since = 0
+            for request in waves.pop(0)["requests"]:
+                sampling = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=request["max_tokens"],
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=request.get("objectives"),
+                )
+                core.add_request(request["name"], {"prompt_token_ids": request["prompt"]}, sampling)
+        for output in core.step():
+            outputs[output.request_id] = list(output.outputs[0].token_ids)
+        since += 1
+        for name, request in scheduler.requests.items():
+            if request.num_output_tokens:
+                first_step.setdefault(name.rpartition("-")[0], len(seen.steps))
+    report = {
+        "outputs": outputs,
+        "first_step": first_step,
+        "steps": seen.steps,
+        "preemptions": seen.preemptions,
+        "prefix_hits": seen.prefix_hits,
+        "blocks_lost": free - pool.get_num_free_blocks(),
+        "left": [len(scheduler.requests), len(getattr(scheduler, "_objectives", ()))],
+    }
+    print(json.dumps(report))
+
+
+class Seen:
+    """Notes every step's plan and tokens, around the methods of the scheduler itself."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.preemptions = self.prefix_hits = 0
+        self._scheduler = scheduler
+        self._schedule, self._preempt = scheduler.schedule, scheduler._preempt_request
+        scheduler.schedule, scheduler._preempt_request = self.schedule, self.preempt
+
+    def schedule(self, *args: Any) -> Any:
+        scheduler = self._scheduler
+        table = self._table()
+        output = self._schedule(*args)
+        for request in output.scheduled_new_reqs:
+            self.prefix_hits += request.num_computed_tokens > 0
+        tokens = output.num_scheduled_tokens
+        step: dict[str, Any] = {"tokens": tokens}
+        plan = getattr(scheduler, "batch_plan", None)
+        if plan is not None and table is not None:
+            row = {name: i for i, name in enumerate(table.names)}
+            decodes = table.slack[table.decoding]
+            rules = scheduler._times.rules
+            context = sum(scheduler.requests[name].num_computed_tokens for name in tokens)
+            spent = rules.constant + rules.per_new * sum(tokens.values())
+            step |= {
+                "planned": plan.tokens,
+                "estimate": plan.seconds,
+                "actual": spent + rules.per_context * context,
+                "budget": max(decodes.min(), table.tpot.min()) if len(decodes) else None,
+                "only_decodes": all(table.decoding[row[name]] for name in tokens),
+            }
+        self.steps.append(step)
+        return output
+
+    def _table(self) -> Any:
+        """Read the requests as the scheduler is about to."""
+        from rescheduler.batching.vllm_adapter import read_table  # once vLLM is up
+
+        scheduler = self._scheduler
+        if not hasattr(scheduler, "batch_plan"):
+            return None
+        return read_table(scheduler, scheduler._objectives_of, time.time(), True)
+
+    def preempt(self, *args: Any, **kwargs: Any) -> None:
+        self.preemptions += 1
+        self._preempt(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The FairBatching scheduler inside a real vLLM: the same tokens, in a better order, in time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from batching_profile import profile_of
+from serving import free_port, post, wait_until_ready
+
+from predictor.live.telemetry_messages import Snapshot, decode_message
+from rescheduler.profiling.profile import BatchTime
+from rescheduler.profiling.step_log import read_engine, read_steps
+
+SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
+BATCH = BatchTime(constant=0.01, per_new=0.001, per_context=1e-6)
+CROWDED = {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 24}
+"""Prompts are cut, and the cache holds 736 tokens: some requests are preempted."""
+
+
+def prompt(seed: int, tokens: int, shared: int = 0) -> list[int]:
+    """Return random tokens, the first of them the same for all."""
+    head = np.random.default_rng(0).integers(1000, 20_000, shared)
+    tail = np.random.default_rng(seed).integers(1000, 20_000, tokens - shared)
+    return [*head.tolist(), *tail.tolist()]
+
+
+def ask(name: str, tokens: list[int], n: int, **objectives: float) -> dict[str, Any]:
+    return {"name": name, "prompt": tokens, "max_tokens": n, "objectives": objectives}
+
+
+def waves() -> list[dict[str, Any]]:
+    """Return requests of many lengths, then some that outgrow the cache, then an urgent one."""
+    lengths = [[30, 210, 5], [150, 90], [64, 320], [33, 128, 7]]
+    mixed = [
+        [
+            ask(f"mixed{i}-{j}", prompt(10 * i + j, n, shared=min(n // 2, 64)), 24)
+            for j, n in enumerate(wave)
+        ]
+        for i, wave in enumerate(lengths)
+    ]
+    growing = [
+        ask(f"grows{i}", prompt(50 + i, 120), 120, ttft_s=30.0, tpot_s=5.0) for i in range(6)
+    ]
+    patient = [
+        ask(f"patient{i}", prompt(100 + i, 200), 4, ttft_s=600.0, tpot_s=10.0) for i in range(3)
+    ]
+    urgent = [ask("urgent", prompt(200, 20), 4, ttft_s=0.5, tpot_s=10.0)]
+    arriving = [{"after": 4, "requests": wave} for wave in mixed]
+    alone = [{"after": None, "requests": growing}, {"after": None, "requests": patient}]
+    return [*arriving, *alone, {"after": 1, "requests": urgent}]
+
+
+def run(model: Path, **engine: Any) -> dict[str, Any]:
+    script = Path(__file__).with_name("batching_engine.py")
+    settings = json.dumps({"engine": CROWDED | engine, "waves": waves()})
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), settings],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def profile(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return profile_of(smollm2, tmp_path_factory.mktemp("profile") / "profile.yaml", BATCH)
+
+
+@pytest.fixture(scope="module")
+def by_vllm(smollm2: Path) -> dict[str, Any]:
+    return run(smollm2)
+
+
+@pytest.fixture(scope="module")
+def fair(smollm2: Path, profile: Path) -> dict[str, Any]:
+    section = {"profile": str(profile), "ttft_s": 0.5, "tpot_s": 0.08, "recalibrate": False}
+    config = {"headway": {"batching": section}}
+    return run(smollm2, scheduler_cls=SCHEDULER, additional_config=config)
+
+
+def test_every_request_gets_the_tokens_that_vllm_gives_it(
+    by_vllm: dict[str, Any], fair: dict[str, Any]
+) -> None:
+    """With prompts in chunks, a prefix cache, and preemption."""
+    assert len(fair["outputs"]) == 20
+    assert fair["outputs"] == by_vllm["outputs"]
+    assert fair["prefix_hits"] > 0
+    assert fair["preemptions"] > 0
+    assert any(0 < sum(step["tokens"].values()) < 160 for step in fair["steps"])
+
+
+def test_no_batch_exceeds_its_plan_or_its_budget(fair: dict[str, Any]) -> None:
+    planned = [step for step in fair["steps"] if "planned" in step]
+    assert len(planned) > 20
+    for step in planned:
+        for name, tokens in step["tokens"].items():
+            assert tokens <= step["planned"][name]
+        assert step["actual"] <= step["estimate"] + 1e-9
+        if step["budget"] is not None and not step["only_decodes"]:
+            late = 0.005  # the budget is read a moment before the plan
+            assert step["actual"] <= step["budget"] + late
+    cut = [step for step in planned if step["budget"] is not None and not step["only_decodes"]]
+    assert cut, "prompts were computed beside decodes"
+
+
+def test_an_idle_engine_holds_nothing(fair: dict[str, Any]) -> None:
+    assert fair["blocks_lost"] == 0
+    assert fair["left"] == [0, 0]
+
+
+def test_an_urgent_prompt_overtakes_those_that_can_wait(
+    by_vllm: dict[str, Any], fair: dict[str, Any]
+) -> None:
+    """In vLLM's order it comes last; its objective puts it right behind what has begun."""
+    theirs, ours = by_vllm["first_step"], fair["first_step"]
+    assert theirs["urgent"] >= max(theirs[f"patient{i}"] for i in range(3))
+    assert ours["urgent"] <= ours["patient0"]
+    assert ours["urgent"] < min(ours["patient1"], ours["patient2"])
+
+
+# A server: what its clients see.
+
+TIGHT = {"ttft_s": 2.0, "tpot_s": 0.5}
+
+
+class Served:
+    """A server that admits by a budget of about 400 tokens, and its telemetry."""
+
+    def __init__(self, port: int, steps: Path) -> None:
+        self.port, self.steps = port, steps
+        self.budgets: list[float | None] = []
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    slow = BatchTime(constant=0.01, per_new=0.005, per_context=0.0)
+    section = {
+        "k": 5,
+        "forecast": {"checkpoint": str(CHECKPOINT), "telemetry": None},
+        "batching": {
+            "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
+            "admission": True,
+            "use_forecasts": True,
+            "recalibrate": False,
+            "steps": str(folder / "steps.csv"),
+            **TIGHT,
+        },
+    }
+    port, log = free_port(), folder / "server.log"
+    served = Served(port, folder / "steps.csv")
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        heard_at = subscriber.bind_to_random_port("tcp://127.0.0.1")
+        section["forecast"]["telemetry"] = {
+            "bind": "",
+            "connect": [f"tcp://127.0.0.1:{heard_at}"],
+            "instance": "decode-0",
+        }
+        listening = threading.Event()
+
+        def listen() -> None:
+            while not listening.is_set():
+                if subscriber.poll(200):
+                    message = decode_message(subscriber.recv_multipart()[1])
+                    if isinstance(message, Snapshot):
+                        served.budgets.append(message.gauges.prefill_budget)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                server_command(smollm2, port, section),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"},
+            )
+        try:
+            wait_until_ready(port, server, log)
+            yield served
+            os.kill(server.pid, signal.SIGTERM)
+            server.wait(timeout=60)
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+            listening.set()
+            listener.join()
+
+
+def server_command(model: Path, port: int, section: dict[str, Any]) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--max-model-len", "512", "--max-num-seqs", "8", "--async-scheduling"]
+    command += ["--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"]
+    command += ["--scheduler-cls", SCHEDULER]
+    command += ["--middleware", "rescheduler.batching.admission.AdmissionMiddleware"]
+    return [*command, "--additional-config", json.dumps({"headway": section})]
+
+
+@pytest.fixture
+def busy(served: Served) -> Iterator[Served]:
+    """The server while it answers another client, whose prompt is short."""
+    body = {"prompt": "Once upon a time", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with post(served.port, "/v1/completions", {"model": "smollm2", **body}) as response:
+        assert response.readline().startswith(b"data: {")
+        yield served
+
+
+def refused(port: int, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], Any]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(port, path, {"model": "smollm2", **body})
+    with caught.value as error:
+        return error.code, dict(error.headers), json.load(error)
+
+
+LONG = " ".join(["word"] * 450)
+TOO_LONG = {
+    "completion": ("/v1/completions", {"prompt": LONG}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    "two answers": ("/v1/completions", {"prompt": LONG, "n": 2}),
+    "logprobs": ("/v1/completions", {"prompt": LONG, "logprobs": 2}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kind", TOO_LONG)
+def test_a_prompt_beyond_the_budget_is_429(busy: Served, kind: str, stream: bool) -> None:
+    path, body = TOO_LONG[kind]
+    status, headers, answer = refused(busy.port, path, body | {"stream": stream, "max_tokens": 5})
+    assert status == 429
+    assert int(headers["retry-after"]) >= 1
+    assert answer["error"]["code"] == 429
+
+
+def test_a_prompt_within_the_budget_is_served(busy: Served) -> None:
+    body = {"model": "smollm2", "prompt": "The sea is", "max_tokens": 5, "temperature": 0}
+    with post(busy.port, "/v1/completions", body) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 5
+
+
+def test_a_client_with_time_is_served_beyond_the_engine_s_own_budget(busy: Served) -> None:
+    body = {"model": "smollm2", "prompt": LONG, "max_tokens": 3}
+    patient = body | {"vllm_xargs": {"ttft_s": 60.0}}
+    with post(busy.port, "/v1/completions", patient) as response:
+        assert json.load(response)["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_engine_without_other_work_takes_any_prompt(served: Served) -> None:
+    time.sleep(1.0)  # earlier clients have left
+    body = {"model": "smollm2", "prompt": LONG, "max_tokens": 3}
+    with post(served.port, "/v1/completions", body) as response:
+        assert json.load(response)["usage"]["prompt_tokens"] > 400
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_absurd_objectives_are_400(served: Served, stream: bool) -> None:
+    body = {"prompt": "The sea is", "vllm_xargs": {"ttft_s": -2}, "stream": stream}
+    status, _, answer = refused(served.port, "/v1/completions", body)
+    assert status == 400
+    assert "ttft_s must be seconds from 0.001 to 3600, not -2" in answer["error"]["message"]
+
+
+def test_the_budget_is_told_and_steps_are_written(busy: Served) -> None:
+    for _ in range(100):
+        if any(budget is not None for budget in busy.budgets):
+            break
+        time.sleep(0.1)
+    budgets = [budget for budget in busy.budgets if budget is not None]
+    assert budgets and max(budgets) <= 2.0 / 0.005
+    steps = read_steps(busy.steps)
+    assert len(steps) > 20 and (steps[:, 2] > 0).all()
+    assert (steps[:, 1] >= steps[:, 0]).all(), "context includes what the step computes"
+    assert read_engine(busy.steps).dtype == "float32"
+
+
+def test_an_engine_whose_profile_is_another_machine_s_does_not_start(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    path = profile_of(smollm2, tmp_path / "profile.yaml", BATCH, where="another machine")
+    command = server_command(smollm2, free_port(), {"batching": {"profile": str(path)}})
+    plain = command.index("--worker-cls")
+    del command[plain : plain + 2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    expected = "the profile was measured with machine 'another machine', this engine has"
+    assert expected in done.stdout + done.stderr
