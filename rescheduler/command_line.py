@@ -26,6 +26,10 @@ _VERBS: dict[str, tuple[str, str]] = {
     "watch": ("rescheduler.watch:watch", "show what running requests will still generate"),
     "serve": ("rescheduler.serving.serve:serve", "serve a prefill/decode deployment"),
     "drain": ("rescheduler.serving.drain:drain", "move everything away from an instance"),
+    "profile": (
+        "rescheduler.profiling.profile_command:profile",
+        "measure how long an engine's steps take",
+    ),
     "recalibrate": ("rescheduler.recalibrate:recalibrate", "mend a predictor from what it served"),
     "launch": ("rescheduler.serving.launch:launch", "start a deployment's engines"),
     "demo": ("rescheduler.serving.demo:demo", "see requests move between engines"),
