@@ -33,6 +33,7 @@ def main() -> None:
     waves = settings["waves"]
     outputs: dict[str, list[int]] = {}
     first_step: dict[str, int] = {}
+    begun: dict[str, tuple[float, float]] = {}
     since = 0
     while waves or core.has_unfinished_requests():
         after = waves[0]["after"] if waves else None
@@ -52,11 +53,15 @@ def main() -> None:
             outputs[output.request_id] = list(output.outputs[0].token_ids)
         since += 1
         for name, request in scheduler.requests.items():
-            if request.num_output_tokens:
-                first_step.setdefault(name.rpartition("-")[0], len(seen.steps))
+            if request.num_output_tokens and name.rpartition("-")[0] not in first_step:
+                first_step[name.rpartition("-")[0]] = len(seen.steps)
+                if hasattr(scheduler, "batch_plan"):
+                    ttft = scheduler._objectives_of(request).ttft
+                    begun[name.rpartition("-")[0]] = ttft, time.time() - request.arrival_time
     report = {
         "outputs": outputs,
         "first_step": first_step,
+        "begun": begun,
         "steps": seen.steps,
         "preemptions": seen.preemptions,
         "prefix_hits": seen.prefix_hits,

@@ -91,6 +91,7 @@ def by_vllm(smollm2: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def fair(smollm2: Path, profile: Path) -> dict[str, Any]:
     section = {"profile": str(profile), "ttft_s": 0.5, "tpot_s": 0.08, "recalibrate": False}
+    section |= {"deadlines": "first_token"}
     config = {"headway": {"batching": section}}
     return run(smollm2, scheduler_cls=SCHEDULER, additional_config=config)
 
@@ -133,6 +134,13 @@ def test_an_urgent_prompt_overtakes_those_that_can_wait(
     assert theirs["urgent"] >= max(theirs[f"patient{i}"] for i in range(3))
     assert ours["urgent"] <= ours["patient0"]
     assert ours["urgent"] < min(ours["patient1"], ours["patient2"])
+
+
+def test_deadlines_can_count_from_the_first_token(fair: dict[str, Any]) -> None:
+    """Once a request has begun, the time to its first token is as if it had been promised."""
+    assert len(fair["begun"]) == 20
+    for name, (ttft, seconds) in fair["begun"].items():
+        assert 0 < ttft <= seconds, name
 
 
 # A server: what its clients see.

@@ -1,0 +1,352 @@
+"""FairBatching on a real engine: who meets both objectives as the load grows?
+
+    python -m benchmarks.fairbatching_live --trace azure2023_conv.csv.gz [--quick]
+        [--systems NAME ...] [--loads X ...] [--ttft-times X ...] [--tpot-times X ...]
+        [--out FOLDER] [--json OUT] [--png OUT]
+
+One engine of SmolLM2 a system, on this machine's CPU; all but the one under load are idle. Requests
+come at the times of the trace (open loop), which is stretched so that the load is a share of the
+capacity that the profile gives. Lengths are the trace's, scaled down to what this model holds.
+Every system gets the same requests; at each load the systems take turns in another order.
+
+Objectives are multiples of what a request takes that is alone. As in the paper, the TPOT of a
+request is its worst running mean, a rejected request counts as late, and the effective rate is
+that of requests which meet both objectives. Sarathi's token budget is the best of three.
+
+What is finished is kept in the folder, and not run again.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from benchmarks.fairbatching_live_figures import draw, print_tables, summarised
+from benchmarks.report import arguments, report
+from data_collection.atomic_file import write_text_atomically
+from data_collection.models import resolve_model
+from rescheduler.interrupts import ending_signals_raised
+from rescheduler.profiling.profile import Profile, load_profile
+from rescheduler.profiling.profile_command import profile as measure_profile
+from rescheduler.serving.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.serving.deployment import EngineOptions
+from rescheduler.serving.engine_command import lone_engine_command
+from rescheduler.serving.launch_checks import check_versions, cpu_interpreter
+from rescheduler.serving.launch_local import free_ports
+from rescheduler.serving.launch_process import ServerProcess
+from rescheduler.serving.launch_progress import LaunchProgress
+from rescheduler.serving.server_group import ServerGroup
+from rescheduler.simulator.trace import TraceBlock, first_requests
+from rescheduler.simulator.trace_files import read_trace
+
+MODEL = "smollm2"
+BATCHED_TOKENS = 2048
+ENGINE = EngineOptions(
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=16,
+    kv_cache_gb=1,
+    enforce_eager=True,
+)
+SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "vllm": None,  # vLLM's own scheduler, as it comes
+    "sarathi": {"formation": "sarathi"},
+    "fairbatching": {"formation": "fairbatching"},
+    "fairbatching_pab": {"formation": "fairbatching", "admission": True},
+    "fairbatching_fixed": {"formation": "fairbatching_fixed"},
+    "fairbatching_tokens": {"formation": "fairbatching_tokens"},
+}
+DEADLINES = {"deadlines": "first_token"}  # the measure's, as in the paper's tables
+MAIN = ("vllm", "sarathi", "fairbatching", "fairbatching_pab")
+BUDGETS = (64, 128, 256)
+LOADS = (0.6, 0.8, 1.0, 1.2)
+SECONDS = 60.0
+LIMIT_SECONDS = 180.0
+LENGTH_SCALE = 1 / 6
+LONGEST_PROMPT, LONGEST_OUTPUT = 700, 250
+TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
+REQUESTS = 4_000
+_TOKENS = 10_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One system under one load with one pair of objectives.
+
+    Attributes:
+        system: its name.
+        load: share of the capacity.
+        ttft_s: objective.
+        tpot_s: objective.
+        token_budget: of a system whose budget is fixed.
+    """
+
+    system: str
+    load: float
+    ttft_s: float
+    tpot_s: float
+    token_budget: int
+
+    def file(self, folder: Path) -> Path:
+        """Where the result is kept."""
+        name = f"{self.system}-{self.token_budget}-{self.load:g}"
+        return folder / f"{name}-{self.ttft_s:.3f}-{self.tpot_s:.4f}.json"
+
+
+class TokenLoad(LoadRun):
+    """A load of prompts given as tokens, each with the objectives that its engine is told."""
+
+    def __init__(
+        self, url: str, load: Sequence[LoadRequest], salt: str, case: Case | None, told: bool
+    ) -> None:
+        super().__init__(url, MODEL, load, salt, temperature=0.0)
+        self._case, self._told = case, told
+
+    def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
+        """Return a completion of random tokens, generated to its full length."""
+        prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
+        asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
+        if self._told and self._case is not None:
+            asked["vllm_xargs"] = {"ttft_s": self._case.ttft_s, "tpot_s": self._case.tpot_s}
+        return "/v1/completions", asked
+
+
+def main() -> None:
+    """Run what is missing, and print the tables."""
+    parser = arguments("FairBatching on a real engine")
+    options = _options(parser)
+    check_versions()
+    folder: Path = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    with ending_signals_raised():
+        results = run(folder, options)
+    figures = summarised(results)
+    if options.png is not None:
+        draw(results, options.png)
+    print_tables(results)
+    report("fairbatching_live", figures, options.json)
+
+
+def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(MAIN))
+    parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
+    parser.add_argument("--ttft-times", nargs="+", type=float, default=[TTFT_TIMES])
+    parser.add_argument("--tpot-times", nargs="+", type=float, default=[TPOT_TIMES])
+    parser.add_argument("--out", type=Path, default=Path("runs/fairbatching_live"))
+    parser.add_argument("--png", type=Path, help="draw effective rate over load here")
+    options = parser.parse_args()
+    options.seconds = 20.0 if options.quick else SECONDS
+    return options
+
+
+def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the results of all cases; run those that are missing."""
+    profile = profiled(folder)
+    trace = scaled_trace(options.trace)
+    capacity = capacity_of(profile, trace)
+    alone = measured_alone(folder)
+    budget = tuned_budget(folder, options, trace, capacity, alone)
+    cases = [
+        Case(system, load, times * alone["ttft"], others * alone["tpot"], budget)
+        for times in options.ttft_times
+        for others in options.tpot_times
+        for number, load in enumerate(options.loads)
+        for system in np.roll(options.systems, number).tolist()
+    ]
+    missing = [case for case in cases if not case.file(folder).is_file()]
+    if missing:
+        wanted = list(dict.fromkeys(case.system for case in missing))
+        with engines(folder, wanted, budget) as urls:
+            for number, case in enumerate(missing):
+                result = serve(urls[case.system], case, trace, capacity, options.seconds)
+                write_text_atomically(case.file(folder), json.dumps(result))
+                shown = {k: round(result[k], 3) for k in ("effective", "violated", "ttft_p99")}
+                print(f"{number + 1}/{len(missing)} {case}: {shown}", file=sys.stderr, flush=True)
+    return [json.loads(case.file(folder).read_text()) for case in cases]
+
+
+def scaled_trace(path: Path) -> TraceBlock:
+    """Return the trace's first requests, with lengths that this model holds."""
+    block = first_requests(read_trace(path), np.random.default_rng(0), REQUESTS)
+    prompt = np.clip(np.rint(block.prompt * LENGTH_SCALE), 4, LONGEST_PROMPT)
+    output = np.clip(np.rint(block.output * LENGTH_SCALE), 2, LONGEST_OUTPUT)
+    return block._replace(prompt=prompt.astype(np.int64), output=output.astype(np.int64))
+
+
+def capacity_of(profile: Profile, trace: TraceBlock) -> float:
+    r"""Return the requests per second that the profile says an engine with full batches serves.
+
+    A request takes its prompt's :math:`(b + c) p`, and for each token it generates b, its
+    context's c and its share a / B of a step, with B places.
+    """
+    a, b, c = profile.batch
+    p, d = trace.prompt.mean(), trace.output.mean()
+    a_token = b + c * (trace.prompt + trace.output / 2).mean() + a / ENGINE.max_num_seqs
+    return float(1 / ((b + c) * p + d * a_token))
+
+
+def profiled(folder: Path) -> Profile:
+    """Return the profile of the engine, measured if it is not there yet."""
+    path = folder / "profile" / "profile.yaml"
+    if not path.is_file():
+        measure_profile(
+            path.parent,
+            model=MODEL,
+            dtype=ENGINE.dtype,
+            max_model_len=ENGINE.max_model_len,
+            max_num_seqs=ENGINE.max_num_seqs,
+            max_num_batched_tokens=BATCHED_TOKENS,
+        )
+    return load_profile(path)
+
+
+@contextmanager
+def engines(folder: Path, systems: Sequence[str], budget: int) -> Iterator[dict[str, str]]:
+    """Run an engine for each system; yield their URLs."""
+    ports, model, python = free_ports(len(systems)), resolve_model(MODEL), cpu_interpreter()
+    servers, urls = [], {}
+    profile = str((folder / "profile" / "profile.yaml").resolve())
+    for system, port in zip(systems, ports, strict=True):
+        urls[system] = url = f"http://127.0.0.1:{port}"
+        flags = ["--max-num-batched-tokens", str(BATCHED_TOKENS)]
+        batching = SYSTEMS[system]
+        if batching is not None:
+            section = {"profile": profile, "token_budget": budget, **DEADLINES, **batching}
+            flags += ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
+            flags += ["--additional-config", json.dumps({"headway": {"batching": section}})]
+        command = lone_engine_command(replace(ENGINE, arguments=flags), model, MODEL, url, python)
+        servers.append(ServerProcess(system, command, url, folder / f"{system}.log"))
+    with LaunchProgress(folder) as progress, closing(ServerGroup(servers, progress.tell)) as group:
+        group.start(list(systems), at_once=2)
+        progress.finish()
+        yield urls
+
+
+def measured_alone(folder: Path) -> dict[str, float]:
+    """Return TTFT and TPOT, seconds, of a request of the trace's mean lengths that is alone."""
+    kept = folder / "alone.json"
+    if not kept.is_file():
+        load = [LoadRequest(f"alone-{i}", "180", 40, i, 4.0 * i) for i in range(6)]
+        with engines(folder, ["vllm"], 0) as urls:
+            run = TokenLoad(urls["vllm"], load, "alone", case=None, told=False)
+            served = asyncio.run(run.run())[1:]  # the first warms up
+        alone = {
+            "ttft": float(np.mean([one.ttft for one in served])),
+            "tpot": float(np.mean([one.tpot for one in served])),
+        }
+        write_text_atomically(kept, json.dumps(alone))
+    return json.loads(kept.read_text())  # type: ignore[no-any-return]
+
+
+def tuned_budget(
+    folder: Path,
+    options: argparse.Namespace,
+    trace: TraceBlock,
+    capacity: float,
+    alone: dict[str, float],
+) -> int:
+    """Return the token budget with which Sarathi serves the most requests in time."""
+    kept = folder / "budget.json"
+    if not kept.is_file():
+        effective = {}
+        for budget in BUDGETS:
+            case = Case(
+                "sarathi", 1.0, TTFT_TIMES * alone["ttft"], TPOT_TIMES * alone["tpot"], budget
+            )
+            with engines(folder, ["sarathi"], budget) as urls:
+                result = serve(urls["sarathi"], case, trace, capacity, options.seconds)
+            effective[budget] = result["effective"]
+            print(f"sarathi, budget {budget}: {result['effective']:.3f}/s", file=sys.stderr)
+        write_text_atomically(kept, json.dumps(effective))
+    found: dict[str, float] = json.loads(kept.read_text())
+    return int(max(found, key=found.__getitem__))
+
+
+def serve(
+    url: str, case: Case, trace: TraceBlock, capacity: float, seconds: float
+) -> dict[str, Any]:
+    """Send a case's requests, and return its figures and every request's times."""
+    arrivals = trace.arrival - trace.arrival[0]
+    # The trace's own rate over the requests used decides how much it is stretched.
+    rate = case.load * capacity
+    used = int(rate * seconds)
+    arrivals = arrivals * (used / rate / arrivals[used])
+    load = [
+        LoadRequest(f"{i}", str(int(trace.prompt[i])), int(trace.output[i]), i, float(arrivals[i]))
+        for i in range(used)
+    ]
+    told = SYSTEMS[case.system] is not None
+    run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case, told)
+    served = asyncio.run(asyncio.wait_for(run.run(), LIMIT_SECONDS))
+    failed = [one.error for one in served if one.error and not rejected(one)]
+    if failed:
+        raise RuntimeError(f"{case.system}: {len(failed)} requests failed, the first: {failed[0]}")
+    return figures_of(case, served, seconds)
+
+
+def figures_of(case: Case, served: Sequence[ServedRequest], seconds: float) -> dict[str, Any]:
+    """Return what came of a case."""
+    in_time = [one for one in served if met(case, one)]
+    figures: dict[str, Any] = {
+        **dataclasses.asdict(case),
+        "requests": len(served),
+        "rejected": sum(map(rejected, served)),
+        "violated": 1 - len(in_time) / len(served),
+        "effective": len(in_time) / seconds,
+    }
+    columns = {
+        "ttft": [one.ttft for one in served if one.ttft is not None],
+        "tpot": [worst_tpot(one) for one in served if one.tokens > 1],
+    }
+    for name, values in columns.items():
+        for percentile in (50, 95, 99):
+            figures[f"{name}_p{percentile}"] = float(np.percentile(values, percentile))
+    figures["served"] = [
+        {
+            "ttft": one.ttft,
+            "worst_tpot": worst_tpot(one),
+            "tpot": one.tpot,
+            "error": one.error,
+            "tokens": [[piece.tokens, round(piece.time - one.sent, 4)] for piece in one.pieces],
+        }
+        for one in served
+    ]
+    return figures
+
+
+def rejected(one: ServedRequest) -> bool:
+    """Say whether a request was turned away."""
+    return one.error.startswith("HTTP 429")
+
+
+def met(case: Case, one: ServedRequest) -> bool:
+    """Say whether a request met both objectives."""
+    if one.error or one.ttft is None:
+        return False
+    return one.ttft <= case.ttft_s and worst_tpot(one) <= case.tpot_s
+
+
+def worst_tpot(one: ServedRequest) -> float:
+    """Return the greatest running mean of seconds per token after the first, 0 for one token."""
+    first = one.pieces[0] if one.pieces else None
+    return max(
+        ((p.time - first.time) / (p.tokens - first.tokens) for p in one.pieces[1:] if first),
+        default=0.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The tables and the figure of `benchmarks.fairbatching_live`."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+__all__ = ["draw", "print_tables", "summarised"]
+
+Result = dict[str, Any]
+
+
+def summarised(results: list[Result]) -> dict[str, float]:
+    """Return every system's figures at every load, and its peak, of the first objectives."""
+    figures: dict[str, float] = {}
+    first = [one for one in results if _objectives(one) == _objectives(results[0])]
+    for one in first:
+        case = f"{one['system']}_{one['load']:g}"
+        for name in ("effective", "violated", "rejected", *_percentiles()):
+            figures[f"{case}_{name}"] = one[name]
+        figures[f"{case}_violated_by_mean"] = _late_by_mean(one)
+    for system, peak in _peaks(first).items():
+        figures[f"{system}_peak"] = peak
+    return figures | {"ttft_slo": results[0]["ttft_s"], "tpot_slo": results[0]["tpot_s"]}
+
+
+def print_tables(results: list[Result]) -> None:
+    """Print a row a case, and the peaks of every pair of objectives beside the best baseline's."""
+    columns = ("in time, req/s", "late", "late by mean TPOT", "rejected")
+    print(f"\n| load | system | {' | '.join(columns)} | TTFT P50, P95, P99 | TPOT P50, P95, P99 |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|")
+    for one in sorted(results, key=lambda one: (_objectives(one), one["load"])):
+        ttft = ", ".join(f"{one[f'ttft_p{p}']:.2f}" for p in (50, 95, 99))
+        tpot = ", ".join(f"{1e3 * one[f'tpot_p{p}']:.0f}" for p in (50, 95, 99))
+        print(
+            f"| {one['load']:.0%} | {one['system']} | {one['effective']:.2f} | "
+            f"{one['violated']:.0%} | {_late_by_mean(one):.0%} | "
+            f"{one['rejected'] / one['requests']:.0%} | {ttft} s | {tpot} ms |"
+        )
+    print("\n| TTFT | TPOT | system | peak, requests/s | against the best baseline |")
+    print("|---:|---:|---|---:|---:|")
+    grid = defaultdict(list)
+    for one in results:
+        grid[_objectives(one)].append(one)
+    for (ttft_s, tpot_s), found in sorted(grid.items()):
+        peaks = _peaks(found)
+        best = max((peaks[name] for name in ("vllm", "sarathi") if name in peaks), default=None)
+        for system, peak in peaks.items():
+            gain = f"{peak / best - 1:+.1%}" if best else ""
+            print(f"| {ttft_s:.2f} s | {1e3 * tpot_s:.0f} ms | {system} | {peak:.2f} | {gain} |")
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Draw the requests in time over the load, a line a system, as the paper's Figure 5."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    lines = defaultdict(list)
+    for one in results:
+        if _objectives(one) == _objectives(results[0]):
+            lines[one["system"]].append((100 * one["load"], one["effective"]))
+    for system, points in lines.items():
+        axis.plot(*zip(*sorted(points), strict=True), "o-", label=system.replace("_", " "))
+    axis.set(xlabel="load, % of capacity", ylabel="requests/s that meet both objectives")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
+    plt.close(figure)
+
+
+def _late_by_mean(one: Result) -> float:
+    """Return the share that misses an objective when TPOT is the mean over a request's tokens."""
+    late = sum(
+        bool(request["error"])
+        or request["ttft"] > one["ttft_s"]
+        or (request["tpot"] or 0.0) > one["tpot_s"]
+        for request in one["served"]
+    )
+    return late / len(one["served"])
+
+
+def _percentiles() -> list[str]:
+    return [f"{name}_p{p}" for name in ("ttft", "tpot") for p in (50, 95, 99)]
+
+
+def _objectives(one: Result) -> tuple[float, float]:
+    return one["ttft_s"], one["tpot_s"]
+
+
+def _peaks(results: list[Result]) -> dict[str, float]:
+    """Return the most requests in time that each system reaches at any load."""
+    peaks: dict[str, float] = {}
+    for one in results:
+        peaks[one["system"]] = max(peaks.get(one["system"], 0.0), one["effective"])
+    return peaks
