@@ -248,7 +248,8 @@ def measured_alone(folder: Path) -> dict[str, float]:
             "tpot": float(np.mean([one.tpot for one in served])),
         }
         write_text_atomically(kept, json.dumps(alone))
-    return json.loads(kept.read_text())  # type: ignore[no-any-return]
+    found: dict[str, float] = json.loads(kept.read_text())
+    return found
 
 
 def tuned_budget(

@@ -1,9 +1,8 @@
 """Driving an engine through steps of many sizes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -103,13 +102,10 @@ async def _send(
             async for _ in response.content:
                 first_token.set()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(cell.requests):
-            group.create_task(ask(cell.prompt_tokens, cell.output_tokens))
-        if cell.late_prompt_tokens:
-            group.create_task(_later(first_token, ask(cell.late_prompt_tokens, 1)))
+    async def ask_later() -> None:
+        await first_token.wait()
+        await ask(cell.late_prompt_tokens, 1)
 
-
-async def _later(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    await event.wait()
-    await work
+    asking = [ask(cell.prompt_tokens, cell.output_tokens) for _ in range(cell.requests)]
+    # Of several failures the first is told, as it is.
+    await asyncio.gather(*asking, *([ask_later()] if cell.late_prompt_tokens else []))

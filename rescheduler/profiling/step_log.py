@@ -20,7 +20,7 @@ _ENGINE = ".engine.json"
 
 
 class StepLog:
-    """Writes a line for every step; a step in half a second reaches the file at once.
+    """Writes a line for every step, which reaches the file at once.
 
     Args:
         path: CSV file, written anew.

@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 
 from rescheduler.compilation import compiled_core
 from rescheduler.profiling.profile import load_profile
+from rescheduler.profiling.step_log import COLUMNS
 
 __all__ = [
     "StepTime",
@@ -27,7 +28,6 @@ __all__ = [
 
 FloatArray = npt.NDArray[np.float64]
 
-_COLUMNS = ("new_tokens", "context_tokens", "seconds")
 _KNOTS = 16
 
 
@@ -272,9 +272,9 @@ def _read_steps(path: Path) -> FloatArray:
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
-                raise ValueError(f"{path}: no column {missing[0]!r}; needs {', '.join(_COLUMNS)}")
+                raise ValueError(f"{path}: no column {missing[0]!r}; needs {', '.join(COLUMNS)}")
             for row in reader:
                 rows.append(_step(path, reader.line_num, row))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
@@ -286,9 +286,9 @@ def _read_steps(path: Path) -> FloatArray:
 
 def _step(path: Path, line: int, row: dict[str, str]) -> tuple[float, ...]:
     try:
-        step = tuple(float(row[name]) for name in _COLUMNS)
+        step = tuple(float(row[name]) for name in COLUMNS)
     except (TypeError, ValueError):
-        raise ValueError(f"{path}, line {line}: {', '.join(_COLUMNS)} must be numbers") from None
+        raise ValueError(f"{path}, line {line}: {', '.join(COLUMNS)} must be numbers") from None
     if not all(0 <= value < math.inf for value in step) or step[2] == 0:
         raise ValueError(f"{path}, line {line}: tokens below 0, or seconds not above 0")
     return step

@@ -1,9 +1,12 @@
 """Profiles: fitted to steps, refused for another engine, kept up to date."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import ENGINE, TRUE, profile_of, steps_of
@@ -15,7 +18,7 @@ from rescheduler.profiling.fit import (
     fit_quality,
     typical_steps,
 )
-from rescheduler.profiling.grid import grid
+from rescheduler.profiling.grid import drive, grid
 from rescheduler.profiling.profile import BatchTime, load_profile, write_profile
 from rescheduler.profiling.recalibration import Recalibration
 from rescheduler.profiling.step_log import StepLog, read_engine, read_steps
@@ -160,3 +163,27 @@ def test_one_step_cannot_poison_the_estimate(seconds: float, before: int) -> Non
     assert now.seconds(64, 4000) == pytest.approx(was, rel=0.25)
     for value, profiled in zip(now, TRUE, strict=True):
         assert profiled / 4 <= value <= 4 * profiled
+
+
+@pytest.mark.parametrize("models", [503, 200])
+def test_a_server_that_refuses_is_told_in_one_error(models: int) -> None:
+    async def run() -> None:
+        app = web.Application()
+
+        async def told(http: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": "m"}]}, status=models)
+
+        async def refused(http: web.Request) -> web.Response:
+            return web.json_response({"error": "too long"}, status=400)
+
+        app.router.add_get("/v1/models", told)
+        app.router.add_post("/v1/completions", refused)
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            async for _ in drive(url, grid(ENGINE), seed=0):
+                raise AssertionError("nothing is answered")
+
+    with pytest.raises(ValueError, match="503" if models == 503 else "refuses a request: 400"):
+        asyncio.run(run())
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9: "):
+        asyncio.run(anext(drive("http://127.0.0.1:9", grid(ENGINE), seed=0)))
