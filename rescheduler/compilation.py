@@ -33,7 +33,11 @@ def compiled_core(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a small function as `compiled_core` does, in line where it is called."""
+    """Compile a function as `compiled_core` does, in line where it is called.
+
+    For what is small, or is called from one place: to hand the engine's state over takes longer
+    than most of what is done to it in a step.
+    """
     return _njit(function, _nrt=False, forceinline=True)
 
 

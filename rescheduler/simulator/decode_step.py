@@ -43,7 +43,7 @@ def prepare_steps(
             choose_batch(rules, cluster, batch, g)
 
 
-@compiled_core
+@compiled_inline
 def start_steps(
     rules: Rules, step_time: StepTime, power_model: PowerModel, cluster: Cluster, series: Series
 ) -> None:
@@ -89,7 +89,7 @@ def start_steps(
     record(rules, step_time, power_model, cluster, series, 1.0, seconds)
 
 
-@compiled_core
+@compiled_inline
 def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
     """Admit what an instance has room for, and choose the tokens of its next step."""
     instance = cluster.instances[g]
@@ -153,7 +153,7 @@ def _step(rules: Rules, cluster: Cluster, g: int, end: float) -> int:
     return going_on  # type: ignore[no-any-return]
 
 
-@compiled_core
+@compiled_inline
 def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
     """Give each decoding request its token; free what ended, preempt what no longer fits."""
     instance, scalars = cluster.instances[g], cluster.scalars[0]

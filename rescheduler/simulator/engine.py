@@ -140,7 +140,7 @@ def _next_event(rules: Rules, cluster: Cluster, intake: Intake) -> float:
     return max(time, scalars.now)  # type: ignore[no-any-return]
 
 
-@compiled_core
+@compiled_inline
 def _may_decide(rules: Rules, cluster: Cluster) -> bool:
     """Say whether somebody waits and a place is free, or the moment for it is not now."""
     if cluster.scalars[0].waiting == 0:
@@ -155,7 +155,7 @@ def _may_decide(rules: Rules, cluster: Cluster) -> bool:
     return free
 
 
-@compiled_core
+@compiled_inline
 def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
     """Put the pool's requests where ``intake.target`` says, and keep the others in order."""
     scalars = cluster.scalars[0]

@@ -17,7 +17,7 @@ from rescheduler.simulator.step_time import StepTime, step_seconds
 __all__ = ["count_latency", "observe", "record"]
 
 
-@compiled_core
+@compiled_inline
 def observe(
     rules: Rules,
     step_time: StepTime,

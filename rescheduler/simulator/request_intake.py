@@ -35,7 +35,7 @@ def next_arrival(rules: Rules, cluster: Cluster, intake: Intake) -> float:
     return inf
 
 
-@compiled_core
+@compiled_inline
 def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) -> int:
     """Show the policy what has arrived: all that the pool takes, or one for instant dispatch."""
     scalars = cluster.scalars[0]
@@ -112,7 +112,7 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     return row  # type: ignore[no-any-return]
 
 
-@compiled_core
+@compiled_inline
 def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) -> int:
     """Give the prefill server that is free first the next request of the trace, and so on."""
     if rules.prefill != STAGE:

@@ -1,6 +1,6 @@
 """Requests that move from one instance to another with their context."""
 
-from rescheduler.compilation import compiled_core
+from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import MIGRATED, NONE, Cluster, Rules
 from rescheduler.simulator.instance_queue import queue_first
 from rescheduler.simulator.slots import leave, occupied
@@ -45,7 +45,7 @@ def send_migrations(rules: Rules, cluster: Cluster, g: int) -> None:
         scalars.moving += 1
 
 
-@compiled_core
+@compiled_inline
 def land_migrations(cluster: Cluster) -> None:
     """Let requests whose tokens have arrived decode on their new instance."""
     scalars = cluster.scalars[0]
