@@ -2,18 +2,20 @@
 
     python -m benchmarks.fairbatching_live --trace azure2023_conv.csv.gz [--quick]
         [--systems NAME ...] [--loads X ...] [--ttft-times X ...] [--tpot-times X ...]
-        [--out FOLDER] [--json OUT] [--png OUT]
+        [--rounds N] [--out FOLDER] [--json OUT] [--png OUT]
 
 One engine of SmolLM2 a system, on this machine's CPU; all but the one under load are idle. Requests
 come at the times of the trace (open loop), which is stretched so that the load is a share of the
 capacity that the profile gives. Lengths are the trace's, scaled down to what this model holds.
-Every system gets the same requests; at each load the systems take turns in another order.
+Every system gets the same requests; at each load the systems take turns in another order. Each
+round goes on in the trace where the one before ended.
 
 Objectives are multiples of what a request takes that is alone. As in the paper, the TPOT of a
 request is its worst running mean, a rejected request counts as late, and the effective rate is
 that of requests which meet both objectives. Sarathi's token budget is the best of three.
 
-What is finished is kept in the folder, and not run again.
+What is finished is kept in the folder, and not run again; nor is a system that knows nothing of the
+objectives, for others.
 """
 
 import argparse
@@ -78,6 +80,7 @@ LENGTH_SCALE = 1 / 6
 LONGEST_PROMPT, LONGEST_OUTPUT = 700, 250
 TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
 REQUESTS = 4_000
+REJECTED = "HTTP 429"
 _TOKENS = 10_000
 
 
@@ -91,6 +94,7 @@ class Case:
         ttft_s: objective.
         tpot_s: objective.
         token_budget: of a system whose budget is fixed.
+        round: part of the trace, from 0.
     """
 
     system: str
@@ -98,27 +102,33 @@ class Case:
     ttft_s: float
     tpot_s: float
     token_budget: int
+    round: int = 0
+
+    @property
+    def told(self) -> bool:
+        """Whether the system goes by the objectives."""
+        return self.system.startswith("fairbatching")
 
     def file(self, folder: Path) -> Path:
-        """Where the result is kept."""
-        name = f"{self.system}-{self.token_budget}-{self.load:g}"
-        return folder / f"{name}-{self.ttft_s:.3f}-{self.tpot_s:.4f}.json"
+        """Where the requests' times are kept."""
+        name = f"{self.system}-{self.token_budget}-{self.load:g}-{self.round}"
+        if self.told:
+            name += f"-{self.ttft_s:.3f}-{self.tpot_s:.4f}"
+        return folder / f"{name}.json"
 
 
 class TokenLoad(LoadRun):
     """A load of prompts given as tokens, each with the objectives that its engine is told."""
 
-    def __init__(
-        self, url: str, load: Sequence[LoadRequest], salt: str, case: Case | None, told: bool
-    ) -> None:
+    def __init__(self, url: str, load: Sequence[LoadRequest], salt: str, case: Case | None) -> None:
         super().__init__(url, MODEL, load, salt, temperature=0.0)
-        self._case, self._told = case, told
+        self._case = case
 
     def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
         """Return a completion of random tokens, generated to its full length."""
         prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
         asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
-        if self._told and self._case is not None:
+        if self._case is not None and self._case.told:
             asked["vllm_xargs"] = {"ttft_s": self._case.ttft_s, "tpot_s": self._case.tpot_s}
         return "/v1/completions", asked
 
@@ -145,6 +155,7 @@ def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
     parser.add_argument("--ttft-times", nargs="+", type=float, default=[TTFT_TIMES])
     parser.add_argument("--tpot-times", nargs="+", type=float, default=[TPOT_TIMES])
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/fairbatching_live"))
     parser.add_argument("--png", type=Path, help="draw effective rate over load here")
     options = parser.parse_args()
@@ -160,22 +171,27 @@ def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     alone = measured_alone(folder)
     budget = tuned_budget(folder, options, trace, capacity, alone)
     cases = [
-        Case(system, load, times * alone["ttft"], others * alone["tpot"], budget)
+        Case(system, load, times * alone["ttft"], others * alone["tpot"], budget, number)
+        for number in range(options.rounds)
         for times in options.ttft_times
         for others in options.tpot_times
-        for number, load in enumerate(options.loads)
-        for system in np.roll(options.systems, number).tolist()
+        for turn, load in enumerate(options.loads)
+        for system in np.roll(options.systems, number + turn).tolist()
     ]
-    missing = [case for case in cases if not case.file(folder).is_file()]
+    missing = {case.file(folder): case for case in cases if not case.file(folder).is_file()}
     if missing:
-        wanted = list(dict.fromkeys(case.system for case in missing))
+        wanted = list(dict.fromkeys(case.system for case in missing.values()))
         with engines(folder, wanted, budget) as urls:
-            for number, case in enumerate(missing):
-                result = serve(urls[case.system], case, trace, capacity, options.seconds)
-                write_text_atomically(case.file(folder), json.dumps(result))
+            for number, (file, case) in enumerate(missing.items()):
+                served = serve(urls[case.system], case, trace, capacity, options.seconds)
+                write_text_atomically(file, json.dumps(served))
+                result = figures_of(case, served, options.seconds)
                 shown = {k: round(result[k], 3) for k in ("effective", "violated", "ttft_p99")}
                 print(f"{number + 1}/{len(missing)} {case}: {shown}", file=sys.stderr, flush=True)
-    return [json.loads(case.file(folder).read_text()) for case in cases]
+    return [
+        figures_of(case, json.loads(case.file(folder).read_text()), options.seconds)
+        for case in cases
+    ]
 
 
 def scaled_trace(path: Path) -> TraceBlock:
@@ -241,7 +257,7 @@ def measured_alone(folder: Path) -> dict[str, float]:
     if not kept.is_file():
         load = [LoadRequest(f"alone-{i}", "180", 40, i, 4.0 * i) for i in range(6)]
         with engines(folder, ["vllm"], 0) as urls:
-            run = TokenLoad(urls["vllm"], load, "alone", case=None, told=False)
+            run = TokenLoad(urls["vllm"], load, "alone", case=None)
             served = asyncio.run(run.run())[1:]  # the first warms up
         alone = {
             "ttft": float(np.mean([one.ttft for one in served])),
@@ -268,9 +284,9 @@ def tuned_budget(
                 "sarathi", 1.0, TTFT_TIMES * alone["ttft"], TPOT_TIMES * alone["tpot"], budget
             )
             with engines(folder, ["sarathi"], budget) as urls:
-                result = serve(urls["sarathi"], case, trace, capacity, options.seconds)
-            effective[budget] = result["effective"]
-            print(f"sarathi, budget {budget}: {result['effective']:.3f}/s", file=sys.stderr)
+                served = serve(urls["sarathi"], case, trace, capacity, options.seconds)
+            effective[budget] = figures_of(case, served, options.seconds)["effective"]
+            print(f"sarathi, budget {budget}: {effective[budget]:.3f}/s", file=sys.stderr)
         write_text_atomically(kept, json.dumps(effective))
     found: dict[str, float] = json.loads(kept.read_text())
     return int(max(found, key=found.__getitem__))
@@ -278,44 +294,25 @@ def tuned_budget(
 
 def serve(
     url: str, case: Case, trace: TraceBlock, capacity: float, seconds: float
-) -> dict[str, Any]:
-    """Send a case's requests, and return its figures and every request's times."""
-    arrivals = trace.arrival - trace.arrival[0]
-    # The trace's own rate over the requests used decides how much it is stretched.
+) -> list[dict[str, Any]]:
+    """Send a case's requests, and return every request's times."""
     rate = case.load * capacity
     used = int(rate * seconds)
-    arrivals = arrivals * (used / rate / arrivals[used])
+    part = slice(case.round * used, (case.round + 1) * used)
+    arrivals = trace.arrival[part] - trace.arrival[part.start]
+    # The trace's own rate over the requests used decides how much it is stretched.
+    arrivals = arrivals * (used / rate / (trace.arrival[part.stop] - trace.arrival[part.start]))
+    rows = zip(trace.prompt[part], trace.output[part], arrivals, strict=True)
     load = [
-        LoadRequest(f"{i}", str(int(trace.prompt[i])), int(trace.output[i]), i, float(arrivals[i]))
-        for i in range(used)
+        LoadRequest(f"{i}", str(int(prompt)), int(output), part.start + i, float(arrival))
+        for i, (prompt, output, arrival) in enumerate(rows)
     ]
-    told = SYSTEMS[case.system] is not None
-    run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case, told)
+    run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case)
     served = asyncio.run(asyncio.wait_for(run.run(), LIMIT_SECONDS))
-    failed = [one.error for one in served if one.error and not rejected(one)]
+    failed = [one.error for one in served if one.error and not one.error.startswith(REJECTED)]
     if failed:
         raise RuntimeError(f"{case.system}: {len(failed)} requests failed, the first: {failed[0]}")
-    return figures_of(case, served, seconds)
-
-
-def figures_of(case: Case, served: Sequence[ServedRequest], seconds: float) -> dict[str, Any]:
-    """Return what came of a case."""
-    in_time = [one for one in served if met(case, one)]
-    figures: dict[str, Any] = {
-        **dataclasses.asdict(case),
-        "requests": len(served),
-        "rejected": sum(map(rejected, served)),
-        "violated": 1 - len(in_time) / len(served),
-        "effective": len(in_time) / seconds,
-    }
-    columns = {
-        "ttft": [one.ttft for one in served if one.ttft is not None],
-        "tpot": [worst_tpot(one) for one in served if one.tokens > 1],
-    }
-    for name, values in columns.items():
-        for percentile in (50, 95, 99):
-            figures[f"{name}_p{percentile}"] = float(np.percentile(values, percentile))
-    figures["served"] = [
+    return [
         {
             "ttft": one.ttft,
             "worst_tpot": worst_tpot(one),
@@ -325,19 +322,34 @@ def figures_of(case: Case, served: Sequence[ServedRequest], seconds: float) -> d
         }
         for one in served
     ]
+
+
+def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return what came of a case."""
+    in_time = sum(met(case, one) for one in served)
+    figures: dict[str, Any] = {
+        **dataclasses.asdict(case),
+        "requests": len(served),
+        "rejected": sum(one["error"].startswith(REJECTED) for one in served),
+        "violated": 1 - in_time / len(served),
+        "effective": in_time / seconds,
+        "served": served,
+    }
+    columns = {
+        "ttft": [one["ttft"] for one in served if one["ttft"] is not None],
+        "tpot": [one["worst_tpot"] for one in served if one["tpot"] is not None],
+    }
+    for name, values in columns.items():
+        for percentile in (50, 95, 99):
+            figures[f"{name}_p{percentile}"] = float(np.percentile(values, percentile))
     return figures
 
 
-def rejected(one: ServedRequest) -> bool:
-    """Say whether a request was turned away."""
-    return one.error.startswith("HTTP 429")
-
-
-def met(case: Case, one: ServedRequest) -> bool:
+def met(case: Case, one: dict[str, Any]) -> bool:
     """Say whether a request met both objectives."""
-    if one.error or one.ttft is None:
+    if one["error"] or one["ttft"] is None:
         return False
-    return one.ttft <= case.ttft_s and worst_tpot(one) <= case.tpot_s
+    return bool(one["ttft"] <= case.ttft_s and one["worst_tpot"] <= case.tpot_s)
 
 
 def worst_tpot(one: ServedRequest) -> float:
