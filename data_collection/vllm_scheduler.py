@@ -3,7 +3,7 @@
 Given to vLLM as ``--scheduler-cls data_collection.vllm_scheduler.HeadwayScheduler``.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -14,7 +14,12 @@ from vllm.v1.request import Request
 from data_collection.captured_rows import FinishedRequest
 from data_collection.vllm_adapter import FINISHED_ATTRIBUTE, finished_request
 
-__all__ = ["AsyncHeadwayScheduler", "HeadwayScheduler", "SyncHeadwayScheduler"]
+__all__ = [
+    "AsyncHeadwayScheduler",
+    "HeadwayScheduler",
+    "SyncHeadwayScheduler",
+    "SyncOrAsyncScheduler",
+]
 
 
 class _ReportsFinished:
@@ -48,11 +53,25 @@ class AsyncHeadwayScheduler(_ReportsFinished, AsyncScheduler):  # type: ignore[m
     """For engines that schedule a step ahead of the last one's tokens."""
 
 
-class HeadwayScheduler:
-    """Becomes the one of the two that this engine needs."""
+class SyncOrAsyncScheduler:
+    """Becomes the one of its two classes that an engine needs.
+
+    Attributes:
+        sync_class: for engines that schedule a step after the last one's tokens are known.
+        async_class: for engines that schedule a step ahead of the last one's tokens.
+    """
+
+    sync_class: ClassVar[type]
+    async_class: ClassVar[type]
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         """Build the scheduler for this configuration."""
         is_async = vllm_config.scheduler_config.async_scheduling
-        scheduler = AsyncHeadwayScheduler if is_async else SyncHeadwayScheduler
-        return scheduler(vllm_config, *args, **kwargs)
+        return (cls.async_class if is_async else cls.sync_class)(vllm_config, *args, **kwargs)
+
+
+class HeadwayScheduler(SyncOrAsyncScheduler):
+    """Reports how requests end."""
+
+    sync_class = SyncHeadwayScheduler
+    async_class = AsyncHeadwayScheduler

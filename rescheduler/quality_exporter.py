@@ -113,12 +113,13 @@ class QualityExporter(Collector):
         messages.add_metric(["outdated"], view.outdated)
         yield messages
         labels = ["instance", "rank"]
-        running, waiting, usage, stale = (
+        running, waiting, usage, budget, stale = (
             GaugeMetricFamily(f"headway_instance_{name}", text, labels=labels)
             for name, text in (
                 ("running", "Requests in the running batch."),
                 ("waiting", "Requests that wait to be scheduled."),
                 ("kv_usage", "Share of the KV cache in use."),
+                ("prefill_budget_tokens", "Tokens of new prompts that can be computed in time."),
                 ("stale", "1 while the engine tells nothing."),
             )
         )
@@ -127,8 +128,10 @@ class QualityExporter(Collector):
             running.add_metric(names, instance.gauges.running)
             waiting.add_metric(names, instance.gauges.waiting)
             usage.add_metric(names, instance.gauges.kv_usage)
+            if instance.gauges.prefill_budget is not None:
+                budget.add_metric(names, instance.gauges.prefill_budget)
             stale.add_metric(names, view.is_stale(key, now))
-        yield from (running, waiting, usage, stale)
+        yield from (running, waiting, usage, budget, stale)
 
 
 class MetricsServer:

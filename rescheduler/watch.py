@@ -168,15 +168,20 @@ def _newly_scored(subscriber: TelemetrySubscriber, quality: ForecastQuality) -> 
 
 
 def _instances(view: TelemetryView, now: float) -> Table:
-    table = _table("instance", "rank", "running", "waiting", "KV", "step", "last message")
-    for key, instance in view.instances.items():
+    budgets = [instance.gauges.prefill_budget for instance in view.instances.values()]
+    reckoned = any(budget is not None for budget in budgets)
+    columns = ["rank", "running", "waiting", "KV", *["prefill budget"] * reckoned, "step"]
+    table = _table("instance", *columns, "last message")
+    for (key, instance), budget in zip(view.instances.items(), budgets, strict=True):
         stale = view.is_stale(key, now)
+        shown = ["" if budget is None else f"{budget:,.0f}"] * reckoned
         table.add_row(
             Text(_printable(key.name)),
             str(key.rank),
             str(instance.gauges.running),
             str(instance.gauges.waiting),
             f"{instance.gauges.kv_usage:.0%}",
+            *shown,
             f"{instance.step:,}",
             f"{'STALE, ' if stale else ''}{now - instance.received:.1f} s ago",
             style="yellow" if stale else "",

@@ -5,11 +5,14 @@ Given to vLLM as ``--scheduler-cls predictor.live.vllm_scheduler.LiveHeadwaySche
 
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from data_collection.vllm_scheduler import AsyncHeadwayScheduler, SyncHeadwayScheduler
+from data_collection.vllm_scheduler import (
+    AsyncHeadwayScheduler,
+    SyncHeadwayScheduler,
+    SyncOrAsyncScheduler,
+)
 from predictor.forecast import SurvivalForecast
 from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUTE, EngineForecasts
 from predictor.live.telemetry_messages import Gauges
@@ -78,11 +81,8 @@ class AsyncLiveHeadwayScheduler(_KnowsForecasts, AsyncHeadwayScheduler):
     """For engines that schedule a step ahead of the last one's tokens."""
 
 
-class LiveHeadwayScheduler:
-    """Becomes the one of the two that this engine needs."""
+class LiveHeadwayScheduler(SyncOrAsyncScheduler):
+    """Knows the forecasts of its requests."""
 
-    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        """Build the scheduler for this configuration."""
-        is_async = vllm_config.scheduler_config.async_scheduling
-        scheduler = AsyncLiveHeadwayScheduler if is_async else SyncLiveHeadwayScheduler
-        return scheduler(vllm_config, *args, **kwargs)
+    sync_class = SyncLiveHeadwayScheduler
+    async_class = AsyncLiveHeadwayScheduler

@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
 from data_collection.request_ids import parse_request_id
+from data_collection.vllm_scheduler import SyncOrAsyncScheduler
 from predictor.live.engine_forecasts import GAUGES_ATTRIBUTE
 from predictor.live.vllm_scheduler import AsyncLiveHeadwayScheduler, SyncLiveHeadwayScheduler
 from rescheduler.batching.batch_times import BatchTimes
@@ -279,11 +280,8 @@ class AsyncFairBatchingScheduler(_FormsBatches, AsyncLiveHeadwayScheduler):
     """For engines that schedule a step ahead of the last one's tokens."""
 
 
-class FairBatchingScheduler:
-    """Becomes the one of the two that this engine needs."""
+class FairBatchingScheduler(SyncOrAsyncScheduler):
+    """Forms batches by the slack of their requests."""
 
-    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        """Build the scheduler for this configuration."""
-        is_async = vllm_config.scheduler_config.async_scheduling
-        scheduler = AsyncFairBatchingScheduler if is_async else SyncFairBatchingScheduler
-        return scheduler(vllm_config, *args, **kwargs)
+    sync_class = SyncFairBatchingScheduler
+    async_class = AsyncFairBatchingScheduler

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -302,8 +303,11 @@ def test_prometheus_reads_what_is_watched() -> None:
     view, quality, now = TelemetryView(), quality_of(finished_requests(60, wrong_by=5.0)), [10.0]
     engine = Engine()
     engine.start()  # lost
-    told: list[Message] = [engine.finish(name="a"), engine.start(), engine.snapshot()]
-    for message in (told[0], told[2], told[2]):
+    told: list[Message] = [engine.finish(name="a"), engine.start()]
+    snapshot = engine.snapshot()
+    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5)
+    snapshot = msgspec.structs.replace(snapshot, gauges=gauges)
+    for message in (told[0], snapshot, snapshot):
         view.receive(frames(message), 10.0)
     view.receive([b"junk"], 10.0)
     exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
@@ -336,6 +340,7 @@ def test_prometheus_reads_what_is_watched() -> None:
     assert first["headway_instance_running['gpu0', '0']"] == 2
     assert first["headway_instance_waiting['gpu0', '0']"] == 2
     assert first["headway_instance_kv_usage['gpu0', '0']"] == 0.25
+    assert first["headway_instance_prefill_budget_tokens['gpu0', '0']"] == 96.5
     assert first["headway_instance_stale['gpu0', '0']"] == 0
     assert second["headway_instance_stale['gpu0', '0']"] == 1
     assert second["headway_telemetry_messages_total['lost']"] == 1  # a counter never falls

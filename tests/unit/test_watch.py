@@ -76,6 +76,17 @@ def test_running_requests_are_shown_soonest_first() -> None:
     assert "no request has finished yet" in shown
 
 
+def test_engines_that_reckon_a_prefill_budget_show_it() -> None:
+    engine, view = Engine(), TelemetryView()
+    told = engine.snapshot()
+    assert "prefill budget" not in rendered(view_of(engine, 1), ForecastQuality())
+    tight = msgspec.structs.replace(told.gauges, prefill_budget=-1_234.5)
+    view.receive(frames(msgspec.structs.replace(told, gauges=tight)), 0.0)
+    shown = rendered(view, ForecastQuality())
+    assert "prefill budget" in shown
+    assert line_with("gpu0", shown).split()[5] == "-1,234"
+
+
 def test_bars_share_one_scale() -> None:
     shown = rendered(view_of(Engine(), 3), ForecastQuality())
     medians = [row.index("●") for row in shown.splitlines() if row.startswith("request-")]
