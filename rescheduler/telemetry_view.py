@@ -170,6 +170,7 @@ class InstanceView:
         k: steps between two predictions; 0 before the first snapshot.
         edges: [n_edges] grid of its curves in tokens; empty before the first.
         requests: those that run and have a forecast, by id.
+        snapshot_seq: number of the last snapshot; -1 before the first.
     """
 
     epoch: int
@@ -182,7 +183,7 @@ class InstanceView:
     k: int = 0
     edges: tuple[int, ...] = ()
     requests: dict[str, RunningRequest] = field(default_factory=dict)
-    _snapshot_seq: int = -1
+    snapshot_seq: int = -1
     _received_seqs: _SequenceNumbers = field(default_factory=_SequenceNumbers)
     _finished: dict[str, None] = field(default_factory=dict)
     _vanished: dict[str, RunningRequest] = field(default_factory=dict)
@@ -254,7 +255,7 @@ class TelemetryView:
                 for event in message.requests
                 if event.request_id not in view._finished
             ]
-        if message.seq <= view._snapshot_seq:
+        if message.seq <= view.snapshot_seq:
             self.outdated += 1
         elif view.edges not in ((), tuple(message.edges)):
             self.malformed += 1  # a publisher has one grid
@@ -293,7 +294,7 @@ class TelemetryView:
 
     def _take_snapshot(self, view: InstanceView, snapshot: Snapshot) -> None:
         """Take the state of an engine, and drop what it no longer runs."""
-        view._snapshot_seq = snapshot.seq
+        view.snapshot_seq = snapshot.seq
         view.gauges, view.k = snapshot.gauges, snapshot.k
         view.model, view.checkpoint = snapshot.model, snapshot.checkpoint
         told = {request.request_id for request in snapshot.requests}

@@ -24,6 +24,7 @@ def cluster_view(
     now: float,
     step_seconds: float,
     dispatched: int = 0,
+    prefill_budget: np.ndarray | None = None,
 ) -> ClusterView:
     """Return the view of some decode instances.
 
@@ -37,6 +38,7 @@ def cluster_view(
         now: seconds on the clock of ``waiting_since``.
         step_seconds: mean duration of a decode step.
         dispatched: requests placed so far.
+        prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
     index = {id(instance): g for g, instance in enumerate(instances)}
     running = running_requests(instances)
@@ -70,6 +72,7 @@ def cluster_view(
         ),
         dispatched=dispatched,
         since_move=since,
+        prefill_budget=prefill_budget,
     )
 
 

@@ -139,7 +139,8 @@ class LoadRun:
     async def run(self) -> list[ServedRequest]:
         """Send everything and wait for all answers; return them in the load's order."""
         self.started = time.monotonic()
-        connector = aiohttp.TCPConnector(limit=0)
+        # Servers close idle connections, perhaps just as one is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             await asyncio.gather(*(self._serve(session, request) for request in self._load))

@@ -8,6 +8,7 @@ import msgspec
 import yaml
 
 from predictor.live.curve_keys import is_loopback
+from rescheduler.batching.batching_config import read_batching_config
 
 __all__ = [
     "Deployment",
@@ -32,7 +33,7 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: what everything calls it; also its name in telemetry.
-        role: ``prefill`` or ``decode``.
+        role: ``prefill`` or ``decode``; where none prefills, those that decode do it themselves.
         url: of its HTTP server, without a path.
         control: ZMQ endpoint of its control socket, for decode instances; without it requests
             are placed there but never moved away alive.
@@ -130,6 +131,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         enforce_eager: do not compile.
         checkpoint: survival model of the forecasts; None: no forecasts, no telemetry.
         k: engine steps between two forecasts.
+        batching: how engines that prefill and decode form their batches, as in
+            `rescheduler.batching.batching_config`; None: as vLLM does.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
         arguments: further flags for vLLM.
@@ -145,6 +148,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     enforce_eager: bool = False
     checkpoint: str | None = None
     k: Positive = 20
+    batching: dict[str, Any] | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600
     arguments: list[str] = []
@@ -157,7 +161,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         model: an embedded model's name, a folder, or a Hugging Face id.
         served_model_name: what clients call it; empty: ``model``.
-        instances: at least one that prefills and one that decodes.
+        instances: at least one that decodes; without one that prefills, they do that too.
         keys: folder made by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
@@ -253,9 +257,10 @@ def _check(deployment: Deployment) -> None:
                     f"{where}.{field}: {endpoint} leaves the machine: make keys with "
                     "`headway keys DIR` and give DIR as keys"
                 )
-    for role in ("prefill", "decode"):
-        if not getattr(deployment, role):
-            raise DeploymentError(f"instances: none with role {role}; a deployment needs both")
+    if not deployment.decode:
+        raise DeploymentError("instances: none with role decode; a deployment needs one")
+    if deployment.engine.batching is not None:
+        _check_batching(deployment)
     for field in ("routing", "migration"):
         section = getattr(deployment, field)
         if section is not None and not isinstance(section.get("name"), str):
@@ -263,6 +268,19 @@ def _check(deployment: Deployment) -> None:
     interval = (deployment.migration or {}).get("interval_seconds", 1.0)
     if isinstance(interval, bool) or not isinstance(interval, int | float) or interval <= 0:
         raise DeploymentError(f"migration.interval_seconds: {interval!r} is no time above 0")
+
+
+def _check_batching(deployment: Deployment) -> None:
+    if deployment.prefill:
+        raise DeploymentError(
+            "engine.batching: is for engines that prefill and decode; here "
+            f"{deployment.prefill[0].name} prefills for the others"
+        )
+    section = {"batching": deployment.engine.batching, "forecast": deployment.engine.checkpoint}
+    try:
+        read_batching_config({"headway": section})
+    except ValueError as error:
+        raise DeploymentError(f"engine.batching: {error}") from error
 
 
 def _check_url(where: str, url: str) -> None:

@@ -14,6 +14,7 @@ from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_forecasts import LiveForecasts
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.openai_request import RequestRefusedError
+from rescheduler.serving.prefill_budgets import PrefillBudgets
 
 __all__ = ["Dispatcher"]
 
@@ -29,6 +30,7 @@ class Dispatcher:
         decodes: the decode instances.
         policy: chooses the decode instance.
         forecasts: of remaining lengths; None if the engines tell none.
+        budgets: of prompts that can be computed in time, if the policy goes by them.
         options: bounds and deadlines.
         clock: seconds, of the event loop.
 
@@ -44,6 +46,7 @@ class Dispatcher:
         decodes: Sequence[InstanceState],
         policy: RoutingPolicy,
         forecasts: LiveForecasts | None,
+        budgets: PrefillBudgets | None,
         options: ProxyOptions,
         clock: Callable[[], float],
     ) -> None:
@@ -52,7 +55,7 @@ class Dispatcher:
         self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
         self._prefills, self._decodes, self._policy = prefills, decodes, policy
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
-        self._options, self._clock = options, clock
+        self._budgets, self._options, self._clock = budgets, options, clock
         self._for_prefill: deque[tuple[LiveRequest, asyncio.Future[InstanceState | None]]] = deque()
         self._round_due = False
 
@@ -143,18 +146,23 @@ class Dispatcher:
         """Return a decode instance that answers, whether it drains or not."""
         return next((instance for instance in self._decodes if instance.breaker.closed), None)
 
+    def has_another(self, request: LiveRequest) -> bool:
+        """Say whether an instance is in service that has not failed or turned away a request."""
+        return any(i.available and i not in request.avoid for i in self._decodes)
+
     def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:
         """Return where the policy would place requests now; None for one that has to wait.
 
-        A request that an instance has just failed goes to another one, if there is any.
+        A request that instances have just failed goes to another one, if there is any.
         """
         targets: list[InstanceState | None] = [None] * len(requests)
         available = [instance for instance in self._decodes if instance.available]
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
         for avoid in dict.fromkeys(request.avoid for request in requests):
-            rows = [i for i, request in enumerate(requests) if request.avoid is avoid]
-            instances = [instance for instance in available if instance is not avoid] or available
+            rows = [i for i, request in enumerate(requests) if request.avoid == avoid]
+            others = [instance for instance in available if instance not in avoid]
+            instances = others or available
             if instances:
                 chosen = self._assign([requests[i] for i in rows], instances)
                 for i, target in zip(rows, chosen, strict=True):
@@ -165,7 +173,13 @@ class Dispatcher:
         self, requests: Sequence[LiveRequest], instances: Sequence[InstanceState]
     ) -> list[InstanceState | None]:
         view = cluster_view(
-            instances, requests, self._forecasts, self._clock(), self.step_seconds, self.dispatched
+            instances,
+            requests,
+            self._forecasts,
+            self._clock(),
+            self.step_seconds,
+            self.dispatched,
+            self._budgets.left(instances) if self._budgets else None,
         )
         targets = self._policy.assign(view).instance.tolist()
         return [instances[g] if g >= 0 else None for g in targets]
@@ -176,6 +190,8 @@ class Dispatcher:
         for request, instance in zip(waiting, self.choose(waiting), strict=True):
             if instance is not None:
                 self.dispatched += 1
+                if self._budgets is not None:
+                    self._budgets.spend(instance, request.prompt_tokens)
                 request.place(instance)
                 self.waiting.pop(request).set_result(instance)
         self._grant_prefills()

@@ -13,6 +13,8 @@ __all__ = ["EngineCommand", "engine_command", "lone_engine_command", "side_chann
 
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
+_BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+_MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
 _KEPT_SECONDS = 15.0
 """Seconds for which an engine keeps the blocks of a frozen request that nobody fetches."""
@@ -56,17 +58,24 @@ def engine_command(
     """
     options = deployment.engine
     arguments = _flags(options, model, deployment.served_name, instance.host, instance.port, python)
-    if python is not None and options.max_model_len is not None:
+    if python is not None and options.max_model_len is not None and options.batching is None:
         # Never a part of a prompt: vLLM's CPU runner cannot sample with a seed after one.
         most = options.max_num_seqs * options.max_model_len
         arguments += ["--max-num-batched-tokens", str(most)]
     if instance.data_parallel_rank is not None:
         arguments += ["--data-parallel-rank", str(instance.data_parallel_rank)]
     arguments += ["--kv-transfer-config", json.dumps(_transfer(deployment, instance))]
+    section: dict[str, Any] = {}
     if options.checkpoint is not None:
-        section = {"headway": _forecasts(deployment, instance, options.checkpoint)}
-        arguments += ["--worker-cls", _WORKER, "--scheduler-cls", _SCHEDULER]
-        arguments += ["--additional-config", json.dumps(section)]
+        section = _forecasts(deployment, instance, options.checkpoint)
+        arguments += ["--worker-cls", _WORKER]
+    if options.batching is not None:
+        section["batching"] = options.batching
+        arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
+    elif section:
+        arguments += ["--scheduler-cls", _SCHEDULER]
+    if section:
+        arguments += ["--additional-config", json.dumps({"headway": section})]
     arguments += [*options.arguments, *instance.arguments]
     return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
 

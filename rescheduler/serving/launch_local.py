@@ -22,23 +22,26 @@ def local_deployment(
     model: str,
     engine: EngineOptions,
     decode: int = 2,
+    prefill: int = 1,
     routing: dict[str, Any] | None = None,
     migration: dict[str, Any] | None = None,
 ) -> Deployment:
-    """Return one prefill and several decode instances, all with telemetry.
+    """Return prefill and decode instances, all with telemetry.
 
     Args:
         model: see `Deployment`.
         engine: options of the engines; the side channels' port is replaced.
         decode: how many decode instances.
+        prefill: how many prefill instances; 0: the others do that themselves.
         routing: see `Deployment`; None: its default.
         migration: see `Deployment`.
     """
-    ports = iter(free_ports(1 + 2 + 3 * decode + 1 + decode))
+    ports = iter(free_ports(1 + 3 * prefill + 4 * decode))
     url, endpoint = f"http://{_HOST}:{{}}".format, f"tcp://{_HOST}:{{}}".format
     proxy = ProxyOptions(port=next(ports))
     instances = [
-        Instance("prefill-0", "prefill", url(next(ports)), telemetry=endpoint(next(ports)))
+        Instance(f"prefill-{number}", "prefill", url(next(ports)), telemetry=endpoint(next(ports)))
+        for number in range(prefill)
     ]
     for number in range(decode):
         http, control, telemetry = (next(ports) for _ in range(3))

@@ -58,7 +58,7 @@ class LiveRequest:
         move: under way, until the request's old stream has ended.
         landing: a move whose target has not given a token yet.
         rests_until: it is not moved before, since a move did not succeed.
-        avoid: instance that has just failed it.
+        avoid: instances that have just failed it, or turned it away.
         prefilled: parameters of its prefill, until a decode instance has them.
         kept_at: the source that keeps its KV cache, until the target has been asked.
     """
@@ -80,7 +80,7 @@ class LiveRequest:
     move: Move | None = None
     landing: Move | None = None
     rests_until: float = 0.0
-    avoid: InstanceState | None = None
+    avoid: frozenset[InstanceState] = frozenset()
     prefilled: dict[str, Any] | None = None
     kept_at: InstanceState | None = None
 
@@ -97,7 +97,11 @@ class LiveRequest:
     ) -> "LiveRequest":
         """Return a request whose body has ``size`` bytes."""
         splicer = StreamSplicer(client, tokenizer)
-        guess = max(1, size // _CHARACTERS_PER_TOKEN)
+        prompt = client.body.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            guess = len(prompt)
+        else:
+            guess = max(1, size // _CHARACTERS_PER_TOKEN)
         return cls(id, name, client, headers, arrived, splicer, guess)
 
     @property

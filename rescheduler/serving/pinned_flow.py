@@ -12,7 +12,7 @@ from rescheduler.serving.engine_body import decode_body
 from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.request_flow import RequestFlow
-from rescheduler.serving.upstream import Upstream, UpstreamError
+from rescheduler.serving.upstream import EngineFullError, Upstream, UpstreamError
 
 __all__ = ["PinnedFlow"]
 
@@ -42,7 +42,7 @@ class PinnedFlow:
         Raises:
             ClientGoneError: the client has left.
             EngineRefusedError: an engine says that it is wrong.
-            RequestRefusedError: no instance had room in time.
+            RequestRefusedError: no instance had room in time, or all turned it away.
             UpstreamError: too many attempts failed, or one after the client has got something.
         """
         try:
@@ -52,6 +52,8 @@ class PinnedFlow:
                 instance = await self._dispatcher.place(request)
                 try:
                     return await self._hand_through(request, instance, answer)
+                except EngineFullError as error:
+                    self._flow.turned_away(request, instance, error)
                 except UpstreamError as error:
                     self._flow.failed(instance, error)
                     failures += 1
@@ -59,7 +61,7 @@ class PinnedFlow:
                         raise
                     if not error.unsent:
                         request.prefilled = None
-                    request.avoid = instance
+                    request.avoid = frozenset({instance})
                     request.leave()
                     self._dispatcher.wake()
                     await self._flow.back_off(failures)

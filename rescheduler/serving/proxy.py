@@ -21,6 +21,7 @@ from rescheduler.serving.migrator import Migrator
 from rescheduler.serving.openai_request import ClientRequest
 from rescheduler.serving.pinned_flow import PinnedFlow
 from rescheduler.serving.planner_loop import PlannerLoop
+from rescheduler.serving.prefill_budgets import PrefillBudgets
 from rescheduler.serving.prober import Prober
 from rescheduler.serving.proxy_metrics import ProxyMetrics
 from rescheduler.serving.request_flow import RequestFlow
@@ -79,15 +80,23 @@ class Proxy:
         self._prefills = [state for state in states if state.instance.role == "prefill"]
         self._decodes = [state for state in states if state.instance.role == "decode"]
         endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
-        self._forecasts = None
+        self._forecasts, budgets = None, None
         if endpoints:
             telemetry = TelemetrySubscriber(endpoints, keys=keys)
             self._stack.callback(telemetry.close)
             self._forecasts = LiveForecasts(telemetry)
+            if self._policy.needs_budget:
+                budgets = PrefillBudgets(telemetry)
         self.upstream = Upstream(options)
         self._stack.push_async_callback(self.upstream.close)
         self.dispatcher = Dispatcher(
-            self._prefills, self._decodes, self._policy, self._forecasts, options, loop.time
+            self._prefills,
+            self._decodes,
+            self._policy,
+            self._forecasts,
+            budgets,
+            options,
+            loop.time,
         )
         self.metrics = ProxyMetrics(states, self.dispatcher)
         self.migrator = Migrator(options, self.metrics, self.background)
@@ -193,10 +202,15 @@ def _policies(
         policy = create_policy(**deployment.routing)
     except ValueError as error:
         raise DeploymentError(f"routing: {error}") from error
-    if policy.needs_budget:
+    if policy.needs_budget and deployment.prefill:
         raise DeploymentError(
-            f"routing.name: {policy.name} chooses between engines that prefill and decode; decode "
-            "instances have no prefill budget"
+            f"routing.name: {policy.name} chooses between engines that prefill and decode; here "
+            f"{deployment.prefill[0].name} prefills for the others"
+        )
+    if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
+        raise DeploymentError(
+            f"routing.name: {policy.name} goes by what instances tell of their prefill budgets, "
+            "and not all have telemetry"
         )
     if policy.needs >= Needs.LENGTHS and not told:
         raise DeploymentError(

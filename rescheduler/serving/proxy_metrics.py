@@ -70,6 +70,12 @@ class ProxyMetrics(Collector):
             ["instance"],
             registry=registry,
         )
+        self.turned_away = Counter(
+            "headway_proxy_turned_away",
+            "requests that an instance had too much to do for",
+            ["instance"],
+            registry=registry,
+        )
         self.planning = Histogram(
             "headway_proxy_planning_seconds",
             "decisions of the migration planner",

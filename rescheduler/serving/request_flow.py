@@ -15,9 +15,15 @@ from rescheduler.serving.engine_body import decode_body, prefill_body, resumed_b
 from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.migrator import Migrator
+from rescheduler.serving.openai_request import RequestRefusedError
 from rescheduler.serving.proxy_metrics import ProxyMetrics
 from rescheduler.serving.token_relay import EngineStream, Resume, Send, TokenRelay
-from rescheduler.serving.upstream import EngineRefusedError, Upstream, UpstreamError
+from rescheduler.serving.upstream import (
+    EngineFullError,
+    EngineRefusedError,
+    Upstream,
+    UpstreamError,
+)
 
 __all__ = ["RequestFlow"]
 
@@ -57,7 +63,7 @@ class RequestFlow:
 
         Raises:
             EngineRefusedError: an engine says that it is wrong.
-            RequestRefusedError: no instance had room in time.
+            RequestRefusedError: no instance had room in time, or all turned it away.
             UpstreamError: too many attempts failed.
         """
         try:
@@ -116,6 +122,22 @@ class RequestFlow:
         out = instance.breaker.failed(now, certain=error.unsent)
         logger.warning("%s%s", error, "; out of service" if out else "")
 
+    def turned_away(
+        self, request: LiveRequest, instance: InstanceState, error: EngineFullError
+    ) -> None:
+        """Have a request that an instance has too much to do for placed on another one.
+
+        Raises:
+            RequestRefusedError: 429, since all have turned it away.
+        """
+        self._metrics.turned_away.labels(instance.name).inc()
+        request.avoid |= {instance}
+        request.leave()
+        self._dispatcher.wake()
+        if not self._dispatcher.has_another(request):
+            message = "no engine would give the first token in time; try again later"
+            raise RequestRefusedError(429, message, retry_after=error.seconds)
+
     async def back_off(self, failures: int) -> None:
         """Wait before another attempt: exponentially longer, half of it at random."""
         longest = self._options.backoff_seconds * 2 ** (failures - 1)
@@ -135,6 +157,9 @@ class RequestFlow:
             try:
                 resume = await self._segment(request, instance, resume, send)
             except UpstreamError as error:
+                if isinstance(error, EngineFullError) and not request.generated_tokens:
+                    self.turned_away(request, instance, error)
+                    continue
                 self._migrator.abandon(request)
                 self.failed(instance, error)
                 failures = 1 if request.generated_tokens > before else failures + 1
@@ -154,7 +179,7 @@ class RequestFlow:
         holds nearly all of it.
         """
         self._metrics.recomputed.labels(error.instance).inc()
-        request.avoid = request.instance
+        request.avoid = frozenset({request.instance} if request.instance else ())
         request.leave()
         if not error.unsent:
             request.prefilled = None

@@ -147,7 +147,7 @@ class TokenRelay:
         request, now = stream.request, asyncio.get_running_loop().time()
         self._metrics.tokens.inc(tokens)
         if not request.generating:
-            request.generating, request.avoid = True, None
+            request.generating, request.avoid = True, frozenset()
             stream.instance.breaker.succeeded()
             if request.prompt_tokens != len(request.splicer.prompt_token_ids) != 0:
                 request.prompt_tokens = len(request.splicer.prompt_token_ids)

@@ -10,11 +10,12 @@ import msgspec
 from rescheduler.serving.deployment import Instance, ProxyOptions
 from rescheduler.serving.openai_request import COMPLETIONS
 
-__all__ = ["EngineRefusedError", "Upstream", "UpstreamError"]
+__all__ = ["EngineFullError", "EngineRefusedError", "Upstream", "UpstreamError"]
 
 _NO_MODEL = "headway-discards-a-prefill"
 _KEPT_SECONDS = 3.0  # vLLM closes idle connections after 5
-_RETRIED = (408, 425, 429)  # the engine's own trouble, not the request's
+_FULL = 429
+_RETRIED = (408, 425)  # the engine's own trouble, not the request's
 
 
 class UpstreamError(Exception):
@@ -29,6 +30,19 @@ class UpstreamError(Exception):
     def __init__(self, instance: Instance, reason: str, unsent: bool = False) -> None:
         super().__init__(f"{instance.name}: {reason}")
         self.instance, self.unsent = instance.name, unsent
+
+
+class EngineFullError(UpstreamError):
+    """An engine turns a request away, having too much to do; another one may take it.
+
+    Args:
+        instance: that turned it away.
+        seconds: after which it is worth another try there.
+    """
+
+    def __init__(self, instance: Instance, seconds: int) -> None:
+        super().__init__(instance, f"has no room for a request for {seconds} s")
+        self.seconds = seconds
 
 
 class EngineRefusedError(Exception):
@@ -69,6 +83,7 @@ class Upstream:
         """Send a request; return its answer once the status is known to be 200.
 
         Raises:
+            EngineFullError: it has too much to do.
             UpstreamError: no connection, or the engine's own trouble.
             EngineRefusedError: the request is wrong.
         """
@@ -86,6 +101,9 @@ class Upstream:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
         finally:
             response.release()
+        if response.status == _FULL:
+            seconds = response.headers.get("Retry-After", "")
+            raise EngineFullError(instance, int(seconds) if seconds.isdecimal() else 1)
         if response.status >= 500 or response.status in _RETRIED:
             raise UpstreamError(instance, f"HTTP {response.status}: {answer[:300]!r}")
         raise EngineRefusedError(response.status, answer)

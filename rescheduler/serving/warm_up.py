@@ -26,6 +26,7 @@ def crowded_view() -> ClusterView:
         waiting_generated_tokens=waiting,
         waiting_forecast=_forecast(_WAITING),
         waited_steps=np.zeros(_WAITING, dtype=np.int64),
+        prefill_budget=np.zeros(2),
     )
 
 

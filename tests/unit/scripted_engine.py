@@ -150,7 +150,7 @@ class ScriptedEngine:
     async def _health(self, http: web.Request) -> web.Response:
         if self.hangs:
             await asyncio.sleep(60)
-        return web.Response(status=self.fails or 200)
+        return web.Response(status=self.fails if self.fails >= 500 else 200)
 
     async def _models(self, http: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
@@ -158,8 +158,9 @@ class ScriptedEngine:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         self.bodies.append(body)
-        if self.fails:
-            return web.json_response({"error": {"message": "scripted"}}, status=self.fails)
+        if self.fails and (self.fails != 429 or body.get("model") == "m"):
+            answer = {"error": {"message": "scripted"}}
+            return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
         params = body.get("kv_transfer_params") or {}
         if body.get("model") != "m":
             self._free(params)

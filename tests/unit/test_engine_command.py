@@ -134,6 +134,26 @@ def test_a_data_parallel_rank_listens_where_the_deployment_says() -> None:
     assert control == "tcp://127.0.0.1:8110", "8111 with the rank"
 
 
+def test_a_replica_forms_its_batches_and_turns_requests_away() -> None:
+    batching = {"profile": "profile.yaml", "admission": True}
+    described = deployment(DECODE, engine=replace(ON_CPU, batching=batching))
+    command = engine_command(described, DECODE, "m", "python")
+    scheduler = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+    assert after(command, "--scheduler-cls") == scheduler
+    assert after(command, "--middleware") == "rescheduler.batching.admission.AdmissionMiddleware"
+    assert after(command, "--worker-cls") == "predictor.live.vllm_worker.LiveHeadwayWorker"
+    section = json.loads(after(command, "--additional-config"))["headway"]
+    assert section["batching"] == batching
+    assert section["forecast"]["telemetry"]["bind"] == DECODE.telemetry
+    assert "--max-num-batched-tokens" not in command.arguments
+    without = engine_command(
+        deployment(DECODE, engine=EngineOptions(batching=batching)), DECODE, "m", "python"
+    )
+    assert "--worker-cls" not in without.arguments
+    assert after(without, "--scheduler-cls") == scheduler
+    assert json.loads(after(without, "--additional-config")) == {"headway": {"batching": batching}}
+
+
 def test_a_small_kv_cache_is_asked_for_in_blocks() -> None:
     engine = EngineOptions(kv_blocks=64, block_size=16, kv_cache_gb=2, threads=4)
     command = engine_command(deployment(engine=engine), DECODE, "m", "python")

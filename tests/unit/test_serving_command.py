@@ -101,7 +101,10 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     [
         ("routing: {name: nearest}", "routing: no routing policy 'nearest'"),
         ("routing: {name: bfio}", "routing.name: bfio needs forecasts"),
-        ("routing: {name: pab}", "routing.name: pab chooses between engines"),
+        (
+            "routing: {name: pab}",
+            "routing.name: pab chooses between engines that prefill and decode; here prefill-0",
+        ),
         ("migration: {name: survival}", "migration.name: survival needs forecasts"),
         ("migration: {name: star, speed: 3}", "migration: star has no option 'speed'"),
         ("engines: 3", "engines"),

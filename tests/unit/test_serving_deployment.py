@@ -27,6 +27,15 @@ def test_the_local_example_is_one_prefill_and_two_decode_instances() -> None:
     assert deployment.proxy_url == "http://127.0.0.1:8000"
 
 
+def test_the_replicas_example_prefills_and_decodes_in_one_place() -> None:
+    deployment = read_deployment(LOCAL.with_name("local-replicas.yaml"))
+    assert not deployment.prefill
+    assert [instance.name for instance in deployment.decode] == ["replica-0", "replica-1"]
+    assert deployment.routing == {"name": "pab"}
+    assert deployment.engine.batching is not None
+    assert deployment.engine.batching["admission"]
+
+
 def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     path = write(tmp_path, f"model: smollm2\ninstances: [{PREFILL}, {DECODE}]")
     deployment = read_deployment(path)
@@ -42,6 +51,19 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
         ("model: [", "no YAML"),
         ("[1, 2]", "Expected `object`"),
         (f"model: m\ninstances: [{PREFILL}]", "none with role decode"),
+        (
+            f"model: m\ninstances: [{PREFILL}, {DECODE}]\nengine: {{batching: {{}}}}",
+            "engine.batching: is for engines that prefill and decode; here p prefills",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{admission: true}}}}",
+            "engine.batching: formation 'fairbatching' needs to know how long a batch takes"
+            "|engine.batching: admission needs to know how long a batch takes",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{profil: a}}}}",
+            "engine.batching: .*Known keys: .*profile",
+        ),
         ("model: m\ninstances: [{name: p, role: both, url: x}]", r"instances\[0\].role"),
         (f"model: m\nports: 1\ninstances: [{PREFILL}, {DECODE}]", "ports"),
         (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nproxy: {{port: 99999}}", "proxy.port"),

@@ -545,6 +545,51 @@ def test_a_full_pool_is_told_with_a_time_to_try_again(tokenizer: Tokenizer) -> N
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("pinned", [{}, {"n": 2}])
+def test_what_one_instance_turns_away_another_one_takes(
+    tokenizer: Tokenizer, pinned: dict[str, int]
+) -> None:
+    async def run() -> None:
+        async with cluster(tokenizer, decodes=3) as it:
+            for engine in it.decodes[:2]:
+                engine.fails = 429
+            body = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "return_token_ids": True}
+            for _ in range(6):  # more than would take an instance out of service
+                status, answer, _ = await it.post({**body, **pinned})
+                assert status == 200
+                assert pinned or answer["choices"][0]["token_ids"] == it.expected(5)
+            instances = it.proxy.instances.values()
+            assert all(instance.breaker.closed for instance in instances)
+            assert b'headway_proxy_turned_away_total{instance="decode-0"}' in (
+                it.proxy.metrics.text()
+            )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pinned", [{}, {"n": 2}])
+def test_what_all_instances_turn_away_is_told_when_to_try_again(
+    tokenizer: Tokenizer, pinned: dict[str, int]
+) -> None:
+    async def run() -> None:
+        async with cluster(tokenizer) as it:
+            for engine in it.decodes:
+                engine.fails = 429
+            body = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+            status, answer, headers = await it.post({**body, **pinned})
+            assert status == 429
+            assert headers["Retry-After"] == "7"
+            assert answer["error"]["code"] == 429
+            asked = [[body["model"] for body in engine.bodies] for engine in it.decodes]
+            assert [models.count("m") for models in asked] == [1, 1]
+            for engine in it.decodes:
+                engine.fails = 0
+            assert all(instance.breaker.closed for instance in it.proxy.instances.values())
+            assert (await it.post({**body, **pinned}))[0] == 200
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

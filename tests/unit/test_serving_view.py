@@ -31,6 +31,7 @@ from rescheduler.serving.instance_state import InstanceState
 from rescheduler.serving.live_forecasts import LiveForecasts
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.openai_request import COMPLETIONS, read_request
+from rescheduler.serving.prefill_budgets import PrefillBudgets
 from rescheduler.serving.warm_up import crowded_view
 from rescheduler.telemetry import TelemetrySubscriber
 from rescheduler.transfer.control_messages import EngineState
@@ -172,6 +173,51 @@ def test_forecasts_follow_their_requests_and_age(
         assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
 
 
+def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
+    publisher: "zmq.Socket[bytes]",
+) -> None:
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    instances = [instance("a"), instance("b")]
+    told = Snapshot(
+        instance="a",
+        rank=0,
+        epoch=1,
+        step=1,
+        time=0.0,
+        seq=0,
+        gauges=Gauges(prefill_budget=100.5),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=EDGES,
+        requests=[],
+    )
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
+        budgets = PrefillBudgets(telemetry)
+
+        def tell(snapshot: Snapshot) -> None:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                with telemetry.lock:
+                    known = [view.snapshot_seq for view in telemetry.view.instances.values()]
+                if known == [snapshot.seq]:
+                    return
+                publisher.send_multipart([TOPIC, encode_message(snapshot)])
+                time.sleep(0.05)
+            raise AssertionError("no telemetry came")
+
+        assert budgets.left(instances).tolist() == [0.0, 0.0]
+        tell(told)
+        budgets.spend(instances[0], 30)
+        budgets.spend(instances[0], 40)
+        assert budgets.left(instances).tolist() == [100.5, 0.0]  # spent before it had told
+        budgets.spend(instances[0], 30)
+        budgets.spend(instances[0], 90)
+        assert budgets.left(instances[::-1]).tolist() == [0.0, -19.5]
+        tell(msgspec.structs.replace(told, seq=1, gauges=Gauges(prefill_budget=-3.0)))
+        assert budgets.left(instances).tolist() == [-3.0, 0.0]
+
+
 @pytest.mark.parametrize("prediction", [True, False])
 @pytest.mark.parametrize("name", ["star", "survival"])
 def test_the_cluster_to_warm_up_with_gives_planners_something_to_move(
@@ -181,6 +227,6 @@ def test_the_cluster_to_warm_up_with_gives_planners_something_to_move(
     assert create_migration_policy(name, **options).plan(crowded_view()).migrations
 
 
-@pytest.mark.parametrize("name", ["fcfs", "vllm", "jsq_load", "fast_phi", "bfio"])
+@pytest.mark.parametrize("name", ["fcfs", "vllm", "jsq_load", "fast_phi", "bfio", "pab"])
 def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
     assert (create_policy(name).assign(crowded_view()).instance >= 0).all()

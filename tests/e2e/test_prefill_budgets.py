@@ -1,0 +1,99 @@
+"""Two engines that prefill and decode, behind a router that goes by their prefill budgets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from batching_profile import profile_of
+from proxying import Client, Served, served
+from running_deployment import ENGINE, RunningDeployment
+
+from rescheduler.profiling.profile import BatchTime
+from rescheduler.serving.launch_engines import launched
+from rescheduler.serving.launch_local import local_deployment, write_deployment
+
+TIMES = BatchTime(constant=0.03, per_new=0.001, per_context=1e-6)
+LONG = list(range(1000, 1400))  # 0.4 s, says the profile
+HURRIED = {"ttft_s": 0.05, "tpot_s": 0.2}
+
+
+@pytest.fixture(scope="module")
+def replicas(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The engines, and a proxy before them."""
+    folder = tmp_path_factory.mktemp("replicas")
+    profile = profile_of(smollm2, folder / "profile.yaml", TIMES)
+    batching = {"profile": str(profile), "admission": True, "recalibrate": False}
+    engine = msgspec.structs.replace(ENGINE, batching=batching)
+    described = local_deployment("smollm2", engine, prefill=0, routing={"name": "pab"})
+    config = folder / "deployment.yaml"
+    write_deployment(described, config)
+    with launched(described, folder / "logs") as running:
+        deployment = RunningDeployment(config, described, running)
+        with served(deployment, folder) as proxy:
+            yield proxy
+
+
+async def answer(client: Client, **body: Any) -> tuple[int, Any, Any]:
+    return await client.post({"max_tokens": 12, "temperature": 0, "ignore_eos": True, **body})
+
+
+def test_prompts_that_come_at_once_are_shared_out(replicas: Served) -> None:
+    """One telling of a budget is not spent twice: the router counts what it has sent."""
+
+    async def work(client: Client) -> None:
+        (_, alone, _) = await client.post(
+            {"prompt": LONG, "max_tokens": 12, "temperature": 0, "ignore_eos": True},
+            url=client.direct,
+        )
+        placed: Counter[str] = Counter()
+
+        async def watch() -> None:
+            for told in (await client.instances()).values():
+                placed[told["name"]] = max(placed[told["name"]], told["requests"])
+
+        asked = [asyncio.create_task(answer(client, prompt=LONG)) for _ in range(4)]
+        while not all(task.done() for task in asked):
+            await watch()
+            await asyncio.sleep(0.02)
+        answers = [task.result() for task in asked]
+        assert [status for status, _, _ in answers] == [200] * 4
+        text = alone["choices"][0]["text"]
+        assert [told["choices"][0]["text"] for _, told, _ in answers] == [text] * 4
+        assert placed == {"decode-0": 2, "decode-1": 2}
+
+    replicas.run(work)
+
+
+def test_what_no_engine_can_give_in_time_is_turned_away_and_harms_nobody(
+    replicas: Served,
+) -> None:
+    async def work(client: Client) -> None:
+        busy = asyncio.Event()
+
+        async def at(count: int) -> None:
+            if count == 3:
+                started.append(count)
+                if len(started) == 2:
+                    busy.set()
+
+        started: list[int] = []
+        body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+        streams = [asyncio.create_task(client.stream(body, at=at)) for _ in range(2)]
+        await asyncio.wait_for(busy.wait(), 60)
+        before = await client.metric("headway_proxy_turned_away_total")
+        status, told, headers = await answer(client, prompt=LONG, vllm_xargs=HURRIED)
+        assert status == 429, told
+        assert told["error"]["type"] == "RateLimitError"
+        assert int(headers["Retry-After"]) >= 1
+        assert await client.metric("headway_proxy_turned_away_total") == before + 2
+        assert all(told["state"] == "closed" for told in (await client.instances()).values())
+        for chunks in await asyncio.gather(*streams):
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        # An engine with nothing else to do serves it as well as it can.
+        assert (await answer(client, prompt=LONG, vllm_xargs=HURRIED))[0] == 200
+
+    replicas.run(work)
