@@ -8,7 +8,8 @@ One engine of SmolLM2 a system, on this machine's CPU; all but the one under loa
 come at the times of the trace (open loop), which is stretched so that the load is a share of the
 capacity that the profile gives. Lengths are the trace's, scaled down to what this model holds.
 Every system gets the same requests; at each load the systems take turns in another order. Each
-round goes on in the trace where the one before ended.
+round goes on in the trace where the one before ended; its lengths differ, so that the same load in
+requests may be another one in tokens.
 
 Objectives are multiples of what a request takes that is alone. As in the paper, the TPOT of a
 request is its worst running mean, a rejected request counts as late, and the effective rate is
@@ -67,6 +68,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "sarathi": {"formation": "sarathi"},
     "fairbatching": {"formation": "fairbatching"},
     "fairbatching_pab": {"formation": "fairbatching", "admission": True},
+    "fairbatching_reserve": {"formation": "fairbatching", "reserve": 0.1},
+    "fairbatching_reserve_pab": {"formation": "fairbatching", "reserve": 0.1, "admission": True},
     "fairbatching_fixed": {"formation": "fairbatching_fixed"},
     "fairbatching_tokens": {"formation": "fairbatching_tokens"},
 }

@@ -33,6 +33,10 @@ class Objectives(NamedTuple):
         """
         return arrival + self.ttft + token * self.tpot
 
+    def less(self, share: float) -> "Objectives":
+        """Return what to plan for, so that a share of the time is left for what comes slower."""
+        return Objectives(self.ttft * (1 - share), self.tpot * (1 - share))
+
 
 def read_objectives(given: Mapping[str, Any] | None, default: Objectives) -> Objectives:
     """Return a request's objectives.

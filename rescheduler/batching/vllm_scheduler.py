@@ -88,6 +88,7 @@ class _FormsBatches:
             profile.check(describe_engine(vllm_config))
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self._config = config
+        self._planned = config.objectives.less(config.reserve)
         if config.steps is not None:
             path = rank_path(Path(config.steps), vllm_config)
             self._log = StepLog(path, describe_engine(vllm_config))
@@ -182,7 +183,7 @@ class _FormsBatches:
         if self._config.admission and self._reject_new(table):
             table = read_table(self, self._objectives_of, now, self._admits)
         if self._times.known:
-            self.prefill_budget = self._budget(table, self._config.objectives)
+            self.prefill_budget = self._budget(table, self._planned)
         self._prompts_wait = not table.decoding.all()
         self._due = now + float(table.slack.min(initial=inf))
         return table
@@ -206,10 +207,11 @@ class _FormsBatches:
         if name not in self._objectives:
             default = self._config.objectives
             try:
-                self._objectives[name] = read_objectives(objectives_given(request), default)
+                asked = read_objectives(objectives_given(request), default)
             except ValueError as error:  # the API server would have refused it
                 logger.warning("%s gets the default objectives: %s", name, error)
-                self._objectives[name] = default
+                asked = default
+            self._objectives[name] = asked.less(self._config.reserve)
         return self._objectives[name]
 
     def _note_first_tokens(self, scheduler_output: SchedulerOutput, now: float) -> None:
@@ -268,7 +270,7 @@ class _FormsBatches:
         started = time.monotonic()
         table = RequestTable.of([RequestRow("warm-up", 1.0, 1.0, False, 1, 1, 0, True)])
         plan_batch(self._times.rules, table)
-        self._budget(table, self._config.objectives)
+        self._budget(table, self._planned)
         logger.info("batch formation is ready after %.1f s", time.monotonic() - started)
 
 

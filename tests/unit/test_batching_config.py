@@ -29,6 +29,8 @@ def test_the_defaults_are_fairbatching_with_a_profile() -> None:
         ({"formation": "sarathi", "admission": True}, "admission needs to know how long"),
         ({"formation": "vllm", "tpot_s": 0}, "tpot_s must be seconds from 0.0001 to 60, not 0"),
         ({"formation": "sarathi", "token_budget": 0}, "`int` >= 1.*token_budget"),
+        ({"formation": "vllm", "reserve": 1.0}, "`float` < 1.*reserve"),
+        ({"formation": "vllm", "reserve": -0.1}, "`float` >= 0.*reserve"),
         ({"profile": "p.yaml", "use_forecasts": True}, "use_forecasts: nothing forecasts"),
     ],
 )

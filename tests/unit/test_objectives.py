@@ -56,3 +56,10 @@ def test_deadlines_do_not_depend_on_progress(
     """A token that comes early makes those after it no more urgent."""
     objectives = Objectives(ttft, tpot)
     assert objectives.deadline(arrival, token + more) >= objectives.deadline(arrival, token)
+
+
+def test_a_reserve_makes_every_token_due_earlier() -> None:
+    planned = DEFAULT.less(0.25)
+    assert planned == (1.5, pytest.approx(0.15))
+    assert DEFAULT.less(0.0) == DEFAULT
+    assert planned.deadline(10.0, 4) == pytest.approx(12.1)
