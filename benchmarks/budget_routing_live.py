@@ -102,6 +102,7 @@ def replicas(folder: Path) -> Iterator[Deployment]:
     batching: dict[str, Any] = {
         "profile": str((folder / "profile" / "profile.yaml").resolve()),
         "admission": True,
+        "reserve": 0.0,  # as the paper has it
         **DEADLINES,
     }
     engine = replace(ENGINE, batching=batching, checkpoint=str(CHECKPOINT))

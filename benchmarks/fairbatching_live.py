@@ -66,15 +66,22 @@ MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "vllm": None,  # vLLM's own scheduler, as it comes
     "sarathi": {"formation": "sarathi"},
-    "fairbatching": {"formation": "fairbatching"},
-    "fairbatching_pab": {"formation": "fairbatching", "admission": True},
-    "fairbatching_reserve": {"formation": "fairbatching", "reserve": 0.1},
+    "fairbatching": {"formation": "fairbatching", "reserve": 0.0},  # as the paper has it
+    "fairbatching_pab": {"formation": "fairbatching", "reserve": 0.0, "admission": True},
+    "fairbatching_reserve": {"formation": "fairbatching", "reserve": 0.1},  # as it comes
     "fairbatching_reserve_pab": {"formation": "fairbatching", "reserve": 0.1, "admission": True},
-    "fairbatching_fixed": {"formation": "fairbatching_fixed"},
-    "fairbatching_tokens": {"formation": "fairbatching_tokens"},
+    "fairbatching_fixed": {"formation": "fairbatching_fixed", "reserve": 0.0},
+    "fairbatching_tokens": {"formation": "fairbatching_tokens", "reserve": 0.0},
 }
 DEADLINES = {"deadlines": "first_token"}  # the measure's, as in the paper's tables
-MAIN = ("vllm", "sarathi", "fairbatching", "fairbatching_pab")
+MAIN = (
+    "vllm",
+    "sarathi",
+    "fairbatching",
+    "fairbatching_pab",
+    "fairbatching_reserve",
+    "fairbatching_reserve_pab",
+)
 BUDGETS = (64, 128, 256)
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SECONDS = 60.0

@@ -29,7 +29,8 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         deadlines: what those tokens are due from: ``arrival`` + TTFT, as in the paper's §3.1, or
             the ``first_token``, as TPOT is measured.
         reserve: share of both objectives that batches and budgets are not planned to use up. A
-            batch planned to end when its tokens are due ends later every second time.
+            batch planned to end when its tokens are due ends later every second time; 0 is the
+            paper's.
         token_budget: tokens of a batch for those formations whose budget is fixed; what vLLM
             takes at most when None.
         admission: reject requests whose prompt exceeds the prefill budget.
@@ -45,7 +46,7 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_s: float = 2.0
     tpot_s: float = 0.2
     deadlines: Literal["arrival", "first_token"] = "arrival"
-    reserve: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    reserve: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1
     token_budget: Annotated[int, msgspec.Meta(ge=1)] | None = None
     admission: bool = False
     whole_steps: bool = True
