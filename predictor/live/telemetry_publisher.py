@@ -38,10 +38,10 @@ class TelemetryPublisher:
     """Tells subscribers what runs in an engine and what is expected of it.
 
     The engine's thread only puts into a queue. The publishing thread codes curves, keeps the
-    latest forecast of every running request, and sends a `Snapshot` on every k-th step and at
-    least each ``snapshot_seconds``, also when the engine is idle or stuck; `Forecasts` of
-    requests that were just prefilled; and `Finished` as requests end. A slow subscriber loses
-    messages, which it sees by their numbers; the next snapshot is whole again.
+    latest forecast of every running request, and sends a `Snapshot` on every k-th step, when the
+    last request has ended, and at least each ``snapshot_seconds``, also when the engine is idle or
+    stuck; `Forecasts` of requests that were just prefilled; and `Finished` as requests end. A slow
+    subscriber loses messages, which it sees by their numbers; the next snapshot is whole again.
 
     Args:
         config: where to publish.
@@ -140,6 +140,7 @@ class TelemetryPublisher:
             whole = isinstance(item, EngineForecasts) and self._take(item)
             if isinstance(item, list) and item:
                 self._tell_finished(item)
+                whole = not self._generated  # idle from now on, which somebody may wait for
             if whole or time.monotonic() >= next_snapshot:
                 self._send_snapshot()
                 next_snapshot = time.monotonic() + self._config.snapshot_seconds

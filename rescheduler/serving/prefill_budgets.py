@@ -14,7 +14,8 @@ __all__ = ["PrefillBudgets"]
 class PrefillBudgets:
     """The engines' prefill budgets, less the prompts sent to each since it told its own.
 
-    One that tells none, or has not yet, counts as having none left.
+    An engine reckons its budget with its first step. Until then it counts as having as much as the
+    one that has most.
 
     Source: FairBatching (Lyu et al. 2025), §3.4.
 
@@ -36,9 +37,11 @@ class PrefillBudgets:
                 if self._told.get(key.name) != snapshot:
                     self._told[key.name] = snapshot
                     self._spent[key.name] = 0
-                budget[key.name] = view.gauges.prefill_budget or 0.0
+                if view.gauges.prefill_budget is not None:
+                    budget[key.name] = view.gauges.prefill_budget
+        most = max(budget.values(), default=0.0)
         return np.array(
-            [budget.get(one.name, 0.0) - self._spent.get(one.name, 0) for one in instances]
+            [budget.get(one.name, most) - self._spent.get(one.name, 0) for one in instances]
         )
 
     def spend(self, instance: InstanceState, tokens: int) -> None:

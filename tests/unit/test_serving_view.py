@@ -210,12 +210,13 @@ def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
         tell(told)
         budgets.spend(instances[0], 30)
         budgets.spend(instances[0], 40)
-        assert budgets.left(instances).tolist() == [100.5, 0.0]  # spent before it had told
+        assert budgets.left(instances).tolist() == [100.5, 100.5]  # spent before it had told
         budgets.spend(instances[0], 30)
         budgets.spend(instances[0], 90)
-        assert budgets.left(instances[::-1]).tolist() == [0.0, -19.5]
+        budgets.spend(instances[1], 20)
+        assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
         tell(msgspec.structs.replace(told, seq=1, gauges=Gauges(prefill_budget=-3.0)))
-        assert budgets.left(instances).tolist() == [-3.0, 0.0]
+        assert budgets.left(instances).tolist() == [-3.0, -23.0]
 
 
 @pytest.mark.parametrize("prediction", [True, False])
