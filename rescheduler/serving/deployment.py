@@ -222,8 +222,10 @@ def read_deployment(path: Path | str) -> Deployment:
     try:
         deployment = msgspec.convert(values, Deployment)
         _check(deployment)
-    except (msgspec.ValidationError, DeploymentError) as error:
+    except msgspec.ValidationError as error:
         raise DeploymentError(f"{path}: {_with_path_first(str(error))}") from error
+    except DeploymentError as error:
+        raise DeploymentError(f"{path}: {error}") from error
     return deployment
 
 
@@ -280,7 +282,8 @@ def _check_batching(deployment: Deployment) -> None:
     try:
         read_batching_config({"headway": section})
     except ValueError as error:
-        raise DeploymentError(f"engine.batching: {error}") from error
+        where = str(error).removeprefix("--additional-config, headway.")
+        raise DeploymentError(f"engine.{where}") from error
 
 
 def _check_url(where: str, url: str) -> None:

@@ -57,12 +57,11 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
         ),
         (
             f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{admission: true}}}}",
-            "engine.batching: formation 'fairbatching' needs to know how long a batch takes"
-            "|engine.batching: admission needs to know how long a batch takes",
+            "yaml: engine.batching: admission needs to know how long a batch takes",
         ),
         (
             f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{profil: a}}}}",
-            "engine.batching: .*Known keys: .*profile",
+            "yaml: engine.batching: .*`profil`.*Known keys: .*profile",
         ),
         ("model: m\ninstances: [{name: p, role: both, url: x}]", r"instances\[0\].role"),
         (f"model: m\nports: 1\ninstances: [{PREFILL}, {DECODE}]", "ports"),
