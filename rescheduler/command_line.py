@@ -13,6 +13,10 @@ _VERBS: dict[str, tuple[str, str]] = {
     "collect": ("data_collection.collect:collect", "collect a dataset from a model in vLLM"),
     "dataset": ("", "inspect, validate or merge datasets"),
     "train": ("predictor.train_command:train", "train a predictor with Lightning"),
+    "train-length": (
+        "predictor.prompt_length.train_length:train_length",
+        "train predictors of answer lengths that read the prompt",
+    ),
     "tune": ("predictor.tuning:tune", "search a predictor's shape and training"),
     "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
     "advise": ("rescheduler.simulator.advise:advise", "say what forecasts are worth on a trace"),
@@ -97,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:<12}{text}" for verb, (_, text) in _VERBS.items()]
+    lines = [f"  {verb:<14}{text}" for verb, (_, text) in _VERBS.items()]
     return _USAGE.format(verbs="\n".join(lines))
 
 

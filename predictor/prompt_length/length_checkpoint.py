@@ -1,0 +1,165 @@
+"""Checkpoints of what classifies prompts: a folder with configuration, weights and a card."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data_collection.atomic_file import replace_file, write_text_atomically
+from predictor.hidden_state_mlp import CheckpointError
+from predictor.prompt_length.bucket_curve import BucketCurve
+from predictor.prompt_length.encoder_classifier import EncoderClassifier
+from predictor.prompt_length.forest import LengthForest
+from predictor.prompt_length.length_buckets import LengthBuckets
+from predictor.prompt_length.length_card import length_card
+from predictor.prompt_length.length_predictor import LengthPredictor, PromptClassifier
+
+__all__ = [
+    "load_length_predictor",
+    "load_task_classifier",
+    "read_prompt_config",
+    "save_length_predictor",
+    "save_task_classifier",
+]
+
+_LENGTH, _TASK = "prompt_length", "prompt_task"
+_WEIGHTS = "model.safetensors"
+
+
+def save_length_predictor(predictor: LengthPredictor, folder: Path) -> None:
+    """Write a length predictor; ``config.json`` comes last, so a whole checkpoint has it."""
+    curve = predictor.curve
+    described = {
+        "kind": _LENGTH,
+        "serving_model": predictor.serving_model,
+        "curve": {**asdict(curve), "buckets": list(curve.buckets.edges)},
+    }
+    _save(predictor.classifier, described, predictor.provenance, folder)
+
+
+def save_task_classifier(
+    classifier: EncoderClassifier, serving_model: str, provenance: Mapping[str, Any], folder: Path
+) -> None:
+    """Write a classifier of tasks likewise."""
+    described = {"kind": _TASK, "serving_model": serving_model, "curve": None}
+    _save(classifier, described, provenance, folder)
+
+
+def load_length_predictor(folder: Path) -> LengthPredictor:
+    """Load a length predictor, ready to forecast.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
+    """
+    config = read_prompt_config(folder)
+    classifier = _load(folder, config, _LENGTH)
+    try:
+        curve = dict(config["curve"])
+        buckets = LengthBuckets(tuple(curve.pop("buckets")))
+        return LengthPredictor(
+            classifier,
+            BucketCurve(buckets, **curve),
+            config["serving_model"],
+            config["provenance"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}/config.json: no length predictor: {error!r}") from error
+
+
+def load_task_classifier(folder: Path) -> EncoderClassifier:
+    """Load a classifier of tasks.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
+    """
+    classifier = _load(folder, read_prompt_config(folder), _TASK)
+    assert isinstance(classifier, EncoderClassifier)  # as all that `save_task_classifier` takes
+    return classifier
+
+
+def read_prompt_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's ``config.json``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/config.json: no JSON object")
+    return config
+
+
+def _save(
+    classifier: PromptClassifier,
+    described: dict[str, Any],
+    provenance: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    from safetensors.numpy import save_file
+    from safetensors.torch import save_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**described, "labels": classifier.labels, "tasks": classifier.tasks}
+    with replace_file(folder / _WEIGHTS) as temporary:
+        if isinstance(classifier, LengthForest):
+            config["classifier"] = "forest"
+            save_file(classifier.nodes, temporary)
+        elif isinstance(classifier, EncoderClassifier):
+            config["classifier"] = "encoder"
+            config["hinted"] = classifier.hinted
+            config["max_tokens"] = classifier.max_tokens
+            config["dropout"] = classifier.dropout.p
+            encoder = folder / "encoder"
+            encoder.mkdir(exist_ok=True)
+            classifier.backbone.config.to_json_file(encoder / "config.json")
+            classifier.tokenizer.save_pretrained(encoder)
+            save_model(classifier, str(temporary))
+        else:
+            raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
+    config["provenance"] = dict(provenance)
+    write_text_atomically(folder / "README.md", length_card(config))
+    write_text_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier | LengthForest:
+    if config.get("kind") != kind:
+        raise CheckpointError(
+            f"{folder}: config.json says kind {config.get('kind')!r}, wanted {kind!r}"
+        )
+    try:
+        if config["classifier"] == "forest":
+            return _load_forest(folder, config)
+        return _load_encoder(folder, config)
+    except Exception as error:  # safetensors, torch and transformers each raise their own
+        raise CheckpointError(f"{folder}: cannot be loaded: {error!r}") from error
+
+
+def _load_forest(folder: Path, config: dict[str, Any]) -> LengthForest:
+    from safetensors.numpy import load_file
+
+    return LengthForest(config["labels"], config["tasks"], load_file(folder / _WEIGHTS))
+
+
+def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
+    from safetensors.torch import load_model
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    encoder = folder / "encoder"
+    auto: Any = AutoModel
+    classifier = EncoderClassifier(
+        auto.from_config(AutoConfig.from_pretrained(encoder)),
+        AutoTokenizer.from_pretrained(encoder),
+        config["labels"],
+        config["tasks"],
+        config["hinted"],
+        config["max_tokens"],
+        config["dropout"],
+    )
+    load_model(classifier, str(folder / _WEIGHTS), strict=True)
+    return classifier.eval()
