@@ -34,7 +34,7 @@ class BucketCurve:
 
     - ``linear``: :math:`(h + 1 - e_k) / (e_{k+1} - e_k)`, each length of a bucket alike;
     - ``geometric``: :math:`\log\frac{h + 1}{e_k} \big/ \log\frac{e_{k+1}}{e_k}`, each ratio of
-      lengths alike, as lengths of answers rather are;
+      lengths alike;
     - in the open bucket :math:`1 - e^{-(h + 1 - e_K) / \tau}`.
 
     Attributes:

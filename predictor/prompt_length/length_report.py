@@ -185,5 +185,6 @@ def _figure(results: LengthResults) -> Any:
         axes.set_xlabel(title)
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize="small")
+    bars, schemes = figure.axes[0].get_legend_handles_labels()
+    figure.legend(bars, schemes, loc="outside upper center", ncols=len(schemes), frameon=False)
     return figure

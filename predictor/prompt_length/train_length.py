@@ -29,7 +29,7 @@ def train_length(
     task_names: dict[str, str] | None = None,
     encoder: EncoderOptions = _ENCODER,
     forest: ForestOptions = _FOREST,
-    shape: Shape = "geometric",
+    shape: Shape = "linear",
     limit: int = 8192,
     split_seed: int | None = None,
     seed: int = 0,
