@@ -62,6 +62,8 @@ def test_every_configuration_file_is_accepted(
         return
     if config.parent.name == "collect":
         arguments = ["collect", "out"]
+    elif config.parent.name == "prompt_length":
+        arguments = ["train-length", "dataset", "prompts"]
     elif config.name.startswith("evaluate"):
         arguments = ["evaluate", "dataset", "checkpoint"]
     elif config.parent.name in ("papers", "simulate"):
