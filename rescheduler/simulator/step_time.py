@@ -158,8 +158,8 @@ def table_step_time(path: str | Path, knots: int = _KNOTS) -> StepTime:
     """Return a table of medians, fitted to a log of measured steps, interpolated bilinearly.
 
     Steps are sorted into cells by their new and their context tokens. Cells without a step take
-    what a linear model of all steps says, whose slopes also go on beyond the log. The medians
-    are then made monotone: more work never takes less time.
+    what a linear model of all steps says, but no less than the shortest step; its slopes also go
+    on beyond the log. The medians are then made monotone: more work never takes less time.
 
     Args:
         path: CSV file, plain or gzipped, with columns new_tokens, context_tokens, seconds.
@@ -179,7 +179,7 @@ def table_step_time(path: str | Path, knots: int = _KNOTS) -> StepTime:
     design = np.column_stack([np.ones(len(steps)), steps[:, :2] / scale])
     a, *slopes = nnls(design, steps[:, 2])[0]
     b, c = slopes / scale
-    seconds = a + b * new[:, None] + c * context[None, :]
+    seconds = np.maximum(a + b * new[:, None] + c * context[None, :], steps[:, 2].min())
     for i, j in set(zip(new_cell.tolist(), context_cell.tolist(), strict=True)):
         seconds[i, j] = np.median(steps[(new_cell == i) & (context_cell == j), 2])
     return StepTime(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
@@ -109,6 +109,7 @@ def test_cells_without_steps_follow_the_linear_trend(tmp_path: Path) -> None:
     assert step_seconds(model, 9, 1000) == pytest.approx(0.01 + 9e-3 + 1e-3, rel=1e-6)
 
 
+@example([(0, 3, 0.5), (0, 4, 1.0), (1, 0, 1.0)])  # the plane through them is 0 at 0, 0
 @given(
     st.lists(
         st.tuples(
