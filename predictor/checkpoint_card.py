@@ -2,9 +2,9 @@
 
 from typing import Any
 
-__all__ = ["checkpoint_card"]
+__all__ = ["FRONT_MATTER", "checkpoint_card"]
 
-_CARD = """\
+FRONT_MATTER = """\
 ---
 license: apache-2.0
 library_name: headway
@@ -12,7 +12,11 @@ tags:
 - length-prediction
 - llm-serving
 ---
-# {title} for {model}
+"""
+"""What the Hugging Face hub reads of a card."""
+
+_CARD = """\
+{front_matter}# {title} for {model}
 
 Reads the hidden state with which {model} computes a token's logits ({layer} layer,
 {normalisation}, d = {hidden_size}){counts} and predicts {what}
@@ -62,6 +66,7 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     )
     fields = {key: value for key, value in config.items() if key != "provenance"}
     return _CARD.format(
+        front_matter=FRONT_MATTER,
         title="Survival forecasts" if survival else "Remaining-length predictor",
         what=what,
         counts=f" and {', '.join(inputs)}" if inputs else "",

@@ -4,17 +4,12 @@ from typing import Any
 
 import yaml
 
+from predictor.checkpoint_card import FRONT_MATTER
+
 __all__ = ["length_card"]
 
 _CARD = """\
----
-license: apache-2.0
-library_name: headway
-tags:
-- length-prediction
-- llm-serving
----
-# {title} for {serving_model}
+{front_matter}# {title} for {serving_model}
 
 Before the first token of a request, from {reads}, this {classifier} predicts {what}
 (Jain et al. 2025, §4.1 and Appendix C).
@@ -63,6 +58,7 @@ def length_card(config: dict[str, Any]) -> str:
         )
     hint = "" if not config.get("hinted") else " The task is appended to the prompt as a hint."
     return _CARD.format(
+        front_matter=FRONT_MATTER,
         title="Prompt-time length predictor" if curve else "Task classifier",
         serving_model=config["serving_model"],
         reads="its prompt's text" if encoder else "its prompt's tokens and its application",
