@@ -76,13 +76,13 @@ def shown_client(phase: Phase) -> ServedRequest | None:
 
 
 def stream_text(served: ServedRequest, moves: Sequence[Move]) -> Text:
-    """Return the text of an answer, with a mark wherever it moved."""
+    """Return the text of an answer, with a mark wherever it moved, which no line end can tear."""
     mine = [move for move in moves if move.request == served.request.name]
     text = Text()
     for piece in served.pieces:
         while mine and piece.tokens > mine[0].tokens:
             move = mine.pop(0)
-            text.append(f" ⟪{move.source} → {move.target}⟫ ", style="bold reverse")
+            text.append(f" ⟪{move.source}→{move.target}⟫ ", style="bold reverse")
         text.append(piece.text.replace("\n", " "))
     return text
 

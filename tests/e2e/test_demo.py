@@ -20,7 +20,7 @@ def test_the_demonstration_moves_requests_and_loses_none(
     moves = re.findall(moved, second)
     assert moves
     assert all(source != target for source, target in moves)
-    assert re.search(r"⟪decode-\d → decode-\d⟫", second), "the moment is marked in the text"
+    assert re.search(r"⟪decode-\d→decode-\d⟫", second), "the moment is marked in the text"
     (migrations,) = re.findall(r"migrations +│ +(\d+) │ +(\d+)", second)
     assert migrations == ("0", str(len(moves)))
     assert "failed requests" not in second

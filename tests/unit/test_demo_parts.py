@@ -78,7 +78,7 @@ def test_the_stream_is_marked_where_it_moved() -> None:
         Move("long-0", "decode-1", "decode-0", 4, 2.0),
     ]
     assert str(stream_text(one, moves)) == (
-        "w1 w2 w3  ⟪decode-0 → decode-1⟫ w4  ⟪decode-1 → decode-0⟫ w5 "
+        "w1 w2 w3  ⟪decode-0→decode-1⟫ w4  ⟪decode-1→decode-0⟫ w5 "
     )
     state = EngineState(
         number=0,
@@ -96,13 +96,22 @@ def test_the_stream_is_marked_where_it_moved() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(screen(shown))
     text = console.export_text()
-    assert "⟪decode-0 → decode-1⟫" in text
+    assert "⟪decode-0→decode-1⟫" in text
     assert "2,400 of 3,200" in text
     assert "2 preempted" in text
     assert "after 3 tokens, paused 700 ms" in move_line(shown, moves[1])
     assert "decode-0: KV 75%, 3 running, 1 waiting; 1 of 1 answered, 2 preempted, 3 moved" in (
         summary_line(shown)
     )
+
+
+@pytest.mark.parametrize("width", range(20, 61))
+def test_no_end_of_a_line_tears_a_mark(width: int) -> None:
+    move = Move("long-0", "decode-0", "decode-1", 9, 1.0)
+    stream = stream_text(served([0.1 * i for i in range(30)]), [move])
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(stream)
+    assert "⟪decode-0→decode-1⟫" in console.export_text()
 
 
 def test_the_load_puts_all_long_answers_on_every_second_place() -> None:
