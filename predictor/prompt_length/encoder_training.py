@@ -170,11 +170,16 @@ def train_classifier(
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        trainer.fit(
-            training,
-            text_batches(train, options.batch_size, padding, seed),
-            text_batches(validation, _VALIDATION_BATCH, padding),
-        )
+        try:
+            trainer.fit(
+                training,
+                text_batches(train, options.batch_size, padding, seed),
+                text_batches(validation, _VALIDATION_BATCH, padding),
+            )
+        except SystemExit as stopped:  # what Lightning makes of Ctrl-C
+            if trainer.interrupted:
+                raise KeyboardInterrupt from stopped
+            raise
     state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
     training.load_state_dict(state)
     classifier.requires_grad_(True).eval()
