@@ -8,6 +8,7 @@ from rescheduler.routing.dedicated_small_large import DedicatedSmallLarge
 from rescheduler.routing.fcfs import FCFS
 from rescheduler.routing.jsq import JSQ
 from rescheduler.routing.jsq_load import JSQLoad
+from rescheduler.routing.jsq_tokens import JSQTokens
 from rescheduler.routing.max_capacity import MaxCapacity
 from rescheduler.routing.max_min import MaxMin
 from rescheduler.routing.min_min import MinMin
@@ -22,6 +23,7 @@ from rescheduler.routing.policy import (
 )
 from rescheduler.routing.power_of_d import PowerOfD
 from rescheduler.routing.random_choice import RandomChoice
+from rescheduler.routing.rl import LearnedRouter
 from rescheduler.routing.round_robin import RoundRobin
 from rescheduler.routing.throttled import Throttled
 from rescheduler.routing.vllm_score import VLLMScore
@@ -38,6 +40,8 @@ __all__ = [
     "DedicatedSmallLarge",
     "FastPhi",
     "JSQLoad",
+    "JSQTokens",
+    "LearnedRouter",
     "MaxCapacity",
     "MaxMin",
     "MinMin",

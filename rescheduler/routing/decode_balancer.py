@@ -34,8 +34,8 @@ class DecodeBalancer(RoutingPolicy):
 
     The paper knows every output length; here it is the forecast's mean, and with an oracle the
     truth. Ties go to the lowest load, then to the lowest index. The paper's Join Shortest Queue
-    (C.3.1, least prompt and decode tokens yet to be processed) is the same once prompts are
-    processed elsewhere, as those of requests that a decode instance gets are.
+    (C.3.1, least prompt and decode tokens yet to be processed) is `JSQTokens`, which is the same
+    once prompts are processed elsewhere, as those of requests that a decode instance gets are.
 
     Source: Performance Aware LLM Load Balancer (Jain et al. 2025), C.2.6.
     """

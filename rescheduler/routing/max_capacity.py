@@ -21,6 +21,7 @@ def max_capacity(
     """Place the head of the pool where most tokens are free, until it fits nowhere."""
     capacity, load = problem.capacity, problem.load
     slots, room = problem.slots, problem.room
+    reserve = parameters[0]
     for i in range(len(problem.size)):
         size = problem.size[i]
         best, most = -1, 0
@@ -28,6 +29,9 @@ def max_capacity(
             if slots[g] <= 0 or room[g] < size:
                 continue
             free = capacity[g] - load[g]
+            kept = reserve * capacity[g]
+            if reserve > 0 and load[g] > 0 and min(room[g], free) - size < kept:
+                continue
             if best < 0 or free > most or (free == most and load[g] < load[best]):
                 best, most = g, free
         if best < 0:
@@ -44,10 +48,45 @@ class MaxCapacity(RoutingPolicy):
 
     A request at the front that fits nowhere blocks those behind it. Ties go to the lowest load,
     then to the lowest index; where capacities are alike, unlimited ones included, this is the
-    least load. The paper decides once a second: when to ask is not the policy's to say.
+    least load. The paper decides once a second, ``every: 1``; one request a second would never
+    serve 20, so that here as many as fit are placed then.
+
+    Ours is ``reserve``: running requests grow, and one for which there is no room is preempted. An
+    instance that has requests takes another one only if this share of its cache stays free,
+    :math:`K_g - L_g - s \ge \rho K_g`; else the front waits. Instant dispatch asks only once about
+    each request, so that it needs ``every`` then.
 
     Source: Performance Aware LLM Load Balancer (Jain et al. 2025), C.3.2.
+
+    Attributes:
+        every: seconds between two decisions; 0 to decide whenever something happens.
+        reserve: ρ, share of a KV cache that is kept free; 0 as in the paper.
+
+    Raises:
+        ValueError: the time is negative, or the reserve no share below 1.
     """
 
     needs = Needs.LOADS
     kernel = max_capacity
+
+    every: float = 0.0
+    reserve: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a negative time, and a reserve that leaves nothing."""
+        if not self.every >= 0:
+            raise ValueError(f"max_capacity: every must be at least 0, not {self.every}")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"max_capacity: reserve must be in [0, 1), not {self.reserve}")
+
+    def parameters(self) -> npt.NDArray[np.float64]:
+        """Return the reserve."""
+        return np.array([float(self.reserve)])
+
+    def holds_back(self) -> bool:
+        """Say whether a share is kept free."""
+        return self.reserve > 0
+
+    def decide_every(self) -> float:
+        """Return the seconds between two decisions."""
+        return self.every

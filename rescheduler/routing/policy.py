@@ -51,6 +51,8 @@ class RoutingPolicy(ABC):
     """Whether it is fitted to output lengths seen before, by `with_lengths`."""
     needs_budget: ClassVar[bool] = False
     """Whether it goes by the prefill budgets that engines report."""
+    whole_cluster: ClassVar[bool] = False
+    """Whether it must be shown every instance; those out of service have no slots then."""
     kernel: ClassVar[Any] = None
     """``kernel(problem, parameters, target)``, compiled by numba; None for a Python policy."""
 
@@ -66,6 +68,29 @@ class RoutingPolicy(ABC):
         """Say whether the policy also reads the variance of the loads."""
         return False
 
+    def length_edges(self) -> IntArray:
+        """Return the output lengths from which buckets of requests begin, [K], ascending from 0.
+
+        For policies that need lengths; the last bucket has no end.
+        """
+        return NO_POINTS
+
+    def decide_every(self) -> float:
+        """Return the seconds between two decisions; 0 to decide whenever something happens."""
+        return 0.0
+
+    def holds_back(self) -> bool:
+        """Say whether it may let a request wait that has a place, and so must be asked again."""
+        return False
+
+    def refuse_other_cluster(self, n_instances: int) -> None:
+        """Refuse a cluster that the policy was not made for.
+
+        Raises:
+            ValueError: it was made for another number of instances.
+        """
+        del n_instances
+
     def with_lengths(self, lengths: npt.ArrayLike) -> Self:
         """Return the policy fitted to the output lengths seen so far, if it needs any."""
         del lengths
@@ -74,14 +99,17 @@ class RoutingPolicy(ABC):
     def problem(self, view: ClusterView) -> RoutingProblem:
         """Return the arrays of a decision, with what this policy reads of them."""
         with_work = self.needs == Needs.LENGTHS
-        return routing_problem(view, self.points(), self.with_spread(), with_work)
+        edges = self.length_edges()
+        return routing_problem(view, self.points(), self.with_spread(), with_work, edges)
 
     def assign(self, view: ClusterView) -> Assignment:
         """Return where the waiting requests of a view go.
 
         Raises:
-            ValueError: the view lacks forecasts or budgets that the policy needs.
+            ValueError: the view lacks forecasts or budgets that the policy needs, or is of a
+                cluster that it was not made for.
         """
+        self.refuse_other_cluster(view.n_instances)
         if self.needs_budget and view.prefill_budget is None:
             raise ValueError(f"{self.name} needs prefill budgets, which no engine here reports")
         if self.needs >= Needs.LENGTHS and (view.forecast is None or view.waiting_forecast is None):

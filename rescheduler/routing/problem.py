@@ -7,12 +7,13 @@ import numpy.typing as npt
 
 from predictor.expected_load import expected_load
 from rescheduler.cluster_view import UNLIMITED, ClusterView
-from rescheduler.compilation import compiled
+from rescheduler.compilation import compiled, compiled_core
 
 __all__ = [
     "RoutingProblem",
     "best_by_load",
     "full",
+    "length_bucket",
     "place",
     "place_least",
     "routing_problem",
@@ -20,6 +21,7 @@ __all__ = [
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+NO_EDGES: IntArray = np.empty(0, dtype=np.int64)
 
 
 class RoutingProblem(NamedTuple):
@@ -49,6 +51,14 @@ class RoutingProblem(NamedTuple):
         remaining: [n] tokens it is expected to generate; likewise.
         waited: [n] steps it has waited.
         dispatched: [1] requests routed before; `place` counts on.
+        unanswered: [G] prompt tokens of the requests there that have no token yet; for policies
+            that need lengths, else 0.
+        edges: [K] output tokens from which buckets of requests begin, ascending from 0; empty for
+            policies without buckets.
+        by_length: [G, K] requests there that have a token, by the bucket of the output that is
+            expected of them in all.
+        soonest: [G] least number of tokens that is expected yet of one of those; 0 without any,
+            and for policies without buckets.
     """
 
     load: IntArray
@@ -68,6 +78,19 @@ class RoutingProblem(NamedTuple):
     remaining: FloatArray
     waited: IntArray
     dispatched: IntArray
+    unanswered: IntArray
+    edges: IntArray
+    by_length: IntArray
+    soonest: FloatArray
+
+
+@compiled_core
+def length_bucket(edges: IntArray, tokens: float) -> int:
+    """Return the bucket of an output, of those that begin at edges [K], ascending from 0."""
+    bucket = len(edges) - 1
+    while bucket > 0 and tokens < edges[bucket]:
+        bucket -= 1
+    return bucket
 
 
 @compiled
@@ -141,7 +164,11 @@ def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
 
 
 def routing_problem(
-    view: ClusterView, points: IntArray, with_spread: bool, with_work: bool = False
+    view: ClusterView,
+    points: IntArray,
+    with_spread: bool,
+    with_work: bool = False,
+    edges: IntArray = NO_EDGES,
 ) -> RoutingProblem:
     """Return the arrays of a decision on a cluster as it is.
 
@@ -150,6 +177,7 @@ def routing_problem(
         points: [P] decode steps ahead at which expected loads are needed.
         with_spread: compute their variance too.
         with_work: compute expected lengths, which take a mean of every forecast.
+        edges: [K] output tokens from which buckets of requests begin, which take the same.
 
     Raises:
         ValueError: horizon points, or expected lengths, without forecasts.
@@ -170,11 +198,19 @@ def routing_problem(
             spread[:] = expected.variance[:, points]
         survival = np.ascontiguousarray(view.waiting_forecast.at(points))
     work, remaining = np.zeros(n_instances), np.zeros(view.n_waiting)
+    unanswered = np.zeros(n_instances, dtype=np.int64)
+    by_length = np.zeros((n_instances, len(edges)), dtype=np.int64)
+    soonest = np.zeros(n_instances)
     if with_work:
         if view.forecast is None or view.waiting_forecast is None:
             raise ValueError("the policy goes by lengths, but there are no forecasts")
-        np.add.at(work, view.instance, view.forecast.mean())
+        expected_yet = view.forecast.mean()
+        np.add.at(work, view.instance, expected_yet)
         remaining = view.waiting_forecast.mean()
+        silent = view.generated_tokens == 0
+        np.add.at(unanswered, view.instance[silent], view.prompt_tokens[silent])
+        if len(edges):
+            _count_lengths(view, ~silent, expected_yet, edges, by_length, soonest)
     budget = np.zeros(n_instances)
     if view.prefill_budget is not None:
         budget[:] = view.prefill_budget
@@ -197,7 +233,29 @@ def routing_problem(
         remaining=remaining,
         waited=view.waited_steps.astype(np.int64),
         dispatched=np.array([view.dispatched], dtype=np.int64),
+        unanswered=unanswered,
+        edges=edges,
+        by_length=by_length,
+        soonest=soonest,
     )
+
+
+def _count_lengths(
+    view: ClusterView,
+    speaking: npt.NDArray[np.bool_],
+    expected_yet: FloatArray,
+    edges: IntArray,
+    by_length: IntArray,
+    soonest: FloatArray,
+) -> None:
+    """Sort the requests that have a token into buckets, and find which ends first."""
+    where, left = view.instance[speaking], expected_yet[speaking]
+    tokens = view.generated_tokens[speaking] + left
+    bucket = np.maximum(np.searchsorted(edges, tokens, "right") - 1, 0)
+    np.add.at(by_length, (where, bucket), 1)
+    least = np.full(view.n_instances, np.inf)
+    np.minimum.at(least, where, left)
+    soonest[:] = np.where(np.isinf(least), 0.0, least)
 
 
 def empty_target(problem: RoutingProblem) -> npt.NDArray[Any]:

@@ -1,8 +1,10 @@
 """What a policy is shown of the simulated cluster."""
 
+from math import isnan
+
 from rescheduler.cluster_view import UNLIMITED
-from rescheduler.compilation import compiled_core
-from rescheduler.routing.problem import RoutingProblem
+from rescheduler.compilation import compiled_core, compiled_inline
+from rescheduler.routing.problem import RoutingProblem, length_bucket
 from rescheduler.simulator.engine_state import (
     NONE,
     Cluster,
@@ -11,6 +13,7 @@ from rescheduler.simulator.engine_state import (
     Rules,
 )
 from rescheduler.simulator.forecast_arrays import (
+    ONCE,
     POINT,
     ForecastArrays,
     add_expected,
@@ -19,7 +22,7 @@ from rescheduler.simulator.forecast_arrays import (
 )
 from rescheduler.simulator.slots import occupied
 
-__all__ = ["routing_problem_of"]
+__all__ = ["expected_left", "routing_problem_of"]
 
 
 @compiled_core
@@ -35,7 +38,7 @@ def routing_problem_of(
         work.queued[g] = instance.queued + instance.arriving
         work.running[g] = occupied(cluster, g)
         work.budget[g] = instance.budget
-        if rules.instant:
+        if rules.queueing:
             work.slots[g] = UNLIMITED
             work.room[g] = UNLIMITED
         else:
@@ -66,6 +69,10 @@ def routing_problem_of(
         work.remaining[:n],
         work.waited[:n],
         work.dispatched,
+        work.unanswered,
+        work.edges,
+        work.by_length,
+        work.soonest,
     )
 
 
@@ -81,6 +88,9 @@ def _look_ahead(foresight: Foresight, cluster: Cluster, intake: Intake) -> None:
         work.work[g] = 0.0
         work.ahead[g, :] = 0.0
         work.spread[g, :] = 0.0
+        work.unanswered[g] = 0
+        work.by_length[g, :] = 0
+        work.soonest[g] = 0.0
         if truth and every_step:
             _project_truth(foresight, cluster, g)
         else:
@@ -98,19 +108,37 @@ def _look_ahead(foresight: Foresight, cluster: Cluster, intake: Intake) -> None:
         _add_held(foresight, cluster, cluster.moves[move].request, cluster.moves[move].target)
     for i in range(cluster.scalars[0].waiting):
         request = cluster.requests[intake.pool[i]]
-        survival_row(
-            forecast,
-            request.number,
-            request.template,
-            request.generated,
-            request.output,
-            work.points,
-            work.survival[i],
-        )
-        if foresight.with_work:
-            work.remaining[i] = expected_remaining(
-                forecast, request.number, request.template, request.generated, request.output
+        if n_points > 0:
+            survival_row(
+                forecast,
+                request.number,
+                request.template,
+                request.generated,
+                request.output,
+                work.points,
+                work.survival[i],
             )
+        if foresight.with_work:
+            work.remaining[i] = expected_left(forecast, cluster, intake.pool[i], request.generated)
+
+
+@compiled_inline
+def expected_left(forecast: ForecastArrays, cluster: Cluster, row: int, generated: int) -> float:
+    """Return the tokens that a request is expected to generate yet, after so many.
+
+    What was forecast of it before its first token is kept: hundreds may wait, and none changes.
+    """
+    request = cluster.requests[row]
+    if generated > 0 and forecast.interval != ONCE:
+        return expected_remaining(
+            forecast, request.number, request.template, generated, request.output
+        )
+    if isnan(request.expected):
+        request.expected = expected_remaining(
+            forecast, request.number, request.template, 0, request.output
+        )
+    left = request.expected
+    return max(left - generated, 1.0) if generated > 0 else left  # type: ignore[no-any-return]
 
 
 @compiled_core
@@ -118,7 +146,7 @@ def _is_truth(forecast: ForecastArrays) -> bool:
     return forecast.kind == POINT and forecast.sigma == 0.0 and len(forecast.bins) == 0
 
 
-@compiled_core
+@compiled_inline
 def _add(
     foresight: Foresight, cluster: Cluster, row: int, g: int, generated: int, context: int
 ) -> None:
@@ -138,12 +166,17 @@ def _add(
             work.spread[g],
         )
     if foresight.with_work:
-        work.work[g] += expected_remaining(
-            foresight.forecast, request.number, request.template, generated, request.output
-        )
+        left = expected_left(foresight.forecast, cluster, row, generated)
+        work.work[g] += left
+        if generated == 0:
+            work.unanswered[g] += request.prompt
+        elif len(work.edges) > 0:
+            work.by_length[g, length_bucket(work.edges, generated + left)] += 1
+            if work.soonest[g] == 0.0 or left < work.soonest[g]:
+                work.soonest[g] = left
 
 
-@compiled_core
+@compiled_inline
 def _add_held(foresight: Foresight, cluster: Cluster, row: int, g: int) -> None:
     """Add a request that does not decode now, so that its row says what it holds."""
     request = cluster.requests[row]

@@ -7,7 +7,8 @@ of a trace, for room in its buffers, for plans of migrations, and for the decisi
 that are not compiled, and takes up the round where it was.
 """
 
-from math import inf
+from math import ceil, floor, inf
+from typing import NamedTuple
 
 from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
@@ -38,9 +39,25 @@ from rescheduler.simulator.slots import occupied, turn_away
 from rescheduler.simulator.step_time import StepTime
 from rescheduler.simulator.transfers import land_migrations
 
-__all__ = ["advance", "apply_target"]
+__all__ = ["EngineParts", "advance", "apply_target"]
 
 _TIME, _PLAN, _REVEAL, _DECIDE, _START = range(5)
+
+_SAME_MOMENT = 1e-9
+"""Share of the time between two decisions by which a moment for one may be missed."""
+
+
+class EngineParts(NamedTuple):
+    """All that `advance` moves on, and what it goes by."""
+
+    rules: Rules
+    step_time: StepTime
+    power_model: PowerModel
+    foresight: Foresight
+    cluster: Cluster
+    batch: BatchArrays
+    intake: Intake
+    series: Series
 
 
 @compiled_core
@@ -67,7 +84,7 @@ def advance(
                 return wanted
             if scalars.cursor == scalars.block_length and scalars.last_block == 0:
                 return TRACE
-            time = _next_event(rules, cluster, intake)
+            time = _next_event(rules, foresight, cluster, intake)
             if time == inf:
                 if scalars.in_system > 0:
                     return STUCK
@@ -116,7 +133,7 @@ def advance(
 
 
 @compiled_inline
-def _next_event(rules: Rules, cluster: Cluster, intake: Intake) -> float:
+def _next_event(rules: Rules, foresight: Foresight, cluster: Cluster, intake: Intake) -> float:
     """Return the time of what happens next, or infinity."""
     scalars = cluster.scalars[0]
     time = inf
@@ -137,15 +154,27 @@ def _next_event(rules: Rules, cluster: Cluster, intake: Intake) -> float:
         # What a full pool has kept out is looked at with the next event, not at once.
         if arrival > scalars.now or not in_step:
             time = min(time, arrival)
+    # A compiled policy would leave them waiting for ever where nothing else can change.
+    stays = time == inf and scalars.given_up and not foresight.asks
+    if rules.decide_every > 0.0 and scalars.waiting > 0 and not stays:
+        missed = ceil(scalars.now / rules.decide_every - _SAME_MOMENT)
+        time = min(time, max(scalars.next_decision, missed) * rules.decide_every)
     return max(time, scalars.now)  # type: ignore[no-any-return]
 
 
 @compiled_inline
 def _may_decide(rules: Rules, cluster: Cluster) -> bool:
     """Say whether somebody waits and a place is free, or the moment for it is not now."""
-    if cluster.scalars[0].waiting == 0:
+    scalars = cluster.scalars[0]
+    if scalars.waiting == 0:
         return False
-    if rules.instant:
+    if rules.decide_every > 0.0:
+        moment = floor(scalars.now / rules.decide_every + _SAME_MOMENT)
+        between = scalars.now - moment * rules.decide_every
+        if moment < scalars.next_decision or between > _SAME_MOMENT * rules.decide_every:
+            return False
+        scalars.next_decision = moment + 1
+    if rules.queueing:
         return True
     free = False
     for g in range(rules.n_instances):
@@ -153,6 +182,15 @@ def _may_decide(rules: Rules, cluster: Cluster) -> bool:
             return False
         free = free or occupied(cluster, g) < rules.slots
     return free
+
+
+@compiled_inline
+def _goes_on(rules: Rules, cluster: Cluster) -> bool:
+    """Say whether something happens without a decision: a step, or a migration."""
+    for g in range(rules.n_instances):
+        if cluster.instances[g].stepping:
+            return True
+    return cluster.scalars[0].moving > 0  # type: ignore[no-any-return]
 
 
 @compiled_inline
@@ -174,6 +212,8 @@ def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
             if rules.service.reports:
                 cluster.instances[g].budget -= cluster.requests[row].prompt
             queue(cluster, row, g)
+    in_vain = kept == scalars.waiting and not _goes_on(rules, cluster)
+    scalars.given_up = 1 if in_vain else 0
     scalars.waiting = kept
     scalars.decisions += 1
     # With instant dispatch the next arrival is decided on by itself.

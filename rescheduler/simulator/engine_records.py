@@ -54,6 +54,7 @@ REQUEST = np.dtype(
         ("first_token", np.float64),
         ("last_token", np.float64),
         ("tpot_worst", np.float64),  # of its tokens so far, if that is asked for
+        ("expected", np.float64),  # output forecast before its first token, once asked for
     ],
     align=True,
 )
@@ -98,6 +99,8 @@ SCALARS = np.dtype(
         ("plans", np.int64),
         ("dispatched", np.int64),
         ("decisions", np.int64),
+        ("next_decision", np.int64),  # multiple of the time between decisions that is due next
+        ("given_up", np.int64),  # the policy left everybody waiting, and nothing was going on
         ("admissions", np.int64),
         ("waiting", np.int64),  # in the pool
         ("moving", np.int64),

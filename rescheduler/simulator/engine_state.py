@@ -17,6 +17,7 @@ __all__ = [
     "CHUNKED",
     "DONE",
     "FCFS",
+    "FIRST_POOL",
     "FLUSH",
     "GROW",
     "ITL_BINS_PER_E",
@@ -34,6 +35,7 @@ __all__ = [
     "STAGE",
     "STUCK",
     "TRACE",
+    "WIDEN",
     "Cluster",
     "Foresight",
     "Intake",
@@ -44,6 +46,7 @@ __all__ = [
     "new_intake",
     "new_series",
     "with_more_rows",
+    "with_wider_pool",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -53,10 +56,13 @@ Records = npt.NDArray[Any]
 NONE = -1
 """No request: the end of a list, or an empty one."""
 
-DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED, PLAN = range(9)
+DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED, PLAN, WIDEN = range(10)
 """Why the engine returns: all served; next block; more rows; empty the output; decide; the time
 to pause at is reached; nothing can ever be placed; a request is larger than an instance; plan
-migrations."""
+migrations; a wider pool."""
+
+FIRST_POOL = 512
+"""Requests that a pool without a limit is made for at first."""
 
 NEVER = np.iinfo(np.int64).max
 
@@ -81,7 +87,10 @@ _OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
 class Rules(NamedTuple):
     """How the cluster works; as in `SimulationConfig`, with numbers for names.
 
-    ``plan_every``: steps of all instances between two plans of migrations; 0 for none.
+    ``instant``: each request is decided on as it arrives. ``queueing``: it goes to an instance's
+    queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
+    to decide whenever something happens. ``plan_every``: steps of all instances between two plans
+    of migrations; 0 for none.
     """
 
     n_instances: int
@@ -89,6 +98,8 @@ class Rules(NamedTuple):
     kv_capacity: int
     barrier: bool
     instant: bool
+    queueing: bool
+    decide_every: float
     pool_limit: int
     revelation: bool
     prefill: int
@@ -237,9 +248,10 @@ def with_more_rows(cluster: Cluster) -> Cluster:
 def new_intake(rules: Rules, n_servers: int) -> Intake:
     """Return an empty pool, idle prefill servers, and no requests yet."""
     none = np.empty(0, dtype=np.int64)
+    width = min(rules.pool_limit, FIRST_POOL)
     return Intake(
-        pool=np.zeros(rules.pool_limit, dtype=np.int64),
-        target=np.zeros(rules.pool_limit, dtype=np.int64),
+        pool=np.zeros(width, dtype=np.int64),
+        target=np.zeros(width, dtype=np.int64),
         server_request=np.full(n_servers, NONE, dtype=np.int64),
         server_free=np.zeros(n_servers),
         arrival=np.empty(0),
@@ -247,6 +259,22 @@ def new_intake(rules: Rules, n_servers: int) -> Intake:
         output=none,
         template=none,
     )
+
+
+def with_wider_pool(intake: Intake, foresight: Foresight) -> tuple[Intake, Foresight]:
+    """Return both with room for twice the waiting requests; decisions' arrays are left empty."""
+    width, problem = 2 * len(intake.pool), foresight.problem
+    wider = intake._replace(
+        pool=np.concatenate([intake.pool, np.zeros_like(intake.pool)]),
+        target=np.zeros(width, dtype=np.int64),
+    )
+    problem = problem._replace(
+        size=np.zeros(width, dtype=np.int64),
+        survival=np.zeros((width, problem.survival.shape[1])),
+        remaining=np.zeros(width),
+        waited=np.zeros(width, dtype=np.int64),
+    )
+    return wider, foresight._replace(problem=problem)
 
 
 def new_series(rules: Rules) -> Series:
@@ -270,7 +298,9 @@ def new_foresight(
 ) -> Foresight:
     """Return the arrays of a policy's decisions."""
     points = np.ascontiguousarray(policy.points(), dtype=np.int64)
+    edges = np.ascontiguousarray(policy.length_edges(), dtype=np.int64)
     n, n_points = rules.n_instances, len(points)
+    width = min(rules.pool_limit, FIRST_POOL)
     problem = RoutingProblem(
         load=np.zeros(n, dtype=np.int64),
         running=np.zeros(n, dtype=np.int64),
@@ -285,11 +315,15 @@ def new_foresight(
         growth=(points * rules.drift.mean()).astype(np.float64),
         ahead=np.zeros((n, n_points)),
         spread=np.zeros((n, n_points if policy.with_spread() else 0)),
-        size=np.zeros(rules.pool_limit, dtype=np.int64),
-        survival=np.zeros((rules.pool_limit, n_points)),
-        remaining=np.zeros(rules.pool_limit),
-        waited=np.zeros(rules.pool_limit, dtype=np.int64),
+        size=np.zeros(width, dtype=np.int64),
+        survival=np.zeros((width, n_points)),
+        remaining=np.zeros(width),
+        waited=np.zeros(width, dtype=np.int64),
         dispatched=np.zeros(1, dtype=np.int64),
+        unanswered=np.zeros(n, dtype=np.int64),
+        edges=edges,
+        by_length=np.zeros((n, len(edges)), dtype=np.int64),
+        soonest=np.zeros(n),
     )
     return Foresight(
         asks=asks,

@@ -13,9 +13,11 @@ __all__ = [
     "CURVE",
     "MARGINAL",
     "NONE",
+    "ONCE",
     "POINT",
     "ForecastArrays",
     "add_expected",
+    "classified_forecast",
     "curve_forecast",
     "expected_remaining",
     "marginal_forecast",
@@ -28,6 +30,9 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 NONE, POINT, CURVE, MARGINAL = 0, 1, 2, 3
+
+ONCE = 1 << 40
+"""Tokens between two predictions of a request that is predicted once."""
 
 
 class ForecastArrays(NamedTuple):
@@ -42,7 +47,10 @@ class ForecastArrays(NamedTuple):
         sigma: of a point forecast, the standard deviation of the logarithm of a factor on the
             true remaining length, drawn anew at each prediction.
         seed: of those draws.
-        bins: [n_bins + 1] edges; a point forecast becomes the middle of its bin. Or [0].
+        bins: [n_bins + 1] edges; of a point forecast only its bin is known. Or [0].
+        stand_in: [n_bins] the length that stands for those of a bin.
+        accuracy: share of the forecasts that name the right bin.
+        common: [n_bins] how common each bin is, by which wrong ones are drawn.
         table: [T + 1] S(t) = P(output > t) at t = 0 .. T of all requests alike; 0 past T.
         tail: [T + 2] sums of ``table`` from t on.
         edges: [E] ascending tokens from 0, of the curves.
@@ -57,6 +65,9 @@ class ForecastArrays(NamedTuple):
     sigma: float
     seed: int
     bins: FloatArray
+    stand_in: FloatArray
+    accuracy: float
+    common: FloatArray
     table: FloatArray
     tail: FloatArray
     edges: FloatArray
@@ -74,9 +85,37 @@ def no_forecast() -> ForecastArrays:
 def point_forecast(
     interval: int = 1, sigma: float = 0.0, seed: int = 0, bins: npt.ArrayLike = ()
 ) -> ForecastArrays:
-    """Return the truth, or the truth made noisy, coarse or stale."""
+    """Return the truth, or the truth made noisy, coarse or stale; middles stand for bins."""
     edges = np.asarray(bins, dtype=np.float64)
-    return _arrays(POINT, interval=interval, sigma=sigma, seed=seed, bins=edges)
+    middles = (edges[:-1] + edges[1:]) / 2
+    return _arrays(POINT, interval=interval, sigma=sigma, seed=seed, bins=edges, stand_in=middles)
+
+
+def classified_forecast(
+    edges: npt.ArrayLike,
+    stand_in: npt.ArrayLike,
+    common: npt.ArrayLike,
+    accuracy: float,
+    seed: int,
+) -> ForecastArrays:
+    """Return the bucket of each whole output, named once, rightly or not.
+
+    Args:
+        edges: [K] tokens from which buckets begin, ascending from 0; the last has no end.
+        stand_in: [K] the length that stands for those of a bucket.
+        common: [K] how common each is.
+        accuracy: share of the requests whose bucket is named rightly.
+        seed: of which they are.
+    """
+    return _arrays(
+        POINT,
+        interval=ONCE,
+        seed=seed,
+        bins=np.append(np.asarray(edges, dtype=np.float64), np.inf),
+        stand_in=np.ascontiguousarray(stand_in, dtype=np.float64),
+        accuracy=float(accuracy),
+        common=np.ascontiguousarray(common, dtype=np.float64),
+    )
 
 
 def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
@@ -118,6 +157,9 @@ def _arrays(kind: int, **given: Any) -> ForecastArrays:
         "sigma": 0.0,
         "seed": 0,
         "bins": none,
+        "stand_in": none,
+        "accuracy": 1.0,
+        "common": none,
         "table": none,
         "tail": none,
         "edges": none,
@@ -148,8 +190,30 @@ def _point(f: ForecastArrays, number: int, generated: int, output: int) -> float
         predicted *= exp(f.sigma * radius * cos(2.0 * pi * _uniform(f.seed, number, draw, 1)))
     if len(f.bins) > 0:
         low = min(max(int(np.searchsorted(f.bins, predicted, "right")) - 1, 0), len(f.bins) - 2)
-        predicted = (f.bins[low] + f.bins[low + 1]) / 2
+        if f.accuracy < 1.0:
+            low = _named_bin(f, low, _uniform(f.seed, number, generated // f.interval, 2))
+        predicted = f.stand_in[low]
     return max(predicted - since, 1.0)
+
+
+@compiled_core
+def _named_bin(f: ForecastArrays, right: int, u: float) -> int:
+    """Return the right bin with the source's accuracy, else another, common ones more often."""
+    if u < f.accuracy:
+        return right
+    left = f.common.sum() - f.common[right]
+    if not left > 0.0:
+        return right
+    left *= (u - f.accuracy) / (1.0 - f.accuracy)
+    named = right
+    for k in range(len(f.common)):
+        if k == right or f.common[k] == 0.0:
+            continue
+        named = k
+        if left < f.common[k]:
+            break
+        left -= f.common[k]
+    return named
 
 
 @compiled_core

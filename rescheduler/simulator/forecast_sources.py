@@ -13,6 +13,7 @@ from predictor.kaplan_meier import KaplanMeierCurve
 from rescheduler.named_choice import create_named
 from rescheduler.simulator.forecast_arrays import (
     ForecastArrays,
+    classified_forecast,
     curve_forecast,
     marginal_forecast,
     no_forecast,
@@ -157,6 +158,48 @@ _KNOWN_BINS = ", ".join(map(str, STAR_BINS))
 
 
 @dataclass(frozen=True)
+class Classified(ForecastSource):
+    """The bucket of the whole output, as a classifier of the prompt names it, once.
+
+    The mean length of a bucket's requests, among other requests of the kind, stands for them; a
+    request that outlives it is about to end at any time. Where the classifier errs, it takes the
+    other buckets as often as they are common.
+
+    Source: Performance Aware LLM Load Balancer (Jain et al. 2025), §4.1: 79.15% are right; the
+    buckets are those that its router reads (C.10).
+
+    Attributes:
+        edges: tokens from which buckets begin, ascending from 0; the last has no end.
+        accuracy: share of the requests whose bucket is named rightly.
+    """
+
+    name: ClassVar[str] = "classified"
+    needs_lengths: ClassVar[bool] = True
+
+    edges: tuple[int, ...] = (0, 256, 2048)
+    accuracy: float = 0.7915
+
+    def __post_init__(self) -> None:
+        """Refuse what is no partition, and no share."""
+        edges = np.asarray(self.edges)
+        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+            raise ValueError(f"classified: edges must ascend from 0, not {list(self.edges)}")
+        if not 0 <= self.accuracy <= 1:
+            raise ValueError(f"classified: accuracy is a share, not {self.accuracy}")
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return buckets whose means and frequencies are those of a sample of lengths."""
+        if lengths is None or len(lengths) == 0:
+            raise ValueError("classified: needs output lengths of other requests, there are none")
+        edges = np.asarray(self.edges)
+        bucket = np.searchsorted(edges, lengths, "right") - 1
+        common = np.bincount(bucket, minlength=len(edges))
+        total = np.bincount(bucket, weights=lengths, minlength=len(edges))
+        stand_in = np.where(common > 0, total / np.maximum(common, 1), np.maximum(edges, 1))
+        return classified_forecast(edges, stand_in, common, self.accuracy, seed)
+
+
+@dataclass(frozen=True)
 class Interval(ForecastSource):
     """The remaining length, predicted only every so many tokens; in between it ages.
 
@@ -258,7 +301,7 @@ class Replay(ForecastSource):
 
 SOURCES: dict[str, type[ForecastSource]] = {
     source.name: source
-    for source in (NoForecast, Oracle, Noisy, Binned, Interval, KaplanMeier, Replay)
+    for source in (NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier, Replay)
 }
 """Name in a configuration -> source."""
 

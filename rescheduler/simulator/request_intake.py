@@ -13,6 +13,7 @@ from rescheduler.simulator.engine_state import (
     OVERSIZED,
     STAGE,
     TRACE,
+    WIDEN,
     Cluster,
     Intake,
     Rules,
@@ -40,6 +41,8 @@ def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) 
     """Show the policy what has arrived: all that the pool takes, or one for instant dispatch."""
     scalars = cluster.scalars[0]
     while pool_has_room(rules, cluster):
+        if scalars.waiting == len(intake.pool):
+            return WIDEN
         wanted = fill_servers(rules, step_time, cluster, intake)
         if wanted != DONE:
             return wanted
@@ -109,6 +112,7 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     request.first_token = np.nan
     request.last_token = np.nan
     request.tpot_worst = np.nan
+    request.expected = np.nan
     return row  # type: ignore[no-any-return]
 
 

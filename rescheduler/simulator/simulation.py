@@ -18,7 +18,7 @@ from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.arrival_process import with_arrivals
 from rescheduler.simulator.batch_arrays import new_batch_arrays
 from rescheduler.simulator.decision import routing_problem_of
-from rescheduler.simulator.engine import advance, apply_target
+from rescheduler.simulator.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine_state import (
     ASK,
     BIN_PACKING,
@@ -30,17 +30,20 @@ from rescheduler.simulator.engine_state import (
     LEAST_WORK_LEFT,
     NONE,
     OVERSIZED,
+    PAUSED,
     PLAN,
     PREFILLED,
     STAGE,
     STUCK,
     TRACE,
+    WIDEN,
     Rules,
     new_cluster,
     new_foresight,
     new_intake,
     new_series,
     with_more_rows,
+    with_wider_pool,
 )
 from rescheduler.simulator.forecast_arrays import (
     CURVE,
@@ -104,6 +107,7 @@ class Simulation:
         config = setup.config
         self.seed = seed
         self.done = False
+        policy.refuse_other_cluster(config.cluster.instances)
         known = None
         if setup.forecast.needs_lengths or policy.needs_lengths:
             known = _length_sample(setup.trace, seed)
@@ -112,7 +116,7 @@ class Simulation:
         if self.policy.needs >= Needs.LENGTHS and self.forecast.kind == 0:
             raise ValueError(
                 f"{self.policy.name} needs forecasts, but forecast.name is none; choose oracle, "
-                "kaplan_meier, replay, or another policy"
+                "classified, kaplan_meier, replay, or another policy"
             )
         self.planner = planner
         if planner is not None and planner.needs >= Needs.LENGTHS and self.forecast.kind == 0:
@@ -149,41 +153,56 @@ class Simulation:
         """
         while not self.done:
             with held_interrupts():
-                wanted = advance(
-                    self._rules,
-                    self._step_time,
-                    self._power,
-                    self._foresight,
-                    self._cluster,
-                    self._batch,
-                    self._intake,
-                    self._series,
-                    self._kernel,
-                    until,
-                )
-            if wanted == TRACE:
-                self._next_block()
-            elif wanted == FLUSH:
-                self._flush()
-            elif wanted == GROW:
-                self._cluster = with_more_rows(self._cluster)
-                self._batch = new_batch_arrays(len(self._cluster.requests))
-            elif wanted == ASK:
-                self._ask()
-            elif wanted == PLAN:
-                self._plan()
-            elif wanted == DONE:
-                self.done = True
-            elif wanted == STUCK:
-                raise RuntimeError(
-                    f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
-                    "waiting on an idle cluster: nothing would ever happen again"
-                )
-            elif wanted == OVERSIZED:
-                raise ValueError(self._oversized())
-            else:
+                wanted = advance(*self.parts(), self._kernel, until)
+            if wanted == PAUSED:
                 return True
+            self.provide(wanted)
         return False
+
+    def parts(self) -> EngineParts:
+        """Return what the engine works on; other arrays may take their place in `provide`."""
+        return EngineParts(
+            self._rules,
+            self._step_time,
+            self._power,
+            self._foresight,
+            self._cluster,
+            self._batch,
+            self._intake,
+            self._series,
+        )
+
+    def provide(self, wanted: int) -> None:
+        """Do what the engine returned for.
+
+        Args:
+            wanted: why `advance` of the engine returned; not `PAUSED`.
+
+        Raises:
+            ValueError, RuntimeError: as `run`.
+        """
+        if wanted == TRACE:
+            self._next_block()
+        elif wanted == FLUSH:
+            self._flush()
+        elif wanted == GROW:
+            self._cluster = with_more_rows(self._cluster)
+            self._batch = new_batch_arrays(len(self._cluster.requests))
+        elif wanted == WIDEN:
+            self._intake, self._foresight = with_wider_pool(self._intake, self._foresight)
+        elif wanted == ASK:
+            self._ask()
+        elif wanted == PLAN:
+            self._plan()
+        elif wanted == DONE:
+            self.done = True
+        elif wanted == STUCK:
+            raise RuntimeError(
+                f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
+                "waiting on an idle cluster: nothing would ever happen again"
+            )
+        elif wanted == OVERSIZED:
+            raise ValueError(self._oversized())
 
     def view(self) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones."""
@@ -206,7 +225,7 @@ class Simulation:
             waiting_forecast=self._forecast(pool, requests["generated"][pool]),
             waited_steps=self._cluster.scalars["steps"][0] - requests["entered"][pool],
             dispatched=int(self._cluster.scalars["dispatched"][0]),
-            instant=self._rules.instant,
+            instant=self._rules.queueing,
             since_move=since_move,
             prefill_budget=instances["budget"].copy() if self._rules.service.reports else None,
         )
@@ -415,14 +434,27 @@ class Simulation:
 def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | None) -> Rules:
     config = setup.config
     drift = np.array(config.drift, dtype=np.int64)
-    instant = config.dispatch == "instant"
+    queueing, every = config.dispatch == "instant", float(policy.decide_every())
+    if every > 0.0 and config.clock == "barrier":
+        raise ValueError(
+            f"{policy.name} decides every {every:g} s, which is not simulated behind a barrier; "
+            "choose clock: independent"
+        )
+    instant = queueing and every == 0.0
+    if instant and policy.holds_back():
+        raise ValueError(
+            f"{policy.name}, as configured, lets requests wait that have a place, and instant "
+            "dispatch asks it once about each; give it `every` (seconds), or choose dispatch: pool"
+        )
     return Rules(
         n_instances=config.cluster.instances,
         slots=config.cluster.slots,
         kv_capacity=config.cluster.capacity_tokens,
         barrier=config.clock == "barrier",
         instant=instant,
-        pool_limit=1 if instant else config.pool_limit,
+        queueing=queueing,
+        decide_every=every,
+        pool_limit=(1 if instant else _NO_LIMIT) if queueing else config.pool_limit,
         revelation=config.arrivals.kind == "revelation",
         prefill=_PREFILLS[config.prefill.kind],
         batching=_BATCHINGS[config.batching],

@@ -62,7 +62,8 @@ class PoolConfig:
 
     Attributes:
         limit: most requests in it, which is what the policy sees; 4 an instance when null.
-            With arrivals of kind revelation, `arrivals.target` says it.
+            With arrivals of kind revelation, `arrivals.target` says it. With instant dispatch
+            there is no limit: a policy is asked about each as it comes, or lets them wait.
     """
 
     limit: int | None = None
@@ -269,7 +270,8 @@ class SimulationConfig:
         cluster: the decode instances.
         clock: barrier (all instances step together, as with expert parallelism) or independent.
         dispatch: pool (requests wait centrally until a slot is free) or instant (each goes to an
-            instance's queue as it arrives).
+            instance's queue as it arrives, or at the next decision of a policy that decides at
+            intervals).
         pool: the pool of requests that wait for a place.
         prefill: where prompts are computed.
         admission: which requests instances turn away.

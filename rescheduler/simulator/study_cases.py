@@ -84,7 +84,12 @@ def compute_cases(
 
 
 def write_study(
-    out: Path, verb: str, config: SimulationConfig, rows: Sequence[Any], table: Sequence[str]
+    out: Path,
+    verb: str,
+    config: SimulationConfig,
+    rows: Sequence[Any],
+    table: Sequence[str],
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write study.json and table.md, and print the table.
 
@@ -94,8 +99,9 @@ def write_study(
         config: what all cases share.
         rows: plain values, one mapping a row.
         table: lines in Markdown.
+        settings: beyond the simulation's that the rows depend on, plain values.
     """
-    document = {"_about": about(verb, config), "rows": list(rows)}
+    document = {"_about": about(verb, config) | dict(settings or {}), "rows": list(rows)}
     write_text_atomically(out / "study.json", json.dumps(document, indent=1) + "\n")
     text = "\n".join(table) + "\n"
     write_text_atomically(out / "table.md", text)

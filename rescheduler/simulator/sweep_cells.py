@@ -14,7 +14,16 @@ from data_collection.versions import source_commit
 from rescheduler.simulator.config_parser import read_config
 from rescheduler.simulator.simulation_config import SimulationConfig
 
-__all__ = ["Cell", "Group", "cells_of", "groups", "read_cell", "run_cell", "write_cell"]
+__all__ = [
+    "Cell",
+    "Group",
+    "cells_of",
+    "changed_config",
+    "groups",
+    "read_cell",
+    "run_cell",
+    "write_cell",
+]
 
 
 class Cell(NamedTuple):
@@ -62,19 +71,9 @@ def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Gr
         if not isinstance(values, (list, tuple)) or not values:
             raise ValueError(f"vary.{key}: a list of values, not {values!r}")
     found = []
-    plain = asdict(base)
-    plain["policies"] = [choice.plain for choice in base.policy_choices()]
-    plain["migration"]["planners"] = [choice.plain for choice in base.planner_choices()]
     for values in itertools.product(*vary.values()):
         varied = dict(zip(vary, values, strict=True))
-        changed = deepcopy(plain)
-        for key, value in varied.items():
-            _set(changed, key, value)
-        try:
-            config = read_config(changed)
-        except ValueError as error:
-            said = ", ".join(f"{key} = {value}" for key, value in varied.items())
-            raise ValueError(f"vary: {said}: {error}") from error
+        config = changed_config(base, varied)
         for choice in config.contender_choices():
             alone = asdict(config)
             del alone["seeds"]
@@ -87,6 +86,31 @@ def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Gr
             ]
             found.append(Group(varied, choice.label, cells))
     return found
+
+
+def changed_config(
+    base: SimulationConfig, changes: Mapping[str, Any], option: str = "vary"
+) -> SimulationConfig:
+    """Return a configuration in which some keys have other values; keys as `groups` takes them.
+
+    Args:
+        base: in which nothing is changed.
+        changes: key -> value.
+        option: that has the changes, for errors.
+
+    Raises:
+        ValueError: a key that does not exist, or a value that its key refuses.
+    """
+    plain = deepcopy(asdict(base))
+    plain["policies"] = [choice.plain for choice in base.policy_choices()]
+    plain["migration"]["planners"] = [choice.plain for choice in base.planner_choices()]
+    for key, value in changes.items():
+        _set(plain, key, value)
+    try:
+        return read_config(plain)
+    except ValueError as error:
+        said = ", ".join(f"{key} = {value}" for key, value in changes.items())
+        raise ValueError(f"{option}: {said}: {error}") from error
 
 
 def cells_of(found: Sequence[Group]) -> list[Cell]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rescheduler.named_choice import create_named
 from rescheduler.simulator.burstgpt_sample import BurstGPTSample
+from rescheduler.simulator.five_tasks import FiveTasks
 from rescheduler.simulator.forecast_recording import ReplayTrace
 from rescheduler.simulator.length_generators import (
     GeometricLengths,
@@ -30,6 +31,7 @@ __all__ = ["GENERATORS", "TraceFile", "create_trace", "read_trace"]
 GENERATORS: dict[str, type[Trace]] = {
     "burstgpt_like": BurstGPTLike,
     "burstgpt_sample": BurstGPTSample,
+    "five_tasks": FiveTasks,
     "geometric": GeometricLengths,
     "homogeneous": HomogeneousLengths,
     "lognormal": LognormalLengths,

@@ -118,7 +118,10 @@ def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "orakle"}, "no forecast 'orakle'; known: binned, interval, kaplan_meier, noisy"),
+        (
+            {"name": "orakle"},
+            "no forecast 'orakle'; known: binned, classified, interval, kaplan_meier, noisy",
+        ),
         ({"name": "oracle", "sigma": 1}, "oracle has no option 'sigma'; it takes: none"),
         ({"name": "noisy"}, "noisy needs the option 'sigma'"),
         ({"name": "noisy", "sigma": -1}, "noisy: sigma must be at least 0, not -1"),
@@ -141,7 +144,8 @@ def test_kaplan_meier_says_that_it_needs_lengths() -> None:
     for lengths in (None, np.empty(0, dtype=np.int64)):
         with pytest.raises(ValueError, match="needs output lengths of other requests"):
             create_forecast("kaplan_meier").arrays(lengths, 0)
-    assert [name for name, source in SOURCES.items() if source.needs_lengths] == ["kaplan_meier"]
+    needing = [name for name, source in SOURCES.items() if source.needs_lengths]
+    assert needing == ["classified", "kaplan_meier"]
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 """Each routing policy on a case worked out by hand, and its ties."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
-from rescheduler.routing import BRH, FastPhi, Overflow
+from rescheduler.routing import BRH, FastPhi, Overflow, create_policy
 from rescheduler.routing.balance_route import brh_scores, discounts, envelope
 from rescheduler.routing.overflow_cost import overflow_costs, trapezoid_weights
 from rescheduler.routing.problem import empty_target
@@ -114,6 +116,21 @@ def test_max_capacity_takes_most_free_tokens_and_does_not_look_past_the_front() 
     assert placed("max_capacity", view) == [0, -1, -1]  # 90 and 50 free; then 45 and 50
     unlimited = cluster([[(10, 9)], [(9, 9)]], [(5, 1), (5, 1)])
     assert placed("max_capacity", unlimited) == [1, 0]
+
+
+def test_max_capacity_keeps_a_reserve_except_on_an_empty_instance() -> None:
+    view = cluster([[(50, 1.0)], []], [(45, 1.0), (40, 1.0), (1, 1.0)], capacity=100)
+    assert placed("max_capacity", view) == [1, 1, 0]
+    # 10 stay free: the second has 55 left after the first, of which 45 may be taken.
+    assert placed("max_capacity", view, reserve=0.1) == [1, 1, 0]
+    assert placed("max_capacity", view, reserve=0.2) == [1, -1, -1]
+    over = replace(cluster([[(150, 1.0)]], [(5, 1.0)], capacity=100), instant=True)
+    assert placed("max_capacity", over) == [0], "without a reserve nobody waits at the router"
+    assert placed("max_capacity", over, reserve=0.1) == [-1]
+    full = cluster([[(50, 1.0)], []], [(95, 1.0)], capacity=100)
+    assert placed("max_capacity", full, reserve=0.2) == [1], "who would never fit waits for nobody"
+    with pytest.raises(ValueError, match=r"reserve must be in \[0, 1\), not 1"):
+        create_policy("max_capacity", reserve=1)
 
 
 def test_decode_balancer_balances_tokens_to_come() -> None:

@@ -25,7 +25,7 @@ from rescheduler.routing import (
 from rescheduler.routing.kernels import Kernel, kernel_of
 from rescheduler.routing.problem import RoutingProblem, empty_target
 
-NAMES = policy_names()
+NAMES = [name for name in policy_names() if name != "rl"]  # which is trained for one size
 SHORT = {"brh": {"horizon": 12}, "overflow": {"horizon": 12}, "bfio": {"horizon": 12}}
 EDGES = [0, 1, 4, 20, 200]
 
