@@ -4,9 +4,11 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from rescheduler.routing.jsq_load import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.serving.cluster_state import cluster_view
 from rescheduler.serving.deployment import ProxyOptions
@@ -15,6 +17,7 @@ from rescheduler.serving.live_forecasts import LiveForecasts
 from rescheduler.serving.live_request import LiveRequest
 from rescheduler.serving.openai_request import RequestRefusedError
 from rescheduler.serving.prefill_budgets import PrefillBudgets
+from rescheduler.serving.warm_up import crowded_view
 
 __all__ = ["Dispatcher"]
 
@@ -54,10 +57,12 @@ class Dispatcher:
         self.dispatched = 0
         self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
         self._prefills, self._decodes, self._policy = prefills, decodes, policy
+        self._at_once = JSQLoad() if policy.holds_back() else policy
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
         self._for_prefill: deque[tuple[LiveRequest, asyncio.Future[InstanceState | None]]] = deque()
         self._round_due = False
+        self._last_round = -math.inf
 
     @property
     def waiting_for_prefill(self) -> int:
@@ -132,11 +137,21 @@ class Dispatcher:
             self.waiting.pop(request, None)
 
     def wake(self) -> None:
-        """Decide soon: a request came or went, or an instance came back."""
+        """Decide soon, as often as the policy does: a request came or went, or an instance did."""
         if not self._round_due:
             self._round_due = True
-            asyncio.get_running_loop().call_soon(self._decide)
+            loop = asyncio.get_running_loop()
+            seconds = self._last_round + self._policy.decide_every() - self._clock()
+            if seconds > 0:
+                loop.call_later(seconds, self._decide)
+            else:
+                loop.call_soon(self._decide)
         self._grant_prefills()
+
+    def compile(self) -> None:
+        """Decide once on a made-up cluster, so that no request waits for a compiler."""
+        for policy in (self._policy, self._at_once):
+            policy.assign(crowded_view(len(self._decodes)))
 
     def step_took(self, seconds: float) -> None:
         """Note the time between two tokens of a request."""
@@ -151,7 +166,16 @@ class Dispatcher:
         return any(i.available and i not in request.avoid for i in self._decodes)
 
     def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:
-        """Return where the policy would place requests now; None for one that has to wait.
+        """Return where running requests would go now; None where there is no room for one.
+
+        By the policy, or by least KV load where that may hold requests back.
+        """
+        return self._choose(requests, self._at_once)
+
+    def _choose(
+        self, requests: Sequence[LiveRequest], policy: RoutingPolicy
+    ) -> list[InstanceState | None]:
+        """Return where a policy places requests; None for one that has to wait.
 
         A request that instances have just failed goes to another one, if there is any.
         """
@@ -164,36 +188,47 @@ class Dispatcher:
             others = [instance for instance in available if instance not in avoid]
             instances = others or available
             if instances:
-                chosen = self._assign([requests[i] for i in rows], instances)
+                chosen = self._assign([requests[i] for i in rows], instances, policy)
                 for i, target in zip(rows, chosen, strict=True):
                     targets[i] = target
         return targets
 
     def _assign(
-        self, requests: Sequence[LiveRequest], instances: Sequence[InstanceState]
+        self,
+        requests: Sequence[LiveRequest],
+        instances: Sequence[InstanceState],
+        policy: RoutingPolicy,
     ) -> list[InstanceState | None]:
+        shown = self._decodes if policy.whole_cluster else instances
         view = cluster_view(
-            instances,
+            shown,
             requests,
             self._forecasts,
             self._clock(),
             self.step_seconds,
             self.dispatched,
-            self._budgets.left(instances) if self._budgets else None,
+            self._budgets.left(shown) if self._budgets else None,
         )
-        targets = self._policy.assign(view).instance.tolist()
-        return [instances[g] if g >= 0 else None for g in targets]
+        if len(shown) > len(instances):
+            usable = [instance in instances for instance in shown]
+            view = replace(view, slots=np.where(usable, view.slots, 0))
+        targets = policy.assign(view).instance.tolist()
+        return [shown[g] if g >= 0 else None for g in targets]
 
     def _decide(self) -> None:
         self._round_due = False
+        self._last_round = self._clock()
         waiting = [request for request, place in self.waiting.items() if not place.done()]
-        for request, instance in zip(waiting, self.choose(waiting), strict=True):
+        placed = self._choose(waiting, self._policy)
+        for request, instance in zip(waiting, placed, strict=True):
             if instance is not None:
                 self.dispatched += 1
                 if self._budgets is not None:
                     self._budgets.spend(instance, request.prompt_tokens)
                 request.place(instance)
                 self.waiting.pop(request).set_result(instance)
+        if self.waiting and self._policy.decide_every() > 0:
+            self.wake()
         self._grant_prefills()
 
     def _grant_prefills(self) -> None:

@@ -187,10 +187,9 @@ class Proxy:
 
     def _compile(self) -> None:
         """Decide once, so that no request waits for a compiler."""
-        view = crowded_view()
-        self._policy.assign(view)
+        self.dispatcher.compile()
         if self._planner is not None:
-            self._planner[0].plan(view)
+            self._planner[0].plan(crowded_view())
 
 
 def _policies(
@@ -200,6 +199,7 @@ def _policies(
     told = any(i.telemetry for i in deployment.decode)
     try:
         policy = create_policy(**deployment.routing)
+        policy.refuse_other_cluster(len(deployment.decode))
     except ValueError as error:
         raise DeploymentError(f"routing: {error}") from error
     if policy.needs_budget and deployment.prefill:

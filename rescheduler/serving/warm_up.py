@@ -10,14 +10,14 @@ __all__ = ["crowded_view"]
 _RUNNING, _WAITING = 4, 2
 
 
-def crowded_view() -> ClusterView:
-    """Return two instances of which one has all requests, so that planners have much to move."""
-    two = np.zeros(2, dtype=np.int64)
+def crowded_view(n_instances: int = 2) -> ClusterView:
+    """Return instances of which one has all requests, so that planners have much to move."""
+    none = np.zeros(n_instances, dtype=np.int64)
     running, waiting = np.full(_RUNNING, 100), np.full(_WAITING, 100)
     return ClusterView(
-        slots=two + 2 * _RUNNING,
-        kv_capacity=two + UNLIMITED,
-        queued=two,
+        slots=none + 2 * _RUNNING,
+        kv_capacity=none + UNLIMITED,
+        queued=none,
         instance=np.zeros(_RUNNING, dtype=np.int64),
         prompt_tokens=running,
         generated_tokens=running,
@@ -26,7 +26,7 @@ def crowded_view() -> ClusterView:
         waiting_generated_tokens=waiting,
         waiting_forecast=_forecast(_WAITING),
         waited_steps=np.zeros(_WAITING, dtype=np.int64),
-        prefill_budget=np.zeros(2),
+        prefill_budget=np.zeros(n_instances),
     )
 
 
