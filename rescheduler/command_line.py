@@ -17,6 +17,10 @@ _VERBS: dict[str, tuple[str, str]] = {
         "predictor.prompt_length.train_length:train_length",
         "train predictors of answer lengths that read the prompt",
     ),
+    "train-router": (
+        "rescheduler.learned_router.train_router:train_router_command",
+        "train routers by reinforcement and compare them",
+    ),
     "tune": ("predictor.tuning:tune", "search a predictor's shape and training"),
     "evaluate": ("predictor.evaluation:evaluate", "measure a predictor beside its comparators"),
     "advise": ("rescheduler.simulator.advise:advise", "say what forecasts are worth on a trace"),
@@ -40,7 +44,9 @@ _VERBS: dict[str, tuple[str, str]] = {
     "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
 }
 
-_OWN_COMMAND_LINES = ("train", "simulate", "sweep", "study", "launch", "serve", "drain", "demo")
+_OWN_COMMAND_LINES = (
+    *("train", "train-router", "simulate", "sweep", "study", "launch", "serve", "drain", "demo"),
+)
 """Verbs that read their arguments themselves."""
 
 _DATASET_VERBS = {

@@ -31,12 +31,17 @@ At = Callable[[int], Awaitable[None]]
 
 @contextmanager
 def served(
-    deployment: RunningDeployment, folder: Path, migration: Any = None, **options: Any
+    deployment: RunningDeployment,
+    folder: Path,
+    migration: Any = None,
+    routing: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator["Served"]:
     """Run `headway serve` on the engines, with some options of its own."""
     described = msgspec.structs.replace(
         deployment.deployment,
         migration=migration,
+        routing=routing or deployment.deployment.routing,
         proxy=msgspec.structs.replace(deployment.deployment.proxy, **options),
     )
     config, log = folder / "served.yaml", folder / "serve.log"

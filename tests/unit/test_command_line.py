@@ -66,7 +66,7 @@ def test_every_configuration_file_is_accepted(
         arguments = ["train-length", "dataset", "prompts"]
     elif config.name.startswith("evaluate"):
         arguments = ["evaluate", "dataset", "checkpoint"]
-    elif config.parent.name in ("papers", "simulate"):
+    elif config.parent.name in ("papers", "simulate", "rl"):
         command = config.read_text().partition("headway ")[2].split()  # as its first lines say
         arguments = command[: command.index("--config")]
         if arguments != ["simulate"]:

@@ -1,0 +1,1 @@
+"""Routers that learn: an environment over the simulator, a Double DQN, its training and study."""

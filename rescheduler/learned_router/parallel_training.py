@@ -1,0 +1,111 @@
+"""Several trainings at once, each in a process of its own."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from multiprocessing.queues import SimpleQueue
+from threading import Thread
+
+import torch
+
+from rescheduler.learned_router.environment import RouterVectorEnvironment
+from rescheduler.learned_router.training import (
+    Episodes,
+    Job,
+    Trained,
+    refuse_other_training,
+    train_router,
+)
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulate import progress_bar
+from rescheduler.simulator.sweep_workers import available_cores
+
+__all__ = ["train_all"]
+
+_LOOK_SECONDS = 0.5
+
+
+_Told = SimpleQueue[tuple[int, Episodes]]
+
+_told: _Told
+"""In a process that trains: what its parent shows."""
+
+
+def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
+    """Train routers, or go on with those that were interrupted; show how each gets on.
+
+    Args:
+        jobs: the trainings.
+        workers: processes at once; one a core when None.
+
+    Raises:
+        ValueError: a folder has the state of another training.
+        KeyboardInterrupt: Ctrl-C; what each has trained by then is kept.
+    """
+    if not jobs:
+        return []
+    for job in jobs:
+        refuse_other_training(job)
+    RouterVectorEnvironment(run_setup(jobs[0].config), jobs[0].router)  # refuses what cannot be
+    context = multiprocessing.get_context("spawn")
+    told: _Told = context.SimpleQueue()
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(workers or available_cores(), len(jobs)), context, _prepare, (told,)
+    )
+    try:
+        running = [pool.submit(_train, at, job) for at, job in enumerate(jobs)]
+        _show(jobs, running, told)
+        return [each.result() for each in running]
+    except BaseException:  # Ctrl-C, or one that failed: the others have kept what they trained
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        told.close()
+
+
+def _show(jobs: Sequence[Job], running: Sequence[Future[Trained]], told: _Told) -> None:
+    """Show a bar for each training, or a line for each episode, until one fails or all end."""
+    with progress_bar() as bar:
+        tasks = [
+            bar.add_task(f"{job.variant}, seed {job.seed}", total=job.training.episodes)
+            for job in jobs
+        ]
+        pending = set(running)
+        while pending and not any(each.done() and each.exception() for each in running):
+            _, pending = wait(pending, _LOOK_SECONDS)
+            while not told.empty():
+                at, episodes = told.get()
+                job = jobs[at]
+                said = f"{job.variant}, seed {job.seed}: {episodes}"
+                bar.update(tasks[at], completed=episodes.done, description=said)
+                if not sys.stderr.isatty():
+                    print(f"{said}, episode {episodes.done}", file=sys.stderr, flush=True)
+
+
+def _prepare(told: _Told) -> None:
+    global _told
+    _told = told
+    Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # the network is too small for more
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the process that started this one
+
+
+def _end_with_parent() -> None:
+    """End when who started this process has: two must not write one training's state."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _train(at: int, job: Job) -> Trained:
+    def tell(episodes: Episodes) -> None:
+        _told.put((at, episodes))
+
+    return train_router(job, tell)

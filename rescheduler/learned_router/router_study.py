@@ -1,0 +1,275 @@
+"""Learned routers beside other policies, episode by episode on the same requests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.routing import RoutingPolicy, create_policy
+from rescheduler.simulator.metrics import Summary, run_metrics, summarise
+from rescheduler.simulator.run_result import RequestRecords, RunResult
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulate import progress_bar
+from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation_config import SimulationConfig, checked
+
+__all__ = [
+    "CaseFigures",
+    "Competitor",
+    "competitors",
+    "episode_figures",
+    "play",
+    "refuse_study",
+    "study_table",
+    "trained_label",
+]
+
+FloatArray = npt.NDArray[np.float64]
+Figures = dict[str, float]
+
+_COLUMNS = (
+    ("end to end, s", "end_to_end", 1.0, ".1f"),
+    ("request latency, s", "latency", 1.0, ".2f"),
+    ("TTFT, s", "ttft", 1.0, ".2f"),
+    ("TBT, ms", "tbt", 1e3, ".1f"),
+    ("at the router, s", "router_wait", 1.0, ".2f"),
+    ("at the instance, s", "instance_wait", 1.0, ".2f"),
+    ("preemptions", "preemptions", 1.0, ".0f"),
+)
+
+_GAINS = ("latency", "end_to_end")
+
+
+class Competitor(NamedTuple):
+    """What takes part in a study.
+
+    Attributes:
+        label: of the table's row.
+        policies: one, or one for each training of the same router, whose figures are averaged.
+        pooled: requests wait at the router until an instance has a place for them; else they
+            queue at their instance.
+    """
+
+    label: str
+    policies: Sequence[RoutingPolicy]
+    pooled: bool
+
+
+class CaseFigures(NamedTuple):
+    """One case of a study.
+
+    Attributes:
+        summaries: by label, means over the episodes with their intervals.
+        gains: by label, how much less than with the first competitor the time until all requests
+            were served was, and the mean latency of a request, as shares of its means: the mean
+            over episodes and half of its 95% interval.
+        first: by label, the requests of the first episode.
+    """
+
+    summaries: dict[str, Summary]
+    gains: dict[str, dict[str, tuple[float, float]]]
+    first: dict[str, RequestRecords]
+
+
+def competitors(config: SimulationConfig, pooled: Sequence[str]) -> list[Competitor]:
+    """Return the configured policies.
+
+    Args:
+        config: of the simulation.
+        pooled: labels of those whose requests wait at the router.
+
+    Raises:
+        ValueError: a policy that does not exist, or a label that none has.
+    """
+    choices = config.policy_choices()
+    for label in pooled:
+        if label not in [choice.label for choice in choices]:
+            raise ValueError(f"pooled: no policy {label!r}")
+    return [
+        Competitor(
+            choice.label,
+            [
+                checked(
+                    f"policies.{choice.label}",
+                    create_policy,
+                    {"name": choice.name} | choice.options,
+                )
+            ],
+            choice.label in pooled,
+        )
+        for choice in choices
+    ]
+
+
+def trained_label(variant: str) -> str:
+    """Return the label of the routers that are trained with a reward."""
+    return f"rl {variant}"
+
+
+def refuse_study(
+    config: SimulationConfig,
+    cases: Mapping[str, SimulationConfig],
+    taking_part: Sequence[Competitor],
+    to_be_trained: Sequence[str],
+    published: Mapping[str, float],
+) -> None:
+    """Refuse before hours of training what would fail or be read past after them.
+
+    Args:
+        config: as configured, in which routers are trained.
+        cases: by title, in which all are compared.
+        taking_part: all but those that are yet to be trained.
+        to_be_trained: labels of those.
+        published: by label.
+
+    Raises:
+        ValueError: a setting that learning or the comparison cannot have, two of one label, a
+            label of nobody, or a case of which a router knows nothing.
+    """
+    labels = [each.label for each in taking_part] + list(to_be_trained)
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"two take part as {label!r}; give one another label")
+    for label in published:
+        if label not in labels:
+            raise ValueError(f"published: nobody takes part as {label!r}, only {labels}")
+    for each in taking_part:
+        if not each.policies:
+            raise ValueError(f"checkpoints.{each.label}: at least one folder")
+    for title, case in {"": config, **cases}.items():
+        prefix = f"cases.{title}: " if title else ""
+        _refuse_setting(case, prefix)
+        instances = case.cluster.instances
+        if to_be_trained and instances != config.cluster.instances:
+            raise ValueError(
+                f"{prefix}routers are trained for {config.cluster.instances} instances"
+            )
+        if case.policy_choices() != config.policy_choices():
+            raise ValueError(f"{prefix}policies are the same in all cases")
+        for each in taking_part:
+            for policy in each.policies:
+                policy.refuse_other_cluster(instances)
+
+
+def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
+    """Refuse settings with which an episode does not end when all requests are served."""
+    if config.dispatch != "instant":
+        raise ValueError(
+            f"{prefix}dispatch: instant, for routers may send a request anywhere; name in `pooled` "
+            "the policies whose requests are to wait"
+        )
+    for name in ("max_steps", "max_seconds"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{prefix}{name}: an episode ends when all requests are served")
+    if config.admission.pab:
+        raise ValueError(f"{prefix}admission.pab: routers do not learn what is turned away")
+    if any(choice.name != "none" for choice in config.planner_choices()):
+        raise ValueError(f"{prefix}migration.planners: routers do not learn what is moved")
+
+
+def episode_figures(result: RunResult) -> Figures:
+    """Return what the paper reports of an episode; times in seconds.
+
+    ``end_to_end`` is the time until all requests were served (its "end-to-end latency for servicing
+    all requests"), ``latency`` the mean of a request from its arrival to its last token, ``ttft``
+    and ``tbt`` the means of time to first token and between tokens, ``tbt_p99`` the latter's 99th
+    percentile, ``router_wait`` and ``instance_wait`` the means of waiting in the router's queue and
+    in the instance's, until first started.
+    """
+    requests, metrics = result.requests, run_metrics(result)
+    return {
+        "end_to_end": result.seconds,
+        "latency": float((requests.end - requests.arrival).mean()),
+        "ttft": metrics["ttft"],
+        "tbt": metrics["itl"],
+        "tbt_p99": metrics["itl_p99"],
+        "router_wait": float((requests.placed - requests.arrival).mean()),
+        "instance_wait": float((requests.start - requests.placed).mean()),
+        "preemptions": float(result.preemptions),
+        "throughput": metrics["throughput"],
+    }
+
+
+def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str) -> CaseFigures:
+    """Let all competitors route the same episodes, one for each of the configured seeds.
+
+    Args:
+        config: of the simulation.
+        taking_part: the first is what others are compared with.
+        title: of the case, for the progress bar.
+
+    Raises:
+        ValueError, RuntimeError: as `run`.
+    """
+    setups = {
+        pooled: run_setup(replace(config, dispatch="pool" if pooled else "instant"))
+        for pooled in {each.pooled for each in taking_part}
+    }
+    figures: dict[str, list[Figures]] = {each.label: [] for each in taking_part}
+    first: dict[str, RequestRecords] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("", total=config.seeds * len(taking_part))
+        for seed in range(config.seeds):
+            for label, policies, pooled in taking_part:
+                bar.update(task, description=f"{title}: {label}, episode {seed + 1}")
+                results = [run(setups[pooled], policy, seed, label) for policy in policies]
+                figures[label].append(_mean([episode_figures(result) for result in results]))
+                first.setdefault(label, results[0].requests)
+                bar.advance(task)
+    base = figures[taking_part[0].label]
+    return CaseFigures(
+        {label: summarise(runs) for label, runs in figures.items()},
+        {
+            label: {name: _gain(_values(base, name), _values(runs, name)) for name in _GAINS}
+            for label, runs in figures.items()
+        },
+        first,
+    )
+
+
+def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]) -> list[str]:
+    """Return the figures of all cases as Markdown.
+
+    Args:
+        cases: by title.
+        published: by label, the paper's improvement over round robin in percent.
+    """
+    lines = []
+    for title, case in cases.items():
+        heads = [column for column, *_ in _COLUMNS]
+        heads += ["latency gain", "gain", "paper"]
+        lines += [f"## {title}", "", f"| policy | {' | '.join(heads)} |"]
+        lines += ["|---|" + "---:|" * len(heads)]
+        for label, summary in case.summaries.items():
+            cells = [_cell(summary, name, scale, form) for _, name, scale, form in _COLUMNS]
+            cells += [
+                f"{gain:.1%} ± {half:.1%}" if summary.runs > 1 else f"{gain:.1%}"
+                for gain, half in case.gains[label].values()
+            ]
+            cells.append(f"{published[label]:.2f}%" if label in published else "")
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def _mean(runs: Sequence[Figures]) -> Figures:
+    return {name: float(np.mean([figures[name] for figures in runs])) for name in runs[0]}
+
+
+def _values(runs: Sequence[Figures], name: str) -> FloatArray:
+    return np.array([figures[name] for figures in runs])
+
+
+def _gain(base: FloatArray, own: FloatArray) -> tuple[float, float]:
+    """Return the mean of the paired differences, and half its interval, as shares of the base."""
+    saved = summarise([{"saved": value} for value in (base - own) / base.mean()])
+    return saved.mean["saved"], saved.ci95.get("saved", 0.0)
+
+
+def _cell(summary: Summary, name: str, scale: float, form: str) -> str:
+    cell = format(summary.mean[name] * scale, form)
+    if name in summary.ci95:
+        cell += f" ± {format(summary.ci95[name] * scale, form)}"
+    return cell

@@ -1,0 +1,223 @@
+"""`headway train-router`: train routers, and measure them beside other policies."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from data_collection.versions import machine, versions
+from rescheduler.learned_router.agent import AgentConfig
+from rescheduler.learned_router.parallel_training import train_all
+from rescheduler.learned_router.router_config import RouterConfig
+from rescheduler.learned_router.router_figures import draw_episode, draw_training
+from rescheduler.learned_router.router_study import (
+    CaseFigures,
+    Competitor,
+    competitors,
+    play,
+    refuse_study,
+    study_table,
+    trained_label,
+)
+from rescheduler.learned_router.training import (
+    VARIANTS,
+    Job,
+    Trained,
+    TrainingConfig,
+    Variant,
+)
+from rescheduler.routing.rl import LearnedRouter
+from rescheduler.simulator.config_parser import config_parser, parsed_config
+from rescheduler.simulator.figures import save_figure
+from rescheduler.simulator.simulate import compile_notice, refuse_foreign_folder
+from rescheduler.simulator.simulation_config import SimulationConfig
+from rescheduler.simulator.study_cases import write_study
+from rescheduler.simulator.sweep_cells import changed_config
+
+__all__ = ["train_router_command", "train_routers"]
+
+_DESCRIPTION = """Train routers on a simulated cluster, one for each reward and seed, and compare
+them with the policies of the configuration over as many episodes as it has seeds. Run it again to
+go on after Ctrl-C."""
+
+
+def train_router_command(arguments: list[str]) -> int:
+    """Run `train-router` with a command line; return the exit status."""
+    parser = config_parser("train-router", _DESCRIPTION)
+    parser.add_function_arguments(train_routers, skip={"config"})
+    given = parser.parse_args(arguments)
+    made = parser.instantiate(given)
+    return train_routers(
+        parsed_config(parser, given),
+        given.out,
+        made["router"],
+        made["agent"],
+        made["training"],
+        given.variants,
+        given.checkpoints,
+        given.pooled,
+        given.cases,
+        given.published,
+        given.workers,
+    )
+
+
+def train_routers(
+    config: SimulationConfig,
+    out: Path,
+    router: RouterConfig = RouterConfig(),
+    agent: AgentConfig = AgentConfig(),
+    training: TrainingConfig = TrainingConfig(),
+    variants: Sequence[Variant] = VARIANTS,
+    checkpoints: dict[str, list[str]] | None = None,
+    pooled: list[str] | None = None,
+    cases: dict[str, dict[str, Any]] | None = None,
+    published: dict[str, float] | None = None,
+    workers: int | None = None,
+) -> int:
+    """Train, compare, and write checkpoints, tables and figures; return the exit status.
+
+    Args:
+        config: of the simulation; its policies are compared with, the first is the base of the
+            gains, and its seeds are the episodes.
+        out: folder; run it again to resume.
+        router: the task.
+        agent: how the network learns.
+        training: how long.
+        variants: rewards to train with: baseline, aware, guided; none to train nothing.
+        checkpoints: label -> folders of routers that were trained before, one for each training;
+            they take part too.
+        pooled: labels of policies whose requests wait at the router until there is a place for
+            them; those of the others queue at their instances.
+        cases: title -> key -> value, of simulations to compare in; as configured when not given.
+        published: label -> improvement over the base in percent, shown beside.
+        workers: trainings at once; one a core when not given.
+
+    Raises:
+        ValueError: a key or value that means nothing, or a folder of something else.
+    """
+    if variants == [] and (out / "training").is_dir():
+        raise ValueError(f"{out}: has trainings, and this would train nothing; choose another one")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers: at least 1, not {workers}")
+    if not (out / "training").is_dir():
+        refuse_foreign_folder(out, "train-router", "study.json", overwrite=False)
+    asked = {
+        title: changed_config(config, changes, f"cases.{title}")
+        for title, changes in (cases or {"as configured": {}}).items()
+    }
+    taking_part = competitors(config, pooled or [])
+    earlier = [
+        Competitor(label, [LearnedRouter(folder) for folder in folders], pooled=False)
+        for label, folders in (checkpoints or {}).items()
+    ]
+    labels = [trained_label(variant) for variant in variants]
+    refuse_study(config, asked, [*taking_part, *earlier], labels, published or {})
+    out.mkdir(parents=True, exist_ok=True)
+    compile_notice()
+    began = time.monotonic()
+    jobs = [
+        Job(config, router, agent, training, variant, seed, out / "training" / f"{variant}-{seed}")
+        for variant in variants
+        for seed in range(training.seeds)
+    ]
+    trained: dict[Variant, list[Trained]] = {}
+    for job, made in zip(jobs, train_all(jobs, workers), strict=True):
+        trained.setdefault(job.variant, []).append(made)
+    for variant, runs in trained.items():
+        routers = [LearnedRouter(run.checkpoint) for run in runs]
+        taking_part.append(Competitor(trained_label(variant), routers, pooled=False))
+    taking_part += earlier
+    played = {title: play(case, taking_part, title) for title, case in asked.items()}
+    seconds = time.monotonic() - began
+    settings: dict[str, Any] = {
+        "router": asdict(router) | {"profile": router.profile and str(router.profile)},
+        "agent": asdict(agent),
+        "training": asdict(training),
+    }
+    _write_checkpoints(out, config, settings, trained, played)
+    if trained:
+        save_figure(draw_training(trained), out / "training.png")
+    save_figure(draw_episode(next(iter(played.values()))), out / "episode.png")
+    table = study_table(played, published or {})
+    base = taking_part[0].label
+    table += [
+        f"Means over {config.seeds} episodes, ± half a 95% interval. Latency gain: of a request, "
+        f"over {base}, paired by episode; gain: of the time until all are served; paper: published "
+        "for the latter.",
+        "",
+        f"{seconds:.0f} s, episodes that were trained before left out.",
+        "",
+    ]
+    settings |= {"variants": list(variants), "pooled": pooled or [], "cases": cases or {}}
+    settings["checkpoints"] = {
+        label: {folder: _digest(Path(folder)) for folder in folders}
+        for label, folders in (checkpoints or {}).items()
+    }
+    write_study(out, "train-router", config, _rows(played), table, settings)
+    return 0
+
+
+def _write_checkpoints(
+    out: Path,
+    config: SimulationConfig,
+    settings: dict[str, Any],
+    trained: dict[Variant, list[Trained]],
+    played: dict[str, CaseFigures],
+) -> None:
+    """Write every trained router, and the best one by validation to ``router``."""
+    title, first = next(iter(played.items()))
+    every = [run for runs in trained.values() for run in runs]
+    best = min(every, key=lambda run: min(run.latencies), default=None)
+    for variant, runs in trained.items():
+        for seed, run in enumerate(runs):
+            figures = first.summaries[trained_label(variant)].mean
+            provenance = {
+                "command": "headway " + " ".join(sys.argv[1:]),
+                "commit": ", ".join(run.commits),
+                "versions": versions(),
+                "machine": machine(),
+                "cluster": asdict(config.cluster),
+                "step time": config.step_time,
+                "trace": config.trace,
+                "arrivals": f"{config.arrivals.kind}, {config.arrivals.rate:g} a second",
+                "forecast": config.forecast,
+                "prefill": asdict(config.prefill),
+                **settings,
+                "seed": seed,
+                "episode kept": run.episode + 1,
+                "request latency in validation, s": min(run.latencies),
+                f"{title}, mean of all trainings": {
+                    name: figures[name] for name in ("end_to_end", "latency", "ttft")
+                },
+                "seconds of training": round(run.seconds),
+            }
+            folders = [out / "checkpoints" / f"{variant}-{seed}"]
+            if run is best:
+                print(f"best by validation, {min(run.latencies):.2f} s: {variant}, seed {seed}")
+                folders.append(out / "router")
+            for folder in folders:
+                replace(run.checkpoint, provenance=provenance).save(folder)
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _rows(played: dict[str, CaseFigures]) -> list[dict[str, Any]]:
+    return [
+        {
+            "case": title,
+            "policy": label,
+            "runs": summary.runs,
+            **summary.mean,
+            "ci95": summary.ci95,
+            "gains": {name: gain for name, (gain, _) in case.gains[label].items()},
+            "gains_ci95": {name: half for name, (_, half) in case.gains[label].items()},
+        }
+        for title, case in played.items()
+        for label, summary in case.summaries.items()
+    ]

@@ -1,0 +1,95 @@
+"""Policies that let requests wait, before real engines: nobody waits for ever, answers stay."""
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxying import Client, served, text_of
+from running_deployment import RunningDeployment
+
+pytestmark = pytest.mark.timeout(600)
+
+QUICK = Path(__file__).parents[2] / "configs" / "rl" / "quick.yaml"
+DECODES = ("decode-0", "decode-1")
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A router for two instances, after a training that has taught it little."""
+    folder = tmp_path_factory.mktemp("router")
+    short = ["--policies", "round_robin", "--variants", '["baseline"]', "--seeds", "1"]
+    short += ["--training.episodes", "1", "--training.exploration_episodes", "1"]
+    command = [sys.executable, "-m", "rescheduler", "train-router", "--config", str(QUICK)]
+    ran = subprocess.run(
+        [*command, *short, "--out", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return folder / "router"
+
+
+async def answers_of(
+    client: Client, body: dict[str, Any], n: int
+) -> tuple[list[str], Counter[str]]:
+    """Ask n times at once: what each answered, and the most that each engine had at a time."""
+    most: Counter[str] = Counter()
+    asked = [asyncio.create_task(client.post(body)) for _ in range(n)]
+    while not all(task.done() for task in asked):
+        for told in (await client.instances()).values():
+            most[told["name"]] = max(most[told["name"]], told["requests"])
+        await asyncio.sleep(0.02)
+    answers = [task.result() for task in asked]
+    assert [status for status, _, _ in answers] == [200] * n
+    return [told["choices"][0]["text"] for _, told, _ in answers], most
+
+
+def test_a_learned_router_routes_real_requests(
+    deployment: RunningDeployment, router: Path, tmp_path: Path
+) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+    async def work(client: Client) -> None:
+        _, alone, _ = await client.post(body, url=client.direct)
+        text = alone["choices"][0]["text"]
+        assert (await answers_of(client, body, 12))[0] == [text] * 12
+        long = {**body, "max_tokens": 600}
+        whole = text_of(await client.stream(long, url=client.direct))
+        streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
+        while sum(one["movable"] for one in (await client.instances()).values()) < 4:
+            await asyncio.sleep(0.05)
+        told = await client.instances()
+        fuller, other = sorted(DECODES, key=lambda name: -told[name]["requests"])
+        await client.admin("drain", fuller)
+        while (await client.instances())[fuller]["requests"]:
+            assert not any(stream.done() for stream in streams), "it moves them, all at once"
+            await asyncio.sleep(0.05)
+        answers, most = await answers_of(client, body, 4)
+        assert answers == [text] * 4
+        assert most[fuller] == 0
+        assert most[other] >= 4, "those that moved"
+        assert [text_of(await stream) for stream in streams] == [whole] * 4
+        await client.admin("undrain", fuller)
+
+    with served(deployment, tmp_path, routing={"name": "rl", "checkpoint": str(router)}) as proxy:
+        proxy.run(work)
+
+
+def test_a_reserve_lets_requests_wait_for_memory(
+    deployment: RunningDeployment, tmp_path: Path
+) -> None:
+    body = {"prompt": list(range(1000, 1700)), "max_tokens": 40, "temperature": 0}
+    body["ignore_eos"] = True
+
+    async def work(client: Client) -> None:
+        _, alone, _ = await client.post(body, url=client.direct)
+        answers, most = await answers_of(client, body, 5)
+        assert answers == [alone["choices"][0]["text"]] * 5
+        # A second prompt would leave less than 0.6 of an engine's 3,072 tokens free.
+        assert [most[name] for name in DECODES] == [1, 1]
+
+    routing = {"name": "max_capacity", "reserve": 0.6}
+    with served(deployment, tmp_path, routing=routing) as proxy:
+        proxy.run(work)
