@@ -58,7 +58,7 @@ def decisions_per_second(simulations: int, steps: int) -> float:
             "forecast": {"name": "classified"},
         }
     )
-    environment = RouterVectorEnvironment(run_setup(config), RouterConfig(), simulations)
+    environment = RouterVectorEnvironment([run_setup(config)], RouterConfig(), simulations)
     generator = np.random.default_rng(0)
     actions = generator.integers(0, INSTANCES + 1, (steps, simulations))
     environment.reset(seed=0)

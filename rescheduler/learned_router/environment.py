@@ -85,8 +85,9 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
     ``work`` [B, 4] (`work_left`, new being what came since the last decision).
 
     Args:
-        setup: the cluster, the requests and the forecasts; with dispatch instant, so that an
-            instance queues what it has no place for.
+        setups: cluster, requests and forecasts of the first simulations, whose turn comes again
+            with the next ones; with dispatch instant, so that an instance queues what it has no
+            place for.
         config: of the task.
         num_envs: B, simulations at once.
         shaping: of the reward.
@@ -95,24 +96,26 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         shaping: may be changed between two steps.
 
     Raises:
-        ValueError: there are no forecasts, or the simulation is of a kind that is not routed at
-            intervals.
+        ValueError: there are no forecasts, a simulation is of a kind that is not routed at
+            intervals, the clusters differ in instances or slots, or some setup has no simulation.
     """
 
     def __init__(
         self,
-        setup: RunSetup,
+        setups: Sequence[RunSetup],
         config: RouterConfig,
         num_envs: int = 1,
         shaping: Shaping = Shaping(),
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"at least one simulation, not {num_envs}")
-        self.setup, self.config, self.shaping = setup, config, shaping
+        least = max(len(setups), 1)
+        if num_envs < least:
+            raise ValueError(f"at least {least} simulations at once, not {num_envs}")
+        self.config, self.shaping = config, shaping
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
-        self.n_instances = setup.config.cluster.instances
-        self._scales = config.scales(setup.config.cluster.slots)
+        self.n_instances, slots = _cluster_of(setups)
+        self._setups = [setups[b % len(setups)] for b in range(num_envs)]
+        self._scales = config.scales(slots)
         low, high = state_bounds(self.n_instances, len(config.edges), self._scales)
         self.single_observation_space = gym.spaces.Box(low, high, dtype=np.float64)
         self.single_action_space = gym.spaces.Discrete(self.n_instances + 1)
@@ -127,7 +130,9 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             config.impact(),
             config.guide(),
         )
-        self._simulations = [Simulation(setup, self._policy, seed) for seed in range(num_envs)]
+        self._simulations = [
+            Simulation(setup, self._policy, seed) for seed, setup in enumerate(self._setups)
+        ]
         self._engines = engine_list(self._simulations[0].parts())
         for b in range(1, num_envs):
             put_engine(self._engines, b, self._simulations[b].parts())
@@ -168,7 +173,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             mask = np.asarray(options["reset_mask"], dtype=np.bool_)
         for b, own in enumerate(self._seeds(seed)):
             if mask[b]:
-                self._simulations[b] = Simulation(self.setup, self._policy, own)
+                self._simulations[b] = Simulation(self._setups[b], self._policy, own)
                 put_engine(self._engines, b, self._simulations[b].parts())
         self._decision[mask] = 0
         self._wanted[mask] = PAUSED
@@ -269,7 +274,7 @@ class RouterEnvironment(gym.Env[FloatArray, np.int64]):
         config: RouterConfig,
         shaping: Shaping = Shaping(),
     ) -> None:
-        self.vector = RouterVectorEnvironment(setup, config, 1, shaping)
+        self.vector = RouterVectorEnvironment([setup], config, 1, shaping)
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
 
@@ -286,6 +291,16 @@ class RouterEnvironment(gym.Env[FloatArray, np.int64]):
         """Act and simulate to the next decision."""
         observation, reward, ended, cut, info = self.vector.step(np.array([action]))
         return observation[0], float(reward[0]), bool(ended[0]), bool(cut[0]), _first(info)
+
+
+def _cluster_of(setups: Sequence[RunSetup]) -> tuple[int, int]:
+    """Return the instances and slots that all setups have."""
+    found = {(setup.config.cluster.instances, setup.config.cluster.slots) for setup in setups}
+    if len(found) != 1:
+        raise ValueError(
+            f"one router for clusters of {sorted(found)} instances and slots; they must be alike"
+        )
+    return found.pop()
 
 
 def _first(info: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
         return []
     for job in jobs:
         refuse_other_training(job)
-    RouterVectorEnvironment(run_setup(jobs[0].config), jobs[0].router)  # refuses what cannot be
+    setups = [run_setup(config) for config in jobs[0].configs]
+    RouterVectorEnvironment(setups, jobs[0].router, jobs[0].training.simulations)  # or refuses
     context = multiprocessing.get_context("spawn")
     told: _Told = context.SimpleQueue()
     others = set(multiprocessing.active_children())

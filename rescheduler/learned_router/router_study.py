@@ -109,7 +109,7 @@ def trained_label(variant: str) -> str:
 
 
 def refuse_study(
-    config: SimulationConfig,
+    learned_in: Mapping[str, SimulationConfig],
     cases: Mapping[str, SimulationConfig],
     taking_part: Sequence[Competitor],
     to_be_trained: Sequence[str],
@@ -118,7 +118,7 @@ def refuse_study(
     """Refuse before hours of training what would fail or be read past after them.
 
     Args:
-        config: as configured, in which routers are trained.
+        learned_in: by title, in which routers are trained; as configured without a title.
         cases: by title, in which all are compared.
         taking_part: all but those that are yet to be trained.
         to_be_trained: labels of those.
@@ -138,8 +138,11 @@ def refuse_study(
     for each in taking_part:
         if not each.policies:
             raise ValueError(f"checkpoints.{each.label}: at least one folder")
-    for title, case in {"": config, **cases}.items():
-        prefix = f"cases.{title}: " if title else ""
+    for title, config in learned_in.items():
+        _refuse_setting(config, f"train_on.{title}: " if title else "")
+    config = next(iter(learned_in.values()))
+    for title, case in cases.items():
+        prefix = f"cases.{title}: "
         _refuse_setting(case, prefix)
         instances = case.cluster.instances
         if to_be_trained and instances != config.cluster.instances:

@@ -59,6 +59,7 @@ def train_router_command(arguments: list[str]) -> int:
         given.variants,
         given.checkpoints,
         given.pooled,
+        given.train_on,
         given.cases,
         given.published,
         given.workers,
@@ -74,6 +75,7 @@ def train_routers(
     variants: Sequence[Variant] = VARIANTS,
     checkpoints: dict[str, list[str]] | None = None,
     pooled: list[str] | None = None,
+    train_on: dict[str, dict[str, Any]] | None = None,
     cases: dict[str, dict[str, Any]] | None = None,
     published: dict[str, float] | None = None,
     workers: int | None = None,
@@ -92,6 +94,8 @@ def train_routers(
             they take part too.
         pooled: labels of policies whose requests wait at the router until there is a place for
             them; those of the others queue at their instances.
+        train_on: title -> key -> value, of simulations to train on, in turn; as configured when
+            not given.
         cases: title -> key -> value, of simulations to compare in; as configured when not given.
         published: label -> improvement over the base in percent, shown beside.
         workers: trainings at once; one a core when not given.
@@ -105,6 +109,10 @@ def train_routers(
         raise ValueError(f"workers: at least 1, not {workers}")
     if not (out / "training").is_dir():
         refuse_foreign_folder(out, "train-router", "study.json", overwrite=False)
+    learned_in = {
+        title: changed_config(config, changes, f"train_on.{title}")
+        for title, changes in (train_on or {"": {}}).items()
+    }
     asked = {
         title: changed_config(config, changes, f"cases.{title}")
         for title, changes in (cases or {"as configured": {}}).items()
@@ -115,12 +123,20 @@ def train_routers(
         for label, folders in (checkpoints or {}).items()
     ]
     labels = [trained_label(variant) for variant in variants]
-    refuse_study(config, asked, [*taking_part, *earlier], labels, published or {})
+    refuse_study(learned_in, asked, [*taking_part, *earlier], labels, published or {})
     out.mkdir(parents=True, exist_ok=True)
     compile_notice()
     began = time.monotonic()
     jobs = [
-        Job(config, router, agent, training, variant, seed, out / "training" / f"{variant}-{seed}")
+        Job(
+            tuple(learned_in.values()),
+            router,
+            agent,
+            training,
+            variant,
+            seed,
+            out / "training" / f"{variant}-{seed}",
+        )
         for variant in variants
         for seed in range(training.seeds)
     ]
@@ -137,7 +153,7 @@ def train_routers(
         "router": asdict(router) | {"profile": router.profile and str(router.profile)},
         "agent": asdict(agent),
         "training": asdict(training),
-    }
+    } | ({"train_on": train_on} if train_on else {})
     _write_checkpoints(out, config, settings, trained, played)
     if trained:
         save_figure(draw_training(trained), out / "training.png")

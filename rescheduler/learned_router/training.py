@@ -60,7 +60,8 @@ class TrainingConfig:
             but without any, nothing tells any more what the other actions would do).
         updates: of the network after each round.
         guidance_decay: :math:`\beta_d` of guided training.
-        validation: runs by whose mean request latency the episode is chosen that is kept.
+        validation: runs by whose mean request latency the episode is chosen that is kept; so many
+            of each simulation where several are trained on, whose means' geometric mean counts.
         seeds: trainings of each variant, with seeds 0, 1, ...
     """
 
@@ -93,7 +94,7 @@ class Job(NamedTuple):
     """One training.
 
     Attributes:
-        config: of the simulation: cluster, requests, forecasts.
+        configs: of the simulations: cluster, requests, forecasts. Each round of episodes has all.
         router: the task.
         agent: how the network learns.
         training: how long.
@@ -102,7 +103,7 @@ class Job(NamedTuple):
         out: folder of the state to go on from, and of logs for TensorBoard.
     """
 
-    config: SimulationConfig
+    configs: tuple[SimulationConfig, ...]
     router: RouterConfig
     agent: AgentConfig
     training: TrainingConfig
@@ -116,7 +117,7 @@ class Job(NamedTuple):
 
     def settings(self) -> str:
         """Return all that it depends on, which is not what its router is compared with."""
-        own = replace(self.config, policies="round_robin", seeds=1)
+        own = [replace(config, policies="round_robin", seeds=1) for config in self.configs]
         training = replace(self.training, seeds=1)
         return repr((own, self.router, self.agent, training, self.variant, self.seed))
 
@@ -212,11 +213,13 @@ def refuse_other_training(job: Job) -> None:
 
 class _Training:
     def __init__(self, job: Job) -> None:
-        self.job, self.setup = job, run_setup(job.config)
-        instances = job.config.cluster.instances
+        self.job, self.setups = job, [run_setup(config) for config in job.configs]
+        instances = job.configs[0].cluster.instances
         n_state = state_size(instances, len(job.router.edges))
         self.agent = DoubleDQN(n_state, instances + 1, job.agent, job.seed)
-        self.environment = RouterVectorEnvironment(self.setup, job.router, job.training.simulations)
+        self.environment = RouterVectorEnvironment(
+            self.setups, job.router, job.training.simulations
+        )
         self.generator = np.random.default_rng((job.seed, _OWN_REQUESTS))
         self.episode = 0
         self.rewards: list[float] = []
@@ -285,15 +288,19 @@ class _Training:
         return float(np.concatenate([episode.rewards for episode in episodes]).mean())
 
     def _validate(self) -> float:
+        """Return the geometric mean, over the configurations, of mean request latencies."""
         policy = LearnedRouter(self._checkpoint(self.agent.layers()))
         latencies = []
-        for i in range(self.job.training.validation):
-            requests = run(self.setup, policy, _VALIDATION_REQUESTS + i).requests
-            latencies.append((requests.end - requests.arrival).mean())
-        return float(np.mean(latencies))
+        for setup in self.setups:
+            runs = [
+                run(setup, policy, _VALIDATION_REQUESTS + i).requests
+                for i in range(self.job.training.validation)
+            ]
+            latencies.append(np.mean([(each.end - each.arrival).mean() for each in runs]))
+        return float(np.exp(np.mean(np.log(latencies))))
 
     def _checkpoint(self, layers: Sequence[tuple[Any, Any]]) -> RouterCheckpoint:
-        cluster, router = self.job.config.cluster, self.job.router
+        cluster, router = self.job.configs[0].cluster, self.job.router
         return RouterCheckpoint(
             variant=self.job.variant,
             n_instances=cluster.instances,

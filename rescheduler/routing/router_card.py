@@ -30,8 +30,9 @@ Jain et al. 2025, "Performance Aware LLM Load Balancer for Mixed Workloads".
 headway simulate --config FILE.yaml --policies '[{{name: rl, checkpoint: this folder}}]'
 ```
 
-It was trained on one step time, memory, mix and rate of requests. Elsewhere it may do worse than
-simpler policies; `docs/papers/rl_router.md` has figures. It refuses another number of instances.
+It knows the step time, memory, mix and rate of requests that it was trained on. Elsewhere it may
+do worse than simpler policies; `docs/papers/rl_router.md` has figures. It refuses another number of
+instances.
 """
 
 

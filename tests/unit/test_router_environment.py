@@ -120,7 +120,7 @@ def test_all_who_wait_count_however_many_they_are() -> None:
     n = 2 * FIRST_POOL + 1
     trace = {"name": "lognormal", "requests": n, "prompt_max": 400, "output_max": 500}
     setup = small_setup(pool={"limit": 4}, trace=trace, arrivals=FAST)
-    environment = RouterVectorEnvironment(setup, TASK)
+    environment = RouterVectorEnvironment([setup], TASK)
     environment.reset(seed=0)
     new = 0.0
     for _ in range(60):
@@ -131,7 +131,7 @@ def test_all_who_wait_count_however_many_they_are() -> None:
 
 @pytest.mark.parametrize("actions", [[3], [-1], [0, 0]])
 def test_an_action_that_there_is_not_is_refused(actions: list[int]) -> None:
-    environment = RouterVectorEnvironment(small_setup(), TASK)
+    environment = RouterVectorEnvironment([small_setup()], TASK)
     environment.reset(seed=0)
     with pytest.raises(ValueError, match=r"actions of shape|in 0 \.\. 2"):
         environment.step(np.array(actions))
@@ -157,7 +157,7 @@ def random_actions(seed: int, n: int, steps: int = 3000) -> npt.NDArray[np.int64
 @few
 @given(st.integers(0, 10_000))
 def test_an_episode_is_the_same_again_and_serves_everybody(seed: int) -> None:
-    environment = RouterVectorEnvironment(small_setup(), TASK, num_envs=2)
+    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
     actions = random_actions(seed, 2)
     states, rewards = played(environment, seed, actions)
     served = [simulation.result("agent").requests for simulation in environment.simulations]
@@ -176,7 +176,7 @@ def test_an_episode_is_the_same_again_and_serves_everybody(seed: int) -> None:
 def test_rewards_sum_to_completions_less_what_was_unfinished_at_each_decision(seed: int) -> None:
     # With the truth for a forecast the unfinished work follows from the requests' own times.
     setup = small_setup(forecast={"name": "oracle"})
-    environment = RouterVectorEnvironment(setup, TASK)
+    environment = RouterVectorEnvironment([setup], TASK)
     _, rewards = played(environment, seed, random_actions(seed, 1))
     requests = environment.simulations[0].result("agent").requests
     ticks = np.arange(1, len(rewards) + 1) * TASK.interval
@@ -192,17 +192,36 @@ def test_rewards_sum_to_completions_less_what_was_unfinished_at_each_decision(se
 
 def test_simulations_side_by_side_are_those_alone() -> None:
     actions = random_actions(5, 3)
-    together = RouterVectorEnvironment(small_setup(), TASK, num_envs=3)
+    together = RouterVectorEnvironment([small_setup()], TASK, num_envs=3)
     _, rewards = played(together, 11, actions)
     for b in range(3):
-        alone = RouterVectorEnvironment(small_setup(), TASK)
+        alone = RouterVectorEnvironment([small_setup()], TASK)
         _, own = played(alone, 11 + b, actions[:, b : b + 1])
         np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
         assert (np.array(rewards)[len(own) :, b] == 0.0).all()
 
 
+def test_setups_take_turns() -> None:
+    busy = small_setup(arrivals={"kind": "poisson", "rate": 30.0})
+    actions = random_actions(7, 3)
+    together = RouterVectorEnvironment([small_setup(), busy], TASK, num_envs=3)
+    _, rewards = played(together, 11, actions)
+    for b, setup in enumerate((small_setup(), busy, small_setup())):
+        alone = RouterVectorEnvironment([setup], TASK)
+        _, own = played(alone, 11 + b, actions[:, b : b + 1])
+        np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
+
+
+def test_setups_that_cannot_take_turns_are_refused() -> None:
+    other = small_setup(cluster={"instances": 3, "slots": 16, "kv_capacity": 1000})
+    with pytest.raises(ValueError, match=r"one router for clusters of \[\(2, 16\), \(3, 16\)\]"):
+        RouterVectorEnvironment([small_setup(), other], TASK, num_envs=2)
+    with pytest.raises(ValueError, match="at least 2 simulations at once, not 1"):
+        RouterVectorEnvironment([small_setup(), small_setup()], TASK)
+
+
 def test_what_has_ended_stays_until_it_is_begun_anew() -> None:
-    environment = RouterVectorEnvironment(small_setup(), TASK, num_envs=2)
+    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
     assert environment.metadata["autoreset_mode"] is AutoresetMode.DISABLED
     played(environment, 3, random_actions(3, 2))
     _, reward, ended, _, _ = environment.step(np.array([0, 0]))
@@ -220,8 +239,8 @@ def test_an_episode_is_cut_at_its_longest() -> None:
 
 
 def test_shaping_adds_the_terms_that_info_has() -> None:
-    plain = RouterVectorEnvironment(small_setup(), TASK)
-    shaped = RouterVectorEnvironment(small_setup(), TASK, shaping=Shaping(2.0, 3.0))
+    plain = RouterVectorEnvironment([small_setup()], TASK)
+    shaped = RouterVectorEnvironment([small_setup()], TASK, shaping=Shaping(2.0, 3.0))
     plain.reset(seed=4)
     shaped.reset(seed=4)
     for row in random_actions(4, 1, 200):
@@ -237,7 +256,7 @@ def test_a_router_does_in_a_simulation_what_it_does_in_the_environment(seed: int
     setup = small_setup()
     layers = random_layers(2, seed=seed)
     parameters = network_parameters(layers)
-    environment = RouterVectorEnvironment(setup, TASK)
+    environment = RouterVectorEnvironment([setup], TASK)
     observed, info = environment.reset(seed=seed)
     ended = np.array([False])
     states, view_states = [], []
@@ -285,7 +304,7 @@ def test_a_task_that_means_nothing_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             RouterConfig(**options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least one simulation"):
-        RouterVectorEnvironment(small_setup(), TASK, num_envs=0)
+    with pytest.raises(ValueError, match="at least 1 simulations at once, not 0"):
+        RouterVectorEnvironment([small_setup()], TASK, num_envs=0)
     with pytest.raises(ValueError, match="2 seeds for 1 simulations"):
-        RouterVectorEnvironment(small_setup(), TASK).reset(seed=[1, 2])
+        RouterVectorEnvironment([small_setup()], TASK).reset(seed=[1, 2])

@@ -169,7 +169,7 @@ SLOW = RouterConfig(interval=0.5, edges=(0, 64, 256), max_seconds=120.0)
 
 def mean_reward(layers: Layers | None, setup: RunSetup) -> float:
     """Of four episodes that were not trained on, at random without a network."""
-    environment = RouterVectorEnvironment(setup, SLOW, num_envs=4)
+    environment = RouterVectorEnvironment([setup], SLOW, num_envs=4)
     states, _ = environment.reset(seed=900)
     generator = np.random.default_rng(0)
     parameters = None if layers is None else network_parameters(layers)
@@ -190,7 +190,7 @@ def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path)
     config = small_config(arrivals={"kind": "poisson", "rate": 1.5})
     setup = run_setup(config)
     longer = replace(SHORT, episodes=10, exploration_episodes=8)
-    whole = train_router(Job(config, SLOW, AGENT, longer, "guided", 0, tmp_path / "whole"))
+    whole = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, tmp_path / "whole"))
     assert mean_reward(whole.checkpoint.layers, setup) > mean_reward(None, setup)
 
     folder = tmp_path / "stopped"
@@ -205,8 +205,8 @@ def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path)
             raise StopError
 
     with pytest.raises(StopError):
-        train_router(Job(config, SLOW, AGENT, longer, "guided", 0, folder), stop_after_two)
-    resumed = train_router(Job(config, SLOW, AGENT, longer, "guided", 0, folder))
+        train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder), stop_after_two)
+    resumed = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder))
     assert resumed.rewards == whole.rewards
     assert resumed.latencies == whole.latencies
     for (own, _), (other, _) in zip(
@@ -215,12 +215,28 @@ def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path)
         np.testing.assert_array_equal(own, other)
     assert resumed.commits == whole.commits and resumed.seconds > 0
     with pytest.raises(ValueError, match="of a training with other settings"):
-        train_router(Job(config, SLOW, AGENT, longer, "aware", 0, folder))
+        train_router(Job((config,), SLOW, AGENT, longer, "aware", 0, folder))
     for size in (100_000, 0):
         with (folder / "training.pt").open("r+b") as state:
             state.truncate(size)
         with pytest.raises(ValueError, match=r"training.pt: damaged; remove it to train anew"):
-            train_router(Job(config, SLOW, AGENT, longer, "guided", 0, folder))
+            train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder))
+
+
+def test_a_round_has_every_simulation_that_is_trained_on(tmp_path: Path) -> None:
+    slow, fast = (small_config(arrivals={"kind": "poisson", "rate": rate}) for rate in (1.5, 6.0))
+    few = replace(SHORT, episodes=1, simulations=2, validation=1)
+    alone, both = (
+        train_router(Job(configs, SLOW, AGENT, few, "baseline", 0, tmp_path / str(len(configs))))
+        for configs in ((slow,), (slow, fast))
+    )
+    assert alone.rewards != both.rewards
+    policy = LearnedRouter(both.checkpoint)
+    requests = [run(run_setup(c), policy, 500_000).requests for c in (slow, fast)]
+    first, second = ((each.end - each.arrival).mean() for each in requests)
+    assert both.latencies == [pytest.approx(np.sqrt(first * second))]
+    with pytest.raises(ValueError, match="of a training with other settings"):
+        train_router(Job((fast,), SLOW, AGENT, few, "baseline", 0, tmp_path / "1"))
 
 
 def test_competitors_play_the_same_episodes() -> None:
@@ -294,6 +310,9 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         (["--checkpoints", '{"rl guided": ["ROUTER"]}'], "two take part as 'rl guided'"),
         (["--checkpoints", '{"mine": []}'], "checkpoints.mine: at least one folder"),
         (["--cases", '{"fast": {"arrivals.rat": 3}}'], r"cases.fast: arrivals.rat = 3"),
+        (["--train_on", '{"fast": {"arrivals.rat": 3}}'], r"train_on.fast: arrivals.rat = 3"),
+        (["--train_on", '{"all": {"dispatch": "pool"}}'], "train_on.all: dispatch: instant"),
+        (["--train_on", '{"big": {"cluster.slots": 3}, "as is": {}}'], "they must be alike"),
         (["--cases", '{"big": {"cluster.instances": 3}}'], "cases.big: routers are trained for 2"),
         (["--cases", '{"one": {"policies": "jsq"}}'], "cases.one: policies are the same"),
         (["--published", '{"jsqq": 1.0}'], "published: nobody takes part as 'jsqq'"),
