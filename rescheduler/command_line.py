@@ -116,10 +116,14 @@ def _run(verb: str, rest: list[str]) -> Any:
         return _load(_VERBS[verb][0])(rest)
     from jsonargparse import auto_cli
 
+    from rescheduler.command_parser import CommandParser
+
     if verb == "dataset":
         functions: dict[str, Any] = {name: _load(where) for name, where in _DATASET_VERBS.items()}
-        return auto_cli(functions, args=rest, prog="headway dataset")
-    return auto_cli(_load(_VERBS[verb][0]), args=rest, prog=f"headway {verb}")
+        return auto_cli(functions, args=rest, prog="headway dataset", parser_class=CommandParser)
+    return auto_cli(
+        _load(_VERBS[verb][0]), args=rest, prog=f"headway {verb}", parser_class=CommandParser
+    )
 
 
 def _load(target: str) -> Callable[..., Any]:

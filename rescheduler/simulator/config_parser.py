@@ -4,8 +4,7 @@ from argparse import ArgumentError
 from dataclasses import fields
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
+from rescheduler.command_parser import CommandParser
 from rescheduler.simulator.simulation_config import SimulationConfig
 
 __all__ = ["config_parser", "parsed_config", "read_config"]
@@ -13,7 +12,7 @@ __all__ = ["config_parser", "parsed_config", "read_config"]
 
 def config_parser(verb: str, description: str) -> Any:
     """Return a command line that takes every key of `SimulationConfig`, and ``--config``."""
-    parser = ArgumentParser(prog=f"headway {verb}", description=description)
+    parser = CommandParser(prog=f"headway {verb}", description=description)
     parser.add_argument("--config", action="config", help="YAML file; what follows overrides it.")
     parser.add_class_arguments(SimulationConfig)
     return parser
@@ -35,7 +34,7 @@ def read_config(values: dict[str, Any]) -> SimulationConfig:
     Raises:
         ValueError: an unknown key, or a value that its key cannot take.
     """
-    parser = ArgumentParser(exit_on_error=False)
+    parser = CommandParser(exit_on_error=False)
     parser.add_class_arguments(SimulationConfig)
     try:
         return parsed_config(parser, parser.parse_object(values))

@@ -53,6 +53,25 @@ def test_help_teaches(
     assert all(word in printed for word in words), printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["simulate", "--cluster.instnces", "3"], "did you mean --cluster.instances?"),
+        (["simulate", "--config", "MISSPELT"], "did you mean cluster.instances?"),
+        (["collect", "out", "--modle=x"], "did you mean --model?"),
+        (["doctor", "--quite-another-thing"], "unrecognized arguments"),
+    ],
+)
+def test_a_misspelt_option_is_told_in_two_lines(
+    tmp_path: Path, arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "misspelt.yaml").write_text("clustr: {instances: 3}\n")
+    given = [word.replace("MISSPELT", str(tmp_path / "misspelt.yaml")) for word in arguments]
+    assert exit_status(*given) == 2
+    told = capsys.readouterr().err
+    assert meant in told and told.count("\n") == 2
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_every_configuration_file_is_accepted(
     config: Path, capsys: pytest.CaptureFixture[str]
