@@ -6,6 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file
+from safetensors.numpy import save as numpy_bytes
+
 from data_collection.atomic_file import replace_file, write_text_atomically
 from predictor.hidden_state_mlp import CheckpointError
 from predictor.prompt_length.bucket_curve import BucketCurve
@@ -101,27 +104,29 @@ def _save(
     provenance: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    from safetensors.numpy import save_file
-    from safetensors.torch import save_model
+    from safetensors.torch import save as torch_bytes
 
-    folder.mkdir(parents=True, exist_ok=True)
     config = {**described, "labels": classifier.labels, "tasks": classifier.tasks}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)  # only a whole checkpoint has one
+    if isinstance(classifier, LengthForest):
+        config["classifier"] = "forest"
+        weights = numpy_bytes(classifier.nodes)
+    elif isinstance(classifier, EncoderClassifier):
+        config["classifier"] = "encoder"
+        config["hinted"] = classifier.hinted
+        config["max_tokens"] = classifier.max_tokens
+        config["dropout"] = classifier.dropout.p
+        encoder = folder / "encoder"
+        encoder.mkdir(exist_ok=True)
+        classifier.backbone.config.to_json_file(encoder / "config.json")
+        classifier.tokenizer.save_pretrained(encoder)
+        own = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
+        weights = torch_bytes(own)
+    else:
+        raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
     with replace_file(folder / _WEIGHTS) as temporary:
-        if isinstance(classifier, LengthForest):
-            config["classifier"] = "forest"
-            save_file(classifier.nodes, temporary)
-        elif isinstance(classifier, EncoderClassifier):
-            config["classifier"] = "encoder"
-            config["hinted"] = classifier.hinted
-            config["max_tokens"] = classifier.max_tokens
-            config["dropout"] = classifier.dropout.p
-            encoder = folder / "encoder"
-            encoder.mkdir(exist_ok=True)
-            classifier.backbone.config.to_json_file(encoder / "config.json")
-            classifier.tokenizer.save_pretrained(encoder)
-            save_model(classifier, str(temporary))
-        else:
-            raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
+        temporary.write_bytes(weights)
     config["provenance"] = dict(provenance)
     write_text_atomically(folder / "README.md", length_card(config))
     write_text_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
@@ -141,8 +146,6 @@ def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier 
 
 
 def _load_forest(folder: Path, config: dict[str, Any]) -> LengthForest:
-    from safetensors.numpy import load_file
-
     return LengthForest(config["labels"], config["tasks"], load_file(folder / _WEIGHTS))
 
 

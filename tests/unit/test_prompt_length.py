@@ -4,6 +4,8 @@ The encoder here is tiny and starts at random: these tests are of the mechanics.
 """
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +277,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     (tmp_path / damage).write_text("{")
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         load_length_predictor(tmp_path)
+
+
+def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path) -> None:
+    predictor = LengthPredictor(grown()[0], curve(), "acme/model", {})
+    save_length_predictor(predictor, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # as if the disk were full then
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_length_predictor(predictor, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(CheckpointError, match=r"no config.json, so this is no checkpoint"):
+        load_length_predictor(tmp_path)
+    save_length_predictor(predictor, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
 
 
 def test_the_command_trains_measures_and_goes_on(
