@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.routing import RoutingPolicy, create_policy
+from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
 from rescheduler.simulator.metrics import Summary, run_metrics, summarise
 from rescheduler.simulator.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import run_setup
@@ -73,21 +73,27 @@ class CaseFigures(NamedTuple):
     first: dict[str, RequestRecords]
 
 
-def competitors(config: SimulationConfig, pooled: Sequence[str]) -> list[Competitor]:
-    """Return the configured policies.
+def competitors(
+    config: SimulationConfig,
+    checkpoints: Mapping[str, Sequence[str]],
+    pooled: Sequence[str],
+) -> list[Competitor]:
+    """Return the configured policies, and routers that were trained before.
 
     Args:
         config: of the simulation.
+        checkpoints: label -> folders of those routers.
         pooled: labels of those whose requests wait at the router.
 
     Raises:
-        ValueError: a policy that does not exist, or a label that none has.
+        ValueError: a policy or checkpoint that does not exist, or a label that none has.
     """
     choices = config.policy_choices()
+    labels = [choice.label for choice in choices] + list(checkpoints)
     for label in pooled:
-        if label not in [choice.label for choice in choices]:
-            raise ValueError(f"pooled: no policy {label!r}")
-    return [
+        if label not in labels:
+            raise ValueError(f"pooled: nobody takes part as {label!r}, only {labels}")
+    policies = [
         Competitor(
             choice.label,
             [
@@ -100,6 +106,10 @@ def competitors(config: SimulationConfig, pooled: Sequence[str]) -> list[Competi
             choice.label in pooled,
         )
         for choice in choices
+    ]
+    return policies + [
+        Competitor(label, [LearnedRouter(folder) for folder in folders], label in pooled)
+        for label, folders in checkpoints.items()
     ]
 
 

@@ -92,8 +92,8 @@ def train_routers(
         variants: rewards to train with: baseline, aware, guided; none to train nothing.
         checkpoints: label -> folders of routers that were trained before, one for each training;
             they take part too.
-        pooled: labels of policies whose requests wait at the router until there is a place for
-            them; those of the others queue at their instances.
+        pooled: labels of policies and checkpoints whose requests wait at the router until there
+            is a place for them; those of the others queue at their instances.
         train_on: title -> key -> value, of simulations to train on, in turn; as configured when
             not given.
         cases: title -> key -> value, of simulations to compare in; as configured when not given.
@@ -117,13 +117,9 @@ def train_routers(
         title: changed_config(config, changes, f"cases.{title}")
         for title, changes in (cases or {"as configured": {}}).items()
     }
-    taking_part = competitors(config, pooled or [])
-    earlier = [
-        Competitor(label, [LearnedRouter(folder) for folder in folders], pooled=False)
-        for label, folders in (checkpoints or {}).items()
-    ]
+    taking_part = competitors(config, checkpoints or {}, pooled or [])
     labels = [trained_label(variant) for variant in variants]
-    refuse_study(learned_in, asked, [*taking_part, *earlier], labels, published or {})
+    refuse_study(learned_in, asked, taking_part, labels, published or {})
     out.mkdir(parents=True, exist_ok=True)
     compile_notice()
     began = time.monotonic()
@@ -146,7 +142,6 @@ def train_routers(
     for variant, runs in trained.items():
         routers = [LearnedRouter(run.checkpoint) for run in runs]
         taking_part.append(Competitor(trained_label(variant), routers, pooled=False))
-    taking_part += earlier
     played = {title: play(case, taking_part, title) for title, case in asked.items()}
     seconds = time.monotonic() - began
     settings: dict[str, Any] = {

@@ -13,7 +13,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from router_tasks import checkpoint, random_layers, small_config, small_setup
+from router_tasks import (
+    checkpoint,
+    constant_layers,
+    random_layers,
+    small_config,
+    small_setup,
+)
 from routing_views import cluster
 
 from rescheduler.learned_router.agent import AgentConfig, DoubleDQN, Episode
@@ -241,15 +247,25 @@ def test_a_round_has_every_simulation_that_is_trained_on(tmp_path: Path) -> None
 
 def test_competitors_play_the_same_episodes() -> None:
     config = small_config(policies="round_robin,jsq_load", seeds=2)
-    case = play(config, competitors(config, ["jsq_load"]), "small")
+    case = play(config, competitors(config, {}, ["jsq_load"]), "small")
     assert case.gains["round_robin"] == {"latency": (0.0, 0.0), "end_to_end": (0.0, 0.0)}
     router = case.summaries["jsq_load"].mean
     assert router["router_wait"] > 0 and router["instance_wait"] == pytest.approx(0.0, abs=0.1)
     assert case.summaries["round_robin"].mean["router_wait"] == pytest.approx(0.0)
     table = study_table({"small": case}, {"jsq_load": 1.5})
     assert "| jsq_load |" in "\n".join(table) and "1.50%" in table[-2]
-    with pytest.raises(ValueError, match="pooled: no policy 'fcfs'"):
-        competitors(config, ["fcfs"])
+    with pytest.raises(ValueError, match="pooled: nobody takes part as 'fcfs', only"):
+        competitors(config, {}, ["fcfs"])
+
+
+def test_a_pooled_router_fills_no_queue_of_an_instance(tmp_path: Path) -> None:
+    checkpoint(constant_layers(2, action=1)).save(tmp_path)  # always the fuller one
+    config = small_config(policies="round_robin")
+    given = {"queues": [str(tmp_path)], "pooled": [str(tmp_path)]}
+    case = play(config, competitors(config, given, ["pooled"]), "small")
+    queues, pooled = (case.summaries[label].mean for label in ("queues", "pooled"))
+    assert queues["instance_wait"] > 10 * pooled["instance_wait"]
+    assert pooled["latency"] < queues["latency"]
 
 
 def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
