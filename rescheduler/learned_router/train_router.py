@@ -119,7 +119,9 @@ def train_routers(
     }
     taking_part = competitors(config, checkpoints or {}, pooled or [])
     labels = [trained_label(variant) for variant in variants]
-    refuse_study(learned_in, asked, taking_part, labels, published or {})
+    left_out = [trained_label(variant) for variant in VARIANTS if variant not in variants]
+    shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
+    refuse_study(learned_in, asked, taking_part, labels, shown)
     out.mkdir(parents=True, exist_ok=True)
     compile_notice()
     began = time.monotonic()
@@ -153,7 +155,7 @@ def train_routers(
     if trained:
         save_figure(draw_training(trained), out / "training.png")
     save_figure(draw_episode(next(iter(played.values()))), out / "episode.png")
-    table = study_table(played, published or {})
+    table = study_table(played, shown)
     base = taking_part[0].label
     table += [
         f"Means over {config.seeds} episodes, ± half a 95% interval. Latency gain: of a request, "

@@ -115,11 +115,19 @@ class Job(NamedTuple):
         """Return the file of its state."""
         return self.out / "training.pt"
 
-    def settings(self) -> str:
+    def settings(self) -> dict[str, str]:
         """Return all that it depends on, which is not what its router is compared with."""
         own = [replace(config, policies="round_robin", seeds=1) for config in self.configs]
         training = replace(self.training, seeds=1)
-        return repr((own, self.router, self.agent, training, self.variant, self.seed))
+        described = {
+            "simulations": own,
+            "router": self.router,
+            "agent": self.agent,
+            "training": training,
+            "reward": self.variant,
+            "seed": self.seed,
+        }
+        return {name: repr(value) for name, value in described.items()}
 
 
 class Episodes(NamedTuple):
@@ -340,11 +348,14 @@ def _state_of(job: Job) -> dict[str, Any]:
     saved = job.saved()
     try:
         state: dict[str, Any] = torch.load(saved, weights_only=True)
-        other = state["what"] != job.settings()
+        other = [name for name, value in job.settings().items() if state["what"][name] != value]
     except (RuntimeError, EOFError, UnpicklingError, KeyError, TypeError) as error:
         raise ValueError(f"{saved}: damaged; remove it to train anew ({error})") from error
     if other:
-        raise ValueError(f"{saved}: of a training with other settings; choose another folder")
+        raise ValueError(
+            f"{saved}: of a training with other settings ({', '.join(other)}); "
+            "choose another folder"
+        )
     return state
 
 

@@ -291,6 +291,8 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         "2",
         "--workers",
         "2",
+        "--published",
+        '{"rl guided": 11.4, "rl aware": 7.8}',
     ]
     assert train_router_command(arguments) == 0
     rows = json.loads((out / "study.json").read_text())["rows"]
@@ -301,7 +303,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     assert (out / "checkpoints/guided-1/model.safetensors").is_file()
     more = ["--policies", "round_robin,jsq", "--seeds", "1"]
     assert train_router_command([*arguments, *more]) == 0, "a finished training is not repeated"
-    with pytest.raises(ValueError, match="of a training with other settings"):
+    with pytest.raises(ValueError, match=r"other settings \(agent\); choose another folder"):
         train_router_command([*arguments, "--agent.lr", "0.5"])
 
     study = json.loads((out / "study.json").read_text())["_about"]
