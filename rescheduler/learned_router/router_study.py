@@ -92,7 +92,7 @@ def competitors(
     labels = [choice.label for choice in choices] + list(checkpoints)
     for label in pooled:
         if label not in labels:
-            raise ValueError(f"pooled: nobody takes part as {label!r}, only {labels}")
+            raise ValueError(f"pooled: no policy or checkpoint {label!r}, only {labels}")
     policies = [
         Competitor(
             choice.label,

@@ -31,7 +31,8 @@ headway simulate --config FILE.yaml --policies '[{{name: rl, checkpoint: this fo
 ```
 
 It knows the step time, memory, mix and rate of requests that it was trained on. Elsewhere it may
-do worse than simpler policies; `docs/papers/rl_router.md` has figures. It refuses another number of
+do worse than simpler policies, above all where it may send a request to an instance that is full
+(`dispatch: instant`); `docs/papers/rl_router.md` has figures. It refuses another number of
 instances.
 """
 

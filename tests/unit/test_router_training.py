@@ -254,7 +254,7 @@ def test_competitors_play_the_same_episodes() -> None:
     assert case.summaries["round_robin"].mean["router_wait"] == pytest.approx(0.0)
     table = study_table({"small": case}, {"jsq_load": 1.5})
     assert "| jsq_load |" in "\n".join(table) and "1.50%" in table[-2]
-    with pytest.raises(ValueError, match="pooled: nobody takes part as 'fcfs', only"):
+    with pytest.raises(ValueError, match="pooled: no policy or checkpoint 'fcfs', only"):
         competitors(config, {}, ["fcfs"])
 
 
