@@ -194,7 +194,7 @@ def episode_figures(result: RunResult) -> Figures:
     requests, metrics = result.requests, run_metrics(result)
     return {
         "end_to_end": result.seconds,
-        "latency": float((requests.end - requests.arrival).mean()),
+        "latency": metrics["latency"],
         "ttft": metrics["ttft"],
         "tbt": metrics["itl"],
         "tbt_p99": metrics["itl_p99"],

@@ -40,13 +40,13 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     ``execution_variance`` (of the instances' step times, in seconds squared) are means over
     steps; ``kv_peak`` is the most tokens that an instance held; ``throughput`` is tokens and
     ``requests_per_s`` finished requests per second of ``makespan``; ``offered_per_s`` is all
-    requests over the time in which they arrived. ``ttft`` is first_token − arrival, ``wait`` is
-    start − arrival, ``tpot`` see `time_per_output_token`, ``tpot_worst`` see `SLOConfig`, ``itl``
-    the time between two tokens of a request: each a mean, with ``_p50``, ``_p95`` and ``_p99``
-    beside it. ``goodput`` counts the requests per second that meet both objectives, ``violated``
-    is the share of those that do not, the ``rejected`` ones among them. ``energy`` reads
-    utilisation as own load / max load, ``energy_mfu`` as mfu / mfu_sat. Figures that the run has
-    no data for are left out.
+    requests over the time in which they arrived. ``latency`` is end − arrival, ``ttft`` is
+    first_token − arrival, ``wait`` is start − arrival, ``tpot`` see `time_per_output_token`,
+    ``tpot_worst`` see `SLOConfig`, ``itl`` the time between two tokens of a request: each a mean,
+    with ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
+    meet both objectives, ``violated`` is the share of those that do not, the ``rejected`` ones
+    among them. ``energy`` reads utilisation as own load / max load, ``energy_mfu`` as mfu /
+    mfu_sat. Figures that the run has no data for are left out.
 
     Args:
         result: of the run.
@@ -70,6 +70,7 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
         figures["offered_per_s"] = len(requests.number) / last_arrival
     ttft = requests.first_token - requests.arrival
     tpot = time_per_output_token(requests, result.prefilled_first_token)
+    figures |= _distribution("latency", requests.end - requests.arrival)
     figures |= _distribution("ttft", ttft)
     figures |= _distribution("tpot", tpot)
     figures |= _distribution("tpot_worst", requests.tpot_worst)

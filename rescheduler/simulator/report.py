@@ -44,6 +44,7 @@ _MOVING = (
 _LATENCY = tuple(
     _Figure(f"{title}{percentile and ' ' + percentile.upper()}, {unit}", f"{name}{suffix}", scale)
     for title, name, unit, scale in (
+        ("request latency", "latency", "s", 1.0),
         ("TTFT", "ttft", "s", 1.0),
         ("wait", "wait", "s", 1.0),
         ("TPOT", "tpot", "ms", 1e3),

@@ -33,6 +33,7 @@ def test_figures_of_requests_that_come_prefilled() -> None:
     figures = run_metrics(run_result())
     assert figures["throughput"] == pytest.approx(0.9)
     assert figures["requests_per_s"] == pytest.approx(0.3)
+    assert figures["latency"] == pytest.approx(np.mean([2, 6, 9]))
     assert figures["ttft"] == pytest.approx(np.mean([2, 2, 3]))
     assert figures["ttft_p50"] == pytest.approx(2.0)
     # Paper 000, equation (9): (1, 5, 8 seconds) / (1, 3, 5 tokens).
@@ -84,7 +85,7 @@ def test_a_run_without_finished_requests_has_no_latencies() -> None:
     nobody = requests(**{name: [] for name in requests()._fields})
     empty = run_result(requests=nobody, itl_histogram=np.zeros(5, dtype=int), seconds=0.0)
     figures = run_metrics(empty, SLOConfig(1.0, 1.0))
-    assert not {"ttft", "tpot", "itl", "wait", "throughput", "goodput"} & set(figures)
+    assert not {"latency", "ttft", "tpot", "itl", "wait", "throughput", "goodput"} & set(figures)
     assert all(math.isfinite(value) for value in figures.values())
     summary = summarise([figures, run_metrics(run_result())])
     assert set(summary.mean) == set(figures)
