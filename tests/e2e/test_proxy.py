@@ -228,7 +228,7 @@ def test_models_health_and_metrics(proxy: Served) -> None:
 
 def test_headway_drain_empties_an_instance_while_streams_go_on(proxy: Served) -> None:
     async def work(client: Client) -> None:
-        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 600} for name in "ABCD"]
+        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 300} for name in "ABCD"]
         expected = [text_of(await client.stream(body, url=client.direct)) for body in bodies]
         streams = [asyncio.create_task(client.stream(body)) for body in bodies]
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:
