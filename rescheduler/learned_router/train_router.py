@@ -122,7 +122,6 @@ def train_routers(
     left_out = [trained_label(variant) for variant in VARIANTS if variant not in variants]
     shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
     refuse_study(learned_in, asked, taking_part, labels, shown)
-    out.mkdir(parents=True, exist_ok=True)
     compile_notice()
     began = time.monotonic()
     jobs = [
@@ -141,6 +140,7 @@ def train_routers(
     trained: dict[Variant, list[Trained]] = {}
     for job, made in zip(jobs, train_all(jobs, workers), strict=True):
         trained.setdefault(job.variant, []).append(made)
+    out.mkdir(parents=True, exist_ok=True)
     for variant, runs in trained.items():
         routers = [LearnedRouter(run.checkpoint) for run in runs]
         taking_part.append(Competitor(trained_label(variant), routers, pooled=False))

@@ -331,6 +331,10 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         (["--train_on", '{"fast": {"arrivals.rat": 3}}'], r"train_on.fast: arrivals.rat = 3"),
         (["--train_on", '{"all": {"dispatch": "pool"}}'], "train_on.all: dispatch: instant"),
         (["--train_on", '{"big": {"cluster.slots": 3}, "as is": {}}'], "they must be alike"),
+        (
+            ["--train_on", '{"a": {}, "b": {}}', "--training.simulations", "1"],
+            "at least 2 simulations at once, not 1",
+        ),
         (["--cases", '{"big": {"cluster.instances": 3}}'], "cases.big: routers are trained for 2"),
         (["--cases", '{"one": {"policies": "jsq"}}'], "cases.one: policies are the same"),
         (["--published", '{"jsqq": 1.0}'], "published: nobody takes part as 'jsqq'"),
@@ -347,7 +351,7 @@ def test_what_would_fail_after_training_is_refused_before(
     quick = ["--config", str(ROOT / "configs/rl/quick.yaml"), "--out", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=message):
         train_router_command([*quick, *given])
-    assert not (tmp_path / "out/training").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
