@@ -9,6 +9,7 @@ import numpy.typing as npt
 from rescheduler.learned_router.router_study import CaseFigures
 from rescheduler.learned_router.training import Trained, Variant
 from rescheduler.simulator.figures import COLOURS
+from rescheduler.simulator.metrics import time_per_output_token
 from rescheduler.simulator.run_result import RequestRecords
 
 __all__ = ["draw_episode", "draw_training"]
@@ -37,9 +38,8 @@ def draw_episode(case: CaseFigures) -> Any:
         ttft = (requests.first_token - requests.arrival)[order]
         drawn: dict[str, Any] = {"color": colours[label], "linestyle": lines[label]}
         panels[1].plot(_smoothed(ttft), label=label, linewidth=1.2, **drawn)
-        several = requests.output > 1
-        tbt = (requests.end - requests.first_token)[several] / (requests.output[several] - 1)
-        quantiles.append(tbt * 1e3)
+        tbt = time_per_output_token(requests, prefilled_first_token=True)
+        quantiles.append(tbt[~np.isnan(tbt)] * 1e3)
         time, queued = _queue(requests)
         panels[3].plot(time, queued, linewidth=1.0, **drawn)
     panels[2].boxplot(quantiles, orientation="horizontal", showfliers=False, whis=(1, 99))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rescheduler.cluster_view import Assignment, ClusterView
 from rescheduler.named_choice import create_named
-from rescheduler.routing.problem import RoutingProblem, empty_target, routing_problem
+from rescheduler.routing.problem import NO_EDGES, RoutingProblem, empty_target, routing_problem
 
 __all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
 
@@ -73,7 +73,7 @@ class RoutingPolicy(ABC):
 
         For policies that need lengths; the last bucket has no end.
         """
-        return NO_POINTS
+        return NO_EDGES
 
     def decide_every(self) -> float:
         """Return the seconds between two decisions; 0 to decide whenever something happens."""

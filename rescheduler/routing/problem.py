@@ -10,6 +10,7 @@ from rescheduler.cluster_view import UNLIMITED, ClusterView
 from rescheduler.compilation import compiled, compiled_core
 
 __all__ = [
+    "NO_EDGES",
     "RoutingProblem",
     "best_by_load",
     "full",
