@@ -10,6 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
+import predictor.compilation  # noqa: F401  (says where machine code is kept)
 from predictor.forecast import Forecast, ForecastError, SurvivalForecast
 
 __all__ = ["ExpectedLoad", "expected_load"]

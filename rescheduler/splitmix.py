@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rescheduler.compilation import compiled_inline
+from predictor.compilation import compiled_inline
 
 __all__ = ["splitmix64"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core
+from predictor.compilation import compiled_core
 
 __all__ = [
     "DECODE_FIRST",

@@ -5,8 +5,8 @@ from math import floor, inf
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled_core
 from rescheduler.batching.batch_formation import BatchRules
-from rescheduler.compilation import compiled_core
 
 __all__ = ["prefill_budget"]
 

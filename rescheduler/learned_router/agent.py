@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate, ValueEstimators
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.router_network import action_values, network_parameters
 
 __all__ = ["AgentConfig", "DoubleDQN", "Episode"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.workload_impact import ImpactRules
 from rescheduler.simulator.decision import expected_left
 from rescheduler.simulator.engine_state import NONE, Cluster, Intake

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.typed import List
 
-from rescheduler.compilation import compiled, compiled_core
+from predictor.compilation import compiled, compiled_core
 from rescheduler.learned_router.reward import RewardRules, work_left
 from rescheduler.routing.kernels import Kernel
 from rescheduler.routing.router_state import StateScales, router_state

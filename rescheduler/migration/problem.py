@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled
 from predictor.expected_load import expected_load
 from predictor.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster_view import NEVER_MOVED, ClusterView
-from rescheduler.compilation import compiled
 
 __all__ = ["MigrationProblem", "Outlook", "migration_problem"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.bfio_search import even_out, local_search
 from rescheduler.routing.bfio_start import best_start
 from rescheduler.routing.bfio_state import Search, new_search

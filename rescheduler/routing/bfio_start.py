@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled, compiled_inline
+from predictor.compilation import compiled, compiled_inline
 from rescheduler.routing.bfio_pool import best_waiting, nearest_waiting
 from rescheduler.routing.bfio_state import (
     OTHERS,

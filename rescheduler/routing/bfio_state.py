@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from rescheduler.compilation import compiled, compiled_inline
+from predictor.compilation import compiled, compiled_inline
 
 __all__ = [
     "OTHERS",

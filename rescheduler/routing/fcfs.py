@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled
 from rescheduler.cluster_view import UNLIMITED
-from rescheduler.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 from rescheduler.routing.problem import RoutingProblem, place
 

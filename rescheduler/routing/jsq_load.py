@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 from rescheduler.routing.problem import RoutingProblem, place_least
 

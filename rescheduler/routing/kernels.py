@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import cfunc, typeof, types
 
-import rescheduler.compilation  # noqa: F401  (says where machine code is kept)
+import predictor.compilation  # noqa: F401  (says where machine code is kept)
 from rescheduler.cluster_view import ClusterView
 from rescheduler.routing.policy import RoutingPolicy
 from rescheduler.routing.problem import RoutingProblem, routing_problem

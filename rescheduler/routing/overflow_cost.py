@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.balance_route import checked_steps, envelope, raise_envelope
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled, compiled_core
 from predictor.expected_load import expected_load
 from rescheduler.cluster_view import UNLIMITED, ClusterView
-from rescheduler.compilation import compiled, compiled_core
 
 __all__ = [
     "NO_EDGES",

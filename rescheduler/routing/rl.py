@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 from rescheduler.routing.problem import RoutingProblem, place
 from rescheduler.routing.router_network import (

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing.router_card import router_card
 from rescheduler.routing.router_state import StateScales, state_size
 

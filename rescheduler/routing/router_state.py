@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.problem import RoutingProblem, length_bucket
 
 __all__ = ["QUEUE_NUMBERS", "StateScales", "router_state", "state_bounds", "state_size"]

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 
 __all__ = ["fullest_sum", "reachable_sums", "subset_of_sum"]
 

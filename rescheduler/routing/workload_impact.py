@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core
+from predictor.compilation import compiled_core
 from rescheduler.profiling.profile import Profile
 
 __all__ = [

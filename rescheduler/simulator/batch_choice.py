@@ -4,8 +4,8 @@ from math import isnan
 
 import numpy as np
 
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.batch_formation import form_batch
-from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.batch_arrays import BatchArrays
 from rescheduler.simulator.engine_state import NONE, Cluster, Rules
 from rescheduler.simulator.instance_queue import take

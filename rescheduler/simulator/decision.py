@@ -2,8 +2,8 @@
 
 from math import isnan
 
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.cluster_view import UNLIMITED
-from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.routing.problem import RoutingProblem, length_bucket
 from rescheduler.simulator.engine_state import (
     NONE,

@@ -4,7 +4,7 @@ from math import isnan
 
 import numpy as np
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.batch_arrays import BatchArrays
 from rescheduler.simulator.batch_choice import choose_batch, resume_tokens, sit_out
 from rescheduler.simulator.energy import PowerModel, mfu_watts

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core
+from predictor.compilation import compiled_core
 from rescheduler.simulator.simulation_config import PowerConfig
 
 __all__ = [

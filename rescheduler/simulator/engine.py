@@ -10,7 +10,7 @@ that are not compiled, and takes up the round where it was.
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
 from rescheduler.simulator.batch_arrays import BatchArrays
 from rescheduler.simulator.decision import routing_problem_of

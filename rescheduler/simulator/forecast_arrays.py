@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.compilation import compiled_core
+from predictor.compilation import compiled_core
 from rescheduler.splitmix import splitmix64
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from math import isnan
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import BIN_PACKING, CHUNKED, FCFS, NONE, Cluster, Rules
 
 __all__ = ["admit", "queue", "queue_first", "take"]

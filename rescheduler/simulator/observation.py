@@ -2,7 +2,7 @@
 
 from math import log
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.energy import PowerModel, load_watts, watts
 from rescheduler.simulator.engine_state import (
     ITL_BINS_PER_E,

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled, compiled_core
 from rescheduler.cluster_view import NEVER_MOVED
-from rescheduler.compilation import compiled, compiled_core
 from rescheduler.migration.problem import MigrationProblem, Outlook
 from rescheduler.simulator.engine_state import NONE, Cluster, Rules
 from rescheduler.simulator.forecast_arrays import (

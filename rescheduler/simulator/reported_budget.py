@@ -2,8 +2,8 @@
 
 from math import inf
 
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.prefill_budget import prefill_budget
-from rescheduler.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.batch_arrays import BatchArrays
 from rescheduler.simulator.batch_choice import slack_of
 from rescheduler.simulator.engine_state import MIGRATED, NONE, Cluster, Rules

@@ -4,7 +4,7 @@ from math import inf
 
 import numpy as np
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import (
     DONE,
     FLUSH,

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from rescheduler.compilation import is_kept
+from predictor.compilation import is_kept
 from rescheduler.interrupts import held_interrupts
 from rescheduler.simulator.config_parser import config_parser, parsed_config
+from rescheduler.simulator.engine import advance
 from rescheduler.simulator.figures import draw_comparison, draw_loads, draw_power, save_figure
 from rescheduler.simulator.metrics import Summary, run_metrics, summarise
 from rescheduler.simulator.report import about, document, markdown_report, terminal_table
@@ -119,7 +120,7 @@ def simulate(
 
 def compile_notice() -> None:
     """Say on standard error that compiling takes a while, when nothing compiled is kept."""
-    if not is_kept("engine.advance"):
+    if not is_kept(advance):
         print("compiling the simulator: about a minute, only once", file=sys.stderr, flush=True)
 
 

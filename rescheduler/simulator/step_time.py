@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rescheduler.compilation import compiled_core
+from predictor.compilation import compiled_core
 from rescheduler.profiling.profile import load_profile
 from rescheduler.profiling.step_log import COLUMNS
 

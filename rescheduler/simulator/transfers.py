@@ -1,6 +1,6 @@
 """Requests that move from one instance to another with their context."""
 
-from rescheduler.compilation import compiled_core, compiled_inline
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine_state import MIGRATED, NONE, Cluster, Rules
 from rescheduler.simulator.instance_queue import queue_first
 from rescheduler.simulator.slots import leave, occupied

@@ -12,7 +12,7 @@ from router_tasks import checkpoint, constant_layers, random_layers, small_setup
 from routing_views import cluster
 from simulated_cases import Requests, engine_setup, reference_cases
 
-from rescheduler.compilation import compiled
+from predictor.compilation import compiled
 from rescheduler.routing import LearnedRouter, Needs, RoutingPolicy, create_policy
 from rescheduler.routing.jsq_tokens import JSQTokens, jsq_tokens
 from rescheduler.routing.problem import RoutingProblem

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
+from predictor.compilation import compiled
 from predictor.forecast import PointForecast, SurvivalForecast
 from rescheduler.cluster_view import UNLIMITED, Assignment, ClusterView
-from rescheduler.compilation import compiled
 from rescheduler.routing import (
     BFIO,
     JSQ,
