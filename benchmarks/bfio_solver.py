@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import arguments, report
-from predictor.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.cluster_view import UNLIMITED, ClusterView
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO
-from rescheduler.routing.bfio_exact import imbalance_of, solve_exactly
+from rescheduler.routing.bfio.exact import imbalance_of, solve_exactly
 from rescheduler.routing.problem import RoutingProblem, empty_target
 
 HORIZON, SLOTS = 80, 72

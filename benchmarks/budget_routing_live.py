@@ -40,10 +40,10 @@ from benchmarks.fairbatching_live import (
 from benchmarks.fairbatching_live_figures import print_tables, summarised
 from benchmarks.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
-from rescheduler.serving.deployment import Deployment
-from rescheduler.serving.launch_engines import launched
-from rescheduler.serving.launch_local import local_deployment, write_deployment
-from rescheduler.serving.launch_progress import LaunchProgress
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_progress import LaunchProgress
 
 REPLICAS = 2
 ROUTERS = ("round_robin", "jsq", "jsq_load", "pab")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, report
-from data_collection.collect import engine_arguments
 from data_collection.models import resolve_model
-from data_collection.prompts import load_prompts
+from data_collection.workload.engine_options import engine_arguments
+from data_collection.workload.prompts import load_prompts
 
 CONCURRENCY = 64
 

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import arguments, report
-from predictor.expected_load import ExpectedLoad, expected_load
-from predictor.forecast import SurvivalForecast
-from predictor.survival_grid import survival_edges
+from predictor.forecasts.expected_load import ExpectedLoad, expected_load
+from predictor.forecasts.forecast import SurvivalForecast
+from predictor.forecasts.survival_grid import survival_edges
 
 N_INSTANCES, REQUESTS_PER_INSTANCE = 256, 64
 HORIZON = 128

@@ -38,19 +38,19 @@ from benchmarks.fairbatching_live_figures import draw, print_tables, summarised
 from benchmarks.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
 from data_collection.models import resolve_model
-from rescheduler.interrupts import ending_signals_raised
-from rescheduler.profiling.profile import Profile, load_profile
+from rescheduler.commands.interrupts import ending_signals_raised
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.engines.deployment import EngineOptions
+from rescheduler.engines.engine_command import lone_engine_command
+from rescheduler.engines.launch_checks import check_versions, cpu_interpreter
+from rescheduler.engines.launch_local import free_ports
+from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.launch_progress import LaunchProgress
+from rescheduler.engines.server_group import ServerGroup
 from rescheduler.profiling.profile_command import profile as measure_profile
-from rescheduler.serving.demo_load import LoadRequest, LoadRun, ServedRequest
-from rescheduler.serving.deployment import EngineOptions
-from rescheduler.serving.engine_command import lone_engine_command
-from rescheduler.serving.launch_checks import check_versions, cpu_interpreter
-from rescheduler.serving.launch_local import free_ports
-from rescheduler.serving.launch_process import ServerProcess
-from rescheduler.serving.launch_progress import LaunchProgress
-from rescheduler.serving.server_group import ServerGroup
-from rescheduler.simulator.trace import TraceBlock, first_requests
-from rescheduler.simulator.trace_files import read_trace
+from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace_files import read_trace
+from rescheduler.step_time.profile import Profile, load_profile
 
 MODEL = "smollm2"
 BATCHED_TOKENS = 2048

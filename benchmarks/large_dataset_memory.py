@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from benchmarks.report import arguments, report
-from data_collection.capture_config import RecordConfig
-from data_collection.captured_rows import CapturedRows, FinishedRequest
-from data_collection.dataset_schema import Session
-from data_collection.recorder import Recorder
-from predictor.train_command import train
+from data_collection.capture.capture_config import RecordConfig
+from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
+from data_collection.capture.recorder import Recorder
+from data_collection.dataset.dataset_schema import Session
+from predictor.training.train_command import train
 
 HIDDEN_SIZE = 3584
 ROWS_PER_REQUEST = 50

@@ -16,7 +16,7 @@ import zmq
 
 from benchmarks.report import arguments, report
 from data_collection.models import resolve_model
-from data_collection.prompts import load_prompts
+from data_collection.workload.prompts import load_prompts
 
 CONCURRENCY = 64
 _PARTS = ("hook", "handing_on", "telemetry")

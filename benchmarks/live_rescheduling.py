@@ -39,15 +39,15 @@ from msgspec.structs import replace
 from benchmarks.live_rescheduling_figures import FULL, draw, print_table, summarised
 from benchmarks.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
-from data_collection.prompts import load_prompts
-from rescheduler.serving.demo_figures import Objectives, load_figures, metric_total, preemptions
-from rescheduler.serving.demo_load import LoadRequest, LoadRun, ServedRequest
-from rescheduler.serving.deployment import Deployment, EngineOptions
-from rescheduler.serving.engine_command import EngineCommand
-from rescheduler.serving.launch_engines import launched
-from rescheduler.serving.launch_local import local_deployment, write_deployment
-from rescheduler.serving.launch_process import ServerProcess
-from rescheduler.serving.launch_progress import LaunchProgress
+from data_collection.workload.prompts import load_prompts
+from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.engine_command import EngineCommand
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.launch_progress import LaunchProgress
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 

@@ -25,12 +25,12 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import arguments, report
-from rescheduler.serving.cluster_state import running_requests
-from rescheduler.serving.demo_proxy import proxy_running
-from rescheduler.serving.deployment import Deployment, EngineOptions
-from rescheduler.serving.launch_engines import Launched, launched
-from rescheduler.serving.launch_local import local_deployment
-from rescheduler.serving.proxy import Proxy
+from rescheduler.demo.demo_proxy import proxy_running
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.launch_engines import Launched, launched
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.placement.cluster_state import running_requests
+from rescheduler.proxy.proxy import Proxy
 
 __all__ = ["Soaked", "soak"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import arguments, report
-from predictor.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.cluster_view import UNLIMITED, ClusterView
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.migration import create_migration_policy
 from rescheduler.migration.problem import migration_problem
 

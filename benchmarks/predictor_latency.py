@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from benchmarks.report import arguments, report
-from predictor.hidden_state_mlp import HiddenStateMLP, RequestRows
-from predictor.remaining_length_mlp import RemainingLengthMLP
-from predictor.survival_grid import survival_edges
-from predictor.survival_mlp import SurvivalMLP
+from predictor.forecasts.survival_grid import survival_edges
+from predictor.models.hidden_state_mlp import HiddenStateMLP, RequestRows
+from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.survival_mlp import SurvivalMLP
 
 BATCHES = (1, 10, 64, 256)
 D = 3584

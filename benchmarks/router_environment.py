@@ -16,16 +16,16 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.report import arguments, report
-from predictor.forecast import PointForecast
-from rescheduler.cluster_view import ClusterView
+from predictor.forecasts.forecast import PointForecast
+from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.learned_router.environment import RouterVectorEnvironment
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
+from rescheduler.routing.learned.rl import learned_router
+from rescheduler.routing.learned.router_network import RouterCheckpoint
+from rescheduler.routing.learned.router_state import state_size
 from rescheduler.routing.problem import empty_target
-from rescheduler.routing.rl import learned_router
-from rescheduler.routing.router_network import RouterCheckpoint
-from rescheduler.routing.router_state import state_size
-from rescheduler.simulator.config_parser import read_config
+from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.run_setup import run_setup
 
 INSTANCES, SLOTS, CAPACITY = 4, 128, 10_240

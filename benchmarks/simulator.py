@@ -14,14 +14,14 @@ import time
 
 from benchmarks.report import arguments, report
 from rescheduler.routing import create_policy
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
-from rescheduler.simulator.simulation_config import (
+from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
     PrefillConfig,
     SimulationConfig,
 )
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulation import run
 
 SLOTS = 72
 

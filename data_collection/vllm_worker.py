@@ -15,14 +15,11 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from data_collection.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture_hook import CaptureHook
-from data_collection.captured_rows import RowConsumer
-from data_collection.dataset_schema import Session
-from data_collection.models import identify
-from data_collection.recorder import Recorder
-from data_collection.versions import SUPPORTED_VLLM, vllm_version
-from data_collection.vllm_adapter import (
+from data_collection.capture.capture_config import CaptureConfig, read_capture_config
+from data_collection.capture.capture_hook import CaptureHook
+from data_collection.capture.captured_rows import RowConsumer
+from data_collection.capture.recorder import Recorder
+from data_collection.capture.vllm_adapter import (
     FINISHED_ATTRIBUTE,
     is_recording_rank,
     note_scheduled,
@@ -30,6 +27,9 @@ from data_collection.vllm_adapter import (
     step_rows,
     uses_v2_runner,
 )
+from data_collection.dataset.dataset_schema import Session
+from data_collection.models import identify
+from data_collection.versions import SUPPORTED_VLLM, vllm_version
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker

@@ -2,7 +2,7 @@
 
 import sys
 
-from rescheduler.command_line import main
+from rescheduler.commands.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import SurvivalForecast
+from predictor.forecasts.forecast import SurvivalForecast
 
 __all__ = ["FORECASTS_ATTRIBUTE", "GAUGES_ATTRIBUTE", "EngineForecasts"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from threadpoolctl import ThreadpoolController
 
-from data_collection.captured_rows import Cadence, CapturedRows, FinishedRequest
-from predictor.hidden_state_mlp import RequestRows
+from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.telemetry_publisher import TelemetryPublisher
-from predictor.survival_mlp import SurvivalMLP
+from predictor.models.hidden_state_mlp import RequestRows
+from predictor.models.survival_mlp import SurvivalMLP
 
 __all__ = ["Forecaster"]
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from data_collection.capture_config import CaptureConfig
+from data_collection.capture.capture_config import CaptureConfig
 
 __all__ = ["ForecastConfig", "LiveConfig", "TelemetryConfig"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from data_collection.captured_rows import FinishedRequest
+from data_collection.capture.captured_rows import FinishedRequest
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.live_config import TelemetryConfig

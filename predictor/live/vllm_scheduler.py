@@ -13,7 +13,7 @@ from data_collection.vllm_scheduler import (
     SyncHeadwayScheduler,
     SyncOrAsyncScheduler,
 )
-from predictor.forecast import SurvivalForecast
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUTE, EngineForecasts
 from predictor.live.telemetry_messages import Gauges
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import ForecastError, SurvivalForecast
+from predictor.forecasts.forecast import ForecastError, SurvivalForecast
+from predictor.forecasts.survival_grid import survival_edges
 from predictor.prompt_length.length_buckets import LengthBuckets
-from predictor.survival_grid import survival_edges
 
 __all__ = ["BucketCurve", "Shape"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from data_collection.models import resolve_model
-from predictor.comparators.auxiliary_encoder import minilm_folder
+from predictor.evaluation.comparators.auxiliary_encoder import minilm_folder
 from predictor.prompt_length.prompt_table import Prompts
 from predictor.prompt_length.text_batches import LabelledTexts, text_batches
 

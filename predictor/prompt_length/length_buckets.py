@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import Forecast
+from predictor.forecasts.forecast import Forecast
 
 __all__ = ["BucketOptions", "LengthBuckets"]
 

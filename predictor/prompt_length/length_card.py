@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from predictor.checkpoint_card import FRONT_MATTER
+from predictor.models.checkpoint_card import FRONT_MATTER
 
 __all__ = ["length_card"]
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as numpy_bytes
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from predictor.hidden_state_mlp import CheckpointError
+from predictor.models.hidden_state_mlp import CheckpointError
 from predictor.prompt_length.bucket_curve import BucketCurve
 from predictor.prompt_length.encoder_classifier import EncoderClassifier
 from predictor.prompt_length.forest import LengthForest

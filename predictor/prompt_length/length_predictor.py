@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import SurvivalForecast
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.prompt_length.bucket_curve import BucketCurve
 from predictor.prompt_length.prompt_table import Prompts
 

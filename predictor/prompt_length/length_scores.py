@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import f1_score
 
-from predictor.forecast import Forecast
+from predictor.evaluation.survival_metrics import Outcomes, survival_scores
+from predictor.forecasts.forecast import Forecast
 from predictor.prompt_length.length_buckets import LengthBuckets
 from predictor.prompt_length.prompt_table import AnsweredPrompts
-from predictor.survival_metrics import Outcomes, survival_scores
 
 __all__ = ["LengthScores", "accuracy_by_task", "crps", "length_scores"]
 

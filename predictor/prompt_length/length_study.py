@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from predictor.comparators import KaplanMeier
-from predictor.forecast import Forecast
-from predictor.hidden_state_mlp import HiddenStateMLP
+from predictor.evaluation.comparators import KaplanMeier
+from predictor.forecasts.forecast import Forecast
+from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.prompt_length.bucket_curve import BucketCurve, Shape
 from predictor.prompt_length.bucket_frequencies import BucketFrequencies
 from predictor.prompt_length.encoder_training import EncoderOptions
@@ -19,7 +19,7 @@ from predictor.prompt_length.length_predictor import LengthPredictor
 from predictor.prompt_length.length_scores import LengthScores, accuracy_by_task, length_scores
 from predictor.prompt_length.length_variants import LengthVariants, TrainingData
 from predictor.prompt_length.prompt_table import Prompts, PromptSplit
-from predictor.rows_data_module import request_rows
+from predictor.training.rows_data_module import request_rows
 
 __all__ = ["METHODS", "LengthStudy", "StudyOptions", "TaskScores"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.collect import ID_PREFIX
-from data_collection.prompts import load_prompts
-from data_collection.request_ids import parse_request_id
-from data_collection.split import SplitName, split_requests
-from predictor.row_table import RowTable, load_rows
-from predictor.survival_metrics import Outcomes
+from data_collection.capture.request_ids import parse_request_id
+from data_collection.dataset.split import SplitName, split_requests
+from data_collection.workload.engine_options import ID_PREFIX
+from data_collection.workload.prompts import load_prompts
+from predictor.evaluation.survival_metrics import Outcomes
+from predictor.training.row_table import RowTable, load_rows
 
 __all__ = ["AnsweredPrompts", "PromptSplit", "Prompts", "load_answered_prompts"]
 

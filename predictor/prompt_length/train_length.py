@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data_collection.versions import machine, source_commit, versions
-from predictor.checkpoint import load_predictor
-from predictor.hidden_state_mlp import HiddenStateMLP
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.prompt_length.bucket_curve import Shape
 from predictor.prompt_length.encoder_training import EncoderOptions
 from predictor.prompt_length.forest import ForestOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 from rescheduler.batching.objectives import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
 from rescheduler.batching.rejection import REASON, read_rejection
-from rescheduler.serving.openai_request import CHAT, COMPLETIONS, error_body
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, error_body
 
 __all__ = ["AdmissionMiddleware"]
 

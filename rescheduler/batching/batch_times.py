@@ -3,8 +3,8 @@
 from rescheduler.batching.batch_formation import DECODE_FIRST, FORMATIONS, BatchRules
 from rescheduler.batching.batching_config import BatchingConfig
 from rescheduler.batching.step_clock import MeasuredStep
-from rescheduler.profiling.profile import BatchTime
-from rescheduler.profiling.recalibration import Recalibration
+from rescheduler.step_time.online_fit import Recalibration
+from rescheduler.step_time.profile import BatchTime
 
 __all__ = ["BatchTimes"]
 

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
-from data_collection.request_ids import parse_request_id
+from data_collection.capture.request_ids import parse_request_id
 from data_collection.vllm_scheduler import SyncOrAsyncScheduler
 from predictor.live.engine_forecasts import GAUGES_ATTRIBUTE
 from predictor.live.vllm_scheduler import AsyncLiveHeadwayScheduler, SyncLiveHeadwayScheduler
@@ -50,9 +50,9 @@ from rescheduler.batching.vllm_adapter import (
     room,
     step_tokens,
 )
-from rescheduler.profiling.engine_description import describe_engine
-from rescheduler.profiling.profile import load_profile
-from rescheduler.profiling.step_log import StepLog
+from rescheduler.step_time.engine_description import describe_engine
+from rescheduler.step_time.profile import load_profile
+from rescheduler.step_time.step_log import StepLog
 
 __all__ = ["AsyncFairBatchingScheduler", "FairBatchingScheduler", "SyncFairBatchingScheduler"]
 

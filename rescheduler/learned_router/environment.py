@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rescheduler.interrupts import held_interrupts
+from rescheduler.commands.interrupts import held_interrupts
 from rescheduler.learned_router.reward import WORK, RewardRules
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.learned_router.stepping import (
@@ -24,8 +24,8 @@ from rescheduler.learned_router.stepping import (
 )
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL
-from rescheduler.routing.router_state import state_bounds
-from rescheduler.simulator.engine_state import ASK, DONE, NONE, PAUSED
+from rescheduler.routing.learned.router_state import state_bounds
+from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.simulation import Simulation
 

@@ -21,7 +21,7 @@ from rescheduler.learned_router.training import (
 )
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulate import progress_bar
-from rescheduler.simulator.sweep_workers import available_cores
+from rescheduler.simulator.sweeps.sweep_workers import available_cores
 
 __all__ = ["train_all"]
 

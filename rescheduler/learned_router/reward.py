@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.routing.workload_impact import ImpactRules
-from rescheduler.simulator.decision import expected_left
-from rescheduler.simulator.engine_state import NONE, Cluster, Intake
-from rescheduler.simulator.forecast_arrays import ForecastArrays
+from rescheduler.routing.learned.workload_impact import ImpactRules
+from rescheduler.simulator.engine.decision import expected_left
+from rescheduler.simulator.engine.engine_state import NONE, Cluster, Intake
+from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = ["WORK", "RewardRules", "work_left"]
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rescheduler.profiling.profile import load_profile
-from rescheduler.routing.router_state import StateScales
-from rescheduler.routing.workload_impact import V100_GRADIENTS, ImpactRules, profiled_rules
+from rescheduler.routing.learned.router_state import StateScales
+from rescheduler.routing.learned.workload_impact import V100_GRADIENTS, ImpactRules, profiled_rules
+from rescheduler.step_time.profile import load_profile
 
 __all__ = ["RouterConfig"]
 

@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from rescheduler.learned_router.router_study import CaseFigures
 from rescheduler.learned_router.training import Trained, Variant
-from rescheduler.simulator.figures import COLOURS
-from rescheduler.simulator.metrics import time_per_output_token
-from rescheduler.simulator.run_result import RequestRecords
+from rescheduler.simulator.results.figures import COLOURS
+from rescheduler.simulator.results.metrics import time_per_output_token
+from rescheduler.simulator.results.run_result import RequestRecords
 
 __all__ = ["draw_episode", "draw_training"]
 

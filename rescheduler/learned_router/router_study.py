@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
-from rescheduler.simulator.metrics import Summary, run_metrics, summarise
-from rescheduler.simulator.run_result import RequestRecords, RunResult
+from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
+from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
+from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulate import progress_bar
 from rescheduler.simulator.simulation import run
-from rescheduler.simulator.simulation_config import SimulationConfig, checked
 
 __all__ = [
     "CaseFigures",

@@ -9,11 +9,11 @@ from numba.typed import List
 from predictor.compilation import compiled, compiled_core
 from rescheduler.learned_router.reward import RewardRules, work_left
 from rescheduler.routing.kernels import Kernel
-from rescheduler.routing.router_state import StateScales, router_state
-from rescheduler.routing.workload_impact import guidance, mixing
-from rescheduler.simulator.decision import routing_problem_of
-from rescheduler.simulator.engine import EngineParts, advance, apply_target
-from rescheduler.simulator.engine_state import ASK, DONE, NONE, PAUSED
+from rescheduler.routing.learned.router_state import StateScales, router_state
+from rescheduler.routing.learned.workload_impact import guidance, mixing
+from rescheduler.simulator.engine.decision import routing_problem_of
+from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
+from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED
 
 __all__ = ["BASE", "GUIDANCE", "MIXING", "TERMS", "engine_list", "put_engine", "step_engines"]
 

@@ -29,13 +29,13 @@ from rescheduler.learned_router.training import (
     TrainingConfig,
     Variant,
 )
-from rescheduler.routing.rl import LearnedRouter
-from rescheduler.simulator.config_parser import config_parser, parsed_config
-from rescheduler.simulator.figures import save_figure
+from rescheduler.routing.learned.rl import LearnedRouter
+from rescheduler.simulator.config.config_parser import config_parser, parsed_config
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.results.figures import save_figure
 from rescheduler.simulator.simulate import compile_notice, refuse_foreign_folder
-from rescheduler.simulator.simulation_config import SimulationConfig
-from rescheduler.simulator.study_cases import write_study
-from rescheduler.simulator.sweep_cells import changed_config
+from rescheduler.simulator.sweeps.study_cases import write_study
+from rescheduler.simulator.sweeps.sweep_cells import changed_config
 
 __all__ = ["train_router_command", "train_routers"]
 

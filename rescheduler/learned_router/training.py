@@ -14,16 +14,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from data_collection.atomic_file import replace_file
 from data_collection.versions import source_commit
-from rescheduler.interrupts import held_interrupts
+from rescheduler.commands.interrupts import held_interrupts
 from rescheduler.learned_router.agent import AgentConfig, DoubleDQN, Episode
 from rescheduler.learned_router.environment import RouterVectorEnvironment, Shaping
 from rescheduler.learned_router.router_config import RouterConfig
-from rescheduler.routing.rl import LearnedRouter
-from rescheduler.routing.router_network import RouterCheckpoint
-from rescheduler.routing.router_state import state_size
+from rescheduler.routing.learned.rl import LearnedRouter
+from rescheduler.routing.learned.router_network import RouterCheckpoint
+from rescheduler.routing.learned.router_state import state_size
+from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
-from rescheduler.simulator.simulation_config import SimulationConfig
 
 __all__ = [
     "VARIANTS",

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.cluster_view import ClusterView
+from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.cluster.named_choice import create_named
 from rescheduler.migration.problem import MigrationProblem, migration_problem
-from rescheduler.named_choice import create_named
-from rescheduler.profiling.profile import Profile, load_profile
 from rescheduler.routing.policy import Needs
+from rescheduler.step_time.profile import Profile, load_profile
 
 __all__ = [
     "Migration",

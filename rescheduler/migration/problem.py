@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
-from predictor.expected_load import expected_load
-from predictor.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.cluster_view import NEVER_MOVED, ClusterView
+from predictor.forecasts.expected_load import expected_load
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.cluster.cluster_view import NEVER_MOVED, ClusterView
 
 __all__ = ["MigrationProblem", "Outlook", "migration_problem"]
 

@@ -13,25 +13,25 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from data_collection.models import resolve_model
-from rescheduler.interrupts import ending_signals_raised
-from rescheduler.profiling.engine_description import EngineDescription
-from rescheduler.profiling.fit import (
+from rescheduler.commands.interrupts import ending_signals_raised
+from rescheduler.engines.deployment import EngineOptions
+from rescheduler.engines.engine_command import lone_engine_command
+from rescheduler.engines.launch_checks import check_versions, cpu_interpreter
+from rescheduler.engines.launch_local import free_ports
+from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.launch_progress import LaunchProgress
+from rescheduler.engines.server_group import ServerGroup
+from rescheduler.profiling.grid import drive, grid
+from rescheduler.profiling.profile_figure import draw_profile
+from rescheduler.step_time.engine_description import EngineDescription
+from rescheduler.step_time.fit import (
     fit_batch_time,
     fit_gradients,
     fit_quality,
     typical_steps,
 )
-from rescheduler.profiling.grid import drive, grid
-from rescheduler.profiling.profile import Profile, write_profile
-from rescheduler.profiling.profile_figure import draw_profile
-from rescheduler.profiling.step_log import read_engine, read_steps
-from rescheduler.serving.deployment import EngineOptions
-from rescheduler.serving.engine_command import lone_engine_command
-from rescheduler.serving.launch_checks import check_versions, cpu_interpreter
-from rescheduler.serving.launch_local import free_ports
-from rescheduler.serving.launch_process import ServerProcess
-from rescheduler.serving.launch_progress import LaunchProgress
-from rescheduler.serving.server_group import ServerGroup
+from rescheduler.step_time.profile import Profile, write_profile
+from rescheduler.step_time.step_log import read_engine, read_steps
 
 __all__ = ["fitted_profile", "profile", "profiled_engine"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.atomic_file import replace_file
-from rescheduler.profiling.profile import Profile
+from rescheduler.step_time.profile import Profile
 
 __all__ = ["draw_profile"]
 

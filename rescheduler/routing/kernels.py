@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import cfunc, typeof, types
 
 import predictor.compilation  # noqa: F401  (says where machine code is kept)
-from rescheduler.cluster_view import ClusterView
+from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.routing.policy import RoutingPolicy
 from rescheduler.routing.problem import RoutingProblem, routing_problem
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.cluster_view import Assignment, ClusterView
-from rescheduler.named_choice import create_named
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.cluster.named_choice import create_named
 from rescheduler.routing.problem import NO_EDGES, RoutingProblem, empty_target, routing_problem
 
 __all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core
-from predictor.expected_load import expected_load
-from rescheduler.cluster_view import UNLIMITED, ClusterView
+from predictor.forecasts.expected_load import expected_load
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
 __all__ = [
     "NO_EDGES",

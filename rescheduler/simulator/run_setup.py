@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.routing import RoutingPolicy, create_policy
-from rescheduler.simulator.energy import PowerModel, power_model
-from rescheduler.simulator.forecast_sources import ForecastSource, create_forecast
-from rescheduler.simulator.policy_choice import PolicyChoice
-from rescheduler.simulator.service_rules import service_rules
-from rescheduler.simulator.simulation_config import SimulationConfig, checked
-from rescheduler.simulator.step_time import StepTime, create_step_time
-from rescheduler.simulator.trace import Trace
-from rescheduler.simulator.trace_files import create_trace
+from rescheduler.simulator.config.policy_choice import PolicyChoice
+from rescheduler.simulator.config.service_rules import service_rules
+from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
+from rescheduler.simulator.engine.energy import PowerModel, power_model
+from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, create_forecast
+from rescheduler.simulator.workloads.trace import Trace
+from rescheduler.simulator.workloads.trace_files import create_trace
+from rescheduler.step_time.step_time import StepTime, create_step_time
 
 __all__ = ["Contender", "RunSetup", "create_contenders", "create_policies", "run_setup"]
 

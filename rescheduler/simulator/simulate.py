@@ -15,17 +15,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_collection.atomic_file import replace_file, write_text_atomically
 from predictor.compilation import is_kept
-from rescheduler.interrupts import held_interrupts
-from rescheduler.simulator.config_parser import config_parser, parsed_config
-from rescheduler.simulator.engine import advance
-from rescheduler.simulator.figures import draw_comparison, draw_loads, draw_power, save_figure
-from rescheduler.simulator.metrics import Summary, run_metrics, summarise
-from rescheduler.simulator.report import about, document, markdown_report, terminal_table
-from rescheduler.simulator.rescheduling_figures import draw_rescheduling
-from rescheduler.simulator.run_result import RequestRecords, RunResult
+from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.simulator.config.config_parser import config_parser, parsed_config
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.engine.engine import advance
+from rescheduler.simulator.results.figures import (
+    draw_comparison,
+    draw_loads,
+    draw_power,
+    save_figure,
+)
+from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
+from rescheduler.simulator.results.report import about, document, markdown_report, terminal_table
+from rescheduler.simulator.results.rescheduling_figures import draw_rescheduling
+from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import Contender, create_contenders, run_setup
 from rescheduler.simulator.simulation import run
-from rescheduler.simulator.simulation_config import SimulationConfig
 
 __all__ = [
     "compile_notice",

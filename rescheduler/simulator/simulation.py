@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import Forecast, PointForecast, SurvivalForecast
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.batching.prefill_budget import prefill_budget
-from rescheduler.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
-from rescheduler.interrupts import held_interrupts
+from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
+from rescheduler.commands.interrupts import held_interrupts
 from rescheduler.migration import MigrationPolicy, MigrationProblem
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.routing.problem import RoutingProblem
-from rescheduler.simulator.arrival_process import with_arrivals
-from rescheduler.simulator.batch_arrays import new_batch_arrays
-from rescheduler.simulator.decision import routing_problem_of
-from rescheduler.simulator.engine import EngineParts, advance, apply_target
-from rescheduler.simulator.engine_state import (
+from rescheduler.simulator.config.service_rules import service_rules
+from rescheduler.simulator.engine.batch_arrays import new_batch_arrays
+from rescheduler.simulator.engine.decision import routing_problem_of
+from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
+from rescheduler.simulator.engine.engine_state import (
     ASK,
     BIN_PACKING,
     CHUNKED,
@@ -45,17 +45,17 @@ from rescheduler.simulator.engine_state import (
     with_more_rows,
     with_wider_pool,
 )
-from rescheduler.simulator.forecast_arrays import (
+from rescheduler.simulator.engine.planning import migration_problem_of, movable_requests
+from rescheduler.simulator.forecasts.forecast_arrays import (
     CURVE,
     MARGINAL,
     ForecastArrays,
     expected_remaining,
 )
-from rescheduler.simulator.planning import migration_problem_of, movable_requests
-from rescheduler.simulator.run_result import LoadSeries, RequestRecords, RunResult
+from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.service_rules import service_rules
-from rescheduler.simulator.trace import Trace, TraceBlock, first_requests
+from rescheduler.simulator.workloads.arrival_process import with_arrivals
+from rescheduler.simulator.workloads.trace import Trace, TraceBlock, first_requests
 
 __all__ = ["Simulation", "run"]
 

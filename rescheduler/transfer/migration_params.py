@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from data_collection.request_ids import MIGRATION_PARAMS
+from data_collection.capture.request_ids import MIGRATION_PARAMS
 
 __all__ = ["ConnectorConfig", "MigrationParams", "connector_config"]
 

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
-from data_collection.request_ids import MIGRATION_PARAMS
+from data_collection.capture.request_ids import MIGRATION_PARAMS
 from rescheduler.transfer.control_messages import (
     Command,
     EngineState,

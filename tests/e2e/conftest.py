@@ -9,8 +9,8 @@ import pytest
 from moving import Engine, Run, idle_state
 from running_deployment import ENGINE, RunningDeployment
 
-from rescheduler.serving.launch_engines import launched
-from rescheduler.serving.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.transfer.control_client import ControlClient
 
 

@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 from running_deployment import RunningDeployment
 
-from rescheduler.serving.deployment import Deployment
-from rescheduler.serving.launch_local import write_deployment
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.launch_local import write_deployment
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["CHAT", "COMPLETIONS", "Client", "Served", "logprobs_of", "served", "text_of"]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rescheduler.serving.deployment import Deployment, EngineOptions
-from rescheduler.serving.launch_engines import Launched
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.launch_engines import Launched
 
 __all__ = ["ENGINE", "RunningDeployment"]
 

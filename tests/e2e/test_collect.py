@@ -13,9 +13,9 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from data_collection.dataset_schema import requests_files, rows_files
-from data_collection.validate_dataset import validate
-from predictor.row_table import load_rows
+from data_collection.dataset.dataset_schema import requests_files, rows_files
+from data_collection.dataset.validate_dataset import validate
+from predictor.training.row_table import load_rows
 
 N_PROMPTS = 24
 START_SECONDS = 500

@@ -16,8 +16,8 @@ import pytest
 from msgspec.structs import replace
 from running_deployment import ENGINE, RunningDeployment
 
-from rescheduler.serving.deployment import Instance
-from rescheduler.serving.launch_local import local_deployment, write_deployment
+from rescheduler.engines.deployment import Instance
+from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
 

@@ -12,9 +12,9 @@ from batching_profile import profile_of
 from proxying import Client, Served, served
 from running_deployment import ENGINE, RunningDeployment
 
-from rescheduler.profiling.profile import BatchTime
-from rescheduler.serving.launch_engines import launched
-from rescheduler.serving.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.step_time.profile import BatchTime
 
 TIMES = BatchTime(constant=0.03, per_new=0.001, per_context=1e-6)
 LONG = list(range(1000, 1400))  # 0.4 s, says the profile

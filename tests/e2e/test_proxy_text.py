@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rescheduler.serving.continued_text import ContinuedText, TextRules
+from rescheduler.openai.continued_text import ContinuedText, TextRules
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    from data_collection.collect import engine_arguments
+    from data_collection.workload.engine_options import engine_arguments
 
     model, dataset, arguments, prompts, max_tokens = sys.argv[1:]
     capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}

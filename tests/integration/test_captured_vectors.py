@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from predictor.row_table import RowTable, load_rows
+from predictor.training.row_table import RowTable, load_rows
 
 QUESTIONS = [
     "What is the capital of France?",

@@ -19,8 +19,8 @@ from batching_profile import profile_of
 from serving import free_port, post, wait_until_ready
 
 from predictor.live.telemetry_messages import Snapshot, decode_message
-from rescheduler.profiling.profile import BatchTime
-from rescheduler.profiling.step_log import read_engine, read_steps
+from rescheduler.step_time.profile import BatchTime
+from rescheduler.step_time.step_log import read_engine, read_steps
 
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"

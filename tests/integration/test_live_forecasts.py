@@ -17,9 +17,7 @@ import torch
 import zmq
 from serving import free_port, post, wait_until_ready
 
-from data_collection.validate_dataset import validate
-from predictor.checkpoint import load_predictor
-from predictor.hidden_state_mlp import RequestRows
+from data_collection.dataset.validate_dataset import validate
 from predictor.live.telemetry_messages import (
     TOPIC,
     Finished,
@@ -29,7 +27,9 @@ from predictor.live.telemetry_messages import (
     decode_message,
     decode_survival,
 )
-from predictor.row_table import RowTable, load_rows
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import RequestRows
+from predictor.training.row_table import RowTable, load_rows
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 REQUESTS = 8
@@ -237,8 +237,8 @@ def test_an_engine_that_cannot_forecast_does_not_start(
 
 
 def other_models_checkpoint(folder: Path) -> Path:
-    from predictor.checkpoint import export_checkpoint
-    from predictor.survival_mlp import SurvivalMLP
+    from predictor.models.checkpoint import export_checkpoint
+    from predictor.models.survival_mlp import SurvivalMLP
 
     other = SurvivalMLP(
         edges=[0, 10, 100],

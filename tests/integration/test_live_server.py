@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from serving import free_port, post, wait_until_ready
 
-from data_collection.dataset_schema import read_sessions
-from data_collection.validate_dataset import validate
-from predictor.row_table import RowTable, load_rows
+from data_collection.dataset.dataset_schema import read_sessions
+from data_collection.dataset.validate_dataset import validate
+from predictor.training.row_table import RowTable, load_rows
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from data_collection.capture_config import CaptureConfig, read_capture_config
-from data_collection.collect import engine_arguments
-from data_collection.vllm_adapter import is_recording_rank, refuse_unsupported
+from data_collection.capture.capture_config import CaptureConfig, read_capture_config
+from data_collection.capture.vllm_adapter import is_recording_rank, refuse_unsupported
+from data_collection.workload.engine_options import engine_arguments
 
 
 def vllm_config(model: Path, **options: Any) -> Any:

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data_collection.dataset_schema import Session
+from data_collection.dataset.dataset_schema import Session
 from data_collection.models import EMBEDDED_MODELS, resolve_model
-from predictor.comparators import (
+from predictor.evaluation.comparators import (
     AuxiliaryCausalLM,
     AuxiliaryEncoder,
     ConstantMedian,
     PromptSelfReport,
     TextRegressor,
 )
-from predictor.row_table import HiddenStates, Requests, RowTable
+from predictor.training.row_table import HiddenStates, Requests, RowTable
 
 CONVERSATIONS = [
     ("Say yes.", "Yes.", 2),

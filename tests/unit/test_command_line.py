@@ -8,7 +8,7 @@ import pytest
 import yaml
 from recorded_dataset import record
 
-from rescheduler.command_line import main
+from rescheduler.commands.command_line import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,7 +155,7 @@ def test_a_training_without_a_predictor_is_a_usage_error(model: list[str]) -> No
 
 def test_the_packages_import_without_vllm_or_torch() -> None:
     code = (
-        "import sys, data_collection, rescheduler, rescheduler.command_line; "
+        "import sys, data_collection, rescheduler, rescheduler.commands.command_line; "
         "sys.exit(bool({'vllm', 'torch', 'lightning', 'nixl'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

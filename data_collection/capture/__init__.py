@@ -1,0 +1,1 @@
+"""Hidden states out of a running vLLM engine: which rows, whose, and where they go."""

@@ -1,0 +1,126 @@
+"""Which rows of a step to capture, and who receives them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from data_collection.capture.captured_rows import (
+    Cadence,
+    CapturedRows,
+    FinishedRequest,
+    RowConsumer,
+)
+
+__all__ = ["CaptureHook"]
+
+
+class CaptureHook:
+    """Select the rows that are due and hand them to the consumers, on the engine's thread.
+
+    With c tokens computed before a step, s scheduled in it and a prompt of p tokens, a
+    request stands at n = c + s - p generated tokens when the step's forward pass is done.
+    Its row is the last token's only if c + s reaches everything known of the request:
+    otherwise the step is one part of a chunked prefill, or of a recomputation after
+    preemption, and the row belongs to a token in the middle. A row is due at n = 0, the end of
+    prefill, and then when n is a multiple of k, or in every k-th step of the engine, as the
+    consumer's cadence says.
+
+    Args:
+        k: tokens, or steps, between two captured rows of a request.
+        consumers: receive every row of their cadence and every finished request.
+        generated: kept up to date with n of every request that has been prefilled and has not
+            ended; for consumers that want to look at any time.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        consumers: Sequence[RowConsumer],
+        generated: dict[str, int] | None = None,
+    ) -> None:
+        self.k = k
+        self.consumers = tuple(consumers)
+        self.steps = 0
+        self._generated = {} if generated is None else generated
+        self._requests: dict[str, tuple[int, int]] = {}
+        cadences = {consumer.cadence for consumer in self.consumers}
+        self._due: dict[Cadence, dict[str, int]] = {cadence: {} for cadence in sorted(cadences)}
+
+    def request_added(self, request_id: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Learn of a request, before its first `request_scheduled`."""
+        self._requests[request_id] = (prompt_tokens, max_tokens)
+
+    def request_scheduled(self, request_id: str, computed: int, scheduled: int, known: int) -> None:
+        """Note a request of this step, and whether its row is due.
+
+        Args:
+            request_id: a request learnt of by `request_added`.
+            computed: tokens whose KV was there before the step.
+            scheduled: tokens of this step.
+            known: generated tokens that existed when the step was scheduled.
+        """
+        n = computed + scheduled - self._requests[request_id][0]
+        if n < known or n < 0:
+            return
+        self._generated[request_id] = n
+        for cadence, due in self._due.items():
+            count = n if cadence == "request" else self.steps + 1
+            if n == 0 or count % self.k == 0:
+                due[request_id] = n
+
+    def step_done(
+        self,
+        batch_request_ids: Sequence[str],
+        gather: Callable[[list[int]], torch.Tensor],
+        finished: list[FinishedRequest],
+    ) -> None:
+        """Hand on what the step brought.
+
+        Args:
+            batch_request_ids: [n_reqs] ids in the order of the batch.
+            gather: copies the hidden states [n_rows, d] of the given batch positions.
+            finished: requests that ended before this step was scheduled.
+        """
+        self.steps += 1
+        if finished:
+            for consumer in self.consumers:
+                consumer.on_finished(finished)
+            for request in finished:
+                self._requests.pop(request.request_id, None)
+                self._generated.pop(request.request_id, None)
+        for cadence, due in self._due.items():
+            if due:
+                rows = self._rows(due, batch_request_ids, gather)
+                due.clear()
+                for consumer in self.consumers:
+                    if consumer.cadence == cadence:
+                        consumer.on_rows(rows)
+
+    def _rows(
+        self,
+        due: dict[str, int],
+        batch_request_ids: Sequence[str],
+        gather: Callable[[list[int]], torch.Tensor],
+    ) -> CapturedRows:
+        positions = [i for i, name in enumerate(batch_request_ids) if name in due]
+        request_ids = [batch_request_ids[i] for i in positions]
+        known = [self._requests[name] for name in request_ids]
+        return CapturedRows(
+            step=self.steps,
+            request_ids=request_ids,
+            prompt_tokens=[prompt_tokens for prompt_tokens, _ in known],
+            generated_tokens=[due[name] for name in request_ids],
+            max_tokens=[max_tokens for _, max_tokens in known],
+            hidden_states=gather(positions),
+        )
+
+    def close(self) -> None:
+        """Close every consumer, also when one of them fails."""
+        errors = []
+        for consumer in self.consumers:
+            try:
+                consumer.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("closing the capture hook", errors)

@@ -1,0 +1,1 @@
+"""Datasets of captured rows: schema, card, splits, validation, merging."""

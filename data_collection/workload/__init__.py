@@ -1,0 +1,1 @@
+"""What drives a model while it is recorded: prompts, arrivals, sampling."""

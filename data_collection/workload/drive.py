@@ -1,0 +1,204 @@
+"""Drive prompts through a vLLM engine that captures, and show how far it is."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+from tqdm import tqdm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from data_collection.workload.arrivals import Arrivals, arrival_times
+from data_collection.workload.engine_options import ID_PREFIX, Sampling
+from data_collection.workload.prompts import Prompt, PromptError
+
+__all__ = ["CollectionError", "drive"]
+
+logger = logging.getLogger("headway.drive")
+
+_STATUS_SECONDS = 1.0
+
+
+_KV_CACHE_GIB = 4
+"""Memory of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise."""
+
+
+class CollectionError(RuntimeError):
+    """A collection ended early; the message says what is kept and what was lost."""
+
+
+def drive(
+    prompts: list[Prompt], engine_arguments: dict[str, Any], sampling: Sampling, arrivals: Arrivals
+) -> None:
+    """Run every prompt once and return when all are done.
+
+    Raises:
+        CollectionError: Ctrl-C, the engine died, or recording failed.
+        PromptError: no prompt fits the model.
+    """
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
+    asyncio.run(_Drive(sampling, arrivals).run(prompts, engine_arguments))
+
+
+class _Drive:
+    """One run over the prompts: counts, progress bar and the reasons to stop."""
+
+    def __init__(self, sampling: Sampling, arrivals: Arrivals) -> None:
+        self._sampling = sampling
+        self._arrivals = arrivals
+        self._tokens = 0
+        self._in_flight: set[str] = set()
+        self._status: dict[str, Any] = {}
+        self._bar: tqdm[Any] | None = None
+
+    async def run(self, prompts: list[Prompt], engine_arguments: dict[str, Any]) -> None:
+        interrupted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+        loop.add_signal_handler(signal.SIGINT, interrupted.set)
+        try:
+            requests = await self._tokenise(engine, prompts)
+            with tqdm(total=len(requests), unit="request", dynamic_ncols=True) as self._bar:
+                tasks: list[asyncio.Task[Any]] = [
+                    asyncio.create_task(self._send_all(engine, requests)),
+                    asyncio.create_task(self._watch(engine)),
+                    asyncio.create_task(interrupted.wait()),
+                ]
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                lost = len(self._in_flight)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                if interrupted.is_set():
+                    raise CollectionError(
+                        f"interrupted: {lost} running requests were cut and are kept as censored "
+                        "rows; run the same command again to go on"
+                    )
+                for task in done:
+                    task.result()
+        except EngineDeadError as error:
+            raise CollectionError(
+                f"the engine died: the rows of {len(self._in_flight)} running requests and of "
+                "those that ended in the last seconds are lost; run the same command again to "
+                "go on"
+            ) from error
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            engine.shutdown()
+            print(self._summary())
+
+    async def _tokenise(
+        self, engine: AsyncLLM, prompts: list[Prompt]
+    ) -> list[tuple[Prompt, list[int]]]:
+        """Apply the chat template; leave out, by name, what does not fit the model."""
+        tokenizer = engine.get_tokenizer()
+        longest = engine.model_config.max_model_len
+        requests, too_long = [], []
+        for prompt in prompts:
+            ids = tokenizer.apply_chat_template(
+                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            if len(ids) < longest:
+                requests.append((prompt, ids))
+            else:
+                too_long.append(f"{prompt.id} ({len(ids)} tokens)")
+        if too_long:
+            message = (
+                f"{len(too_long)} prompts are longer than the model's {longest} tokens and left "
+                f"out: {', '.join(too_long[:5])}{' ...' if len(too_long) > 5 else ''}"
+            )
+            if not requests:
+                raise PromptError(message)
+            logger.warning(message)
+        return requests
+
+    async def _send_all(self, engine: AsyncLLM, requests: list[tuple[Prompt, list[int]]]) -> None:
+        """Start every request when it arrives and a place is free; return when all ended."""
+        places = asyncio.Semaphore(self._arrivals.concurrency)
+        started = time.monotonic()
+
+        async def send(index: int, prompt: Prompt, token_ids: list[int]) -> None:
+            try:
+                await self._send(engine, index, prompt, token_ids)
+            finally:
+                places.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                arriving = arrival_times(self._arrivals)
+                for index, (prompt, ids) in enumerate(requests):
+                    arrival = next(arriving, None)
+                    if arrival is None:
+                        left = len(requests) - index
+                        logger.warning("the trace has no more arrivals: %d prompts left", left)
+                        break
+                    await asyncio.sleep(max(0.0, started + arrival - time.monotonic()))
+                    await places.acquire()
+                    group.create_task(send(index, prompt, ids))
+        except ExceptionGroup as failures:  # the first says what happened
+            raise failures.exceptions[0] from None
+
+    async def _send(
+        self, engine: AsyncLLM, index: int, prompt: Prompt, token_ids: list[int]
+    ) -> None:
+        request_id = ID_PREFIX + prompt.id
+        self._in_flight.add(request_id)
+        sampling = SamplingParams(
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            max_tokens=self._sampling.max_tokens,
+            n=self._sampling.n,
+            seed=None if self._sampling.seed is None else self._sampling.seed + index,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"headway_source": prompt.source, "headway_task": prompt.task},
+        )
+        async for output in engine.generate(
+            TokensPrompt(prompt_token_ids=token_ids), sampling, request_id
+        ):
+            self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self._in_flight.discard(request_id)
+        assert self._bar is not None
+        self._bar.update()
+
+    async def _watch(self, engine: AsyncLLM) -> None:
+        """Show the recorder's counts every second; fail when it cannot write."""
+        tokens, then = self._tokens, time.monotonic()
+        while True:
+            await asyncio.sleep(_STATUS_SECONDS)
+            replies = await engine.collective_rpc("headway_status")
+            self._status = next(reply for reply in replies if reply["recording"])
+            now = time.monotonic()
+            if self._bar is not None:
+                self._bar.set_postfix_str(
+                    f"{self._status['rows']} rows, "
+                    f"{(self._tokens - tokens) / (now - then):.0f} tokens/s"
+                    + (f", {self._status['dropped_rows']} dropped" * self._has("dropped_rows"))
+                    + (f", {self._status['refused_rows']} refused" * self._has("refused_rows"))
+                )
+            tokens, then = self._tokens, now
+            if self._status["error"]:
+                raise CollectionError(
+                    f"recording failed: {self._status['error']}. The shards written so far are a "
+                    f"valid dataset; {self._status['unwritten_rows']} rows could not be written. "
+                    "Mend it and run the same command again to go on"
+                )
+
+    def _has(self, count: str) -> bool:
+        return bool(self._status.get(count, 0))
+
+    def _summary(self) -> str:
+        text = f"{self._status.get('rows', 0)} rows seen by the recorder"
+        for count in ("dropped_rows", "refused_rows"):
+            if self._has(count):
+                text += f", {self._status[count]} {count.replace('_', ' ')}"
+        return text

@@ -1,0 +1,79 @@
+"""The settings that start an engine and drive it: options, sampling, what is recorded."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["ID_PREFIX", "EngineOptions", "RecordOptions", "Sampling", "engine_arguments"]
+
+ID_PREFIX = "prompt-"
+"""What a driven request's id starts with; the prompt's own id follows."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that is started.
+
+    Attributes:
+        dtype: type the model computes in; float32 is the fastest on many CPUs.
+        max_model_len: longest prompt plus answer; the model's own limit when not given.
+        enforce_eager: skip compilation, which takes minutes and pays on long runs.
+        extra: further arguments of vLLM's `AsyncEngineArgs`, by name.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    enforce_eager: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are sampled.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus.
+        max_tokens: cap of the answer; requests that reach it are censored.
+        n: answers to each prompt.
+        seed: of request i is seed + i; None leaves sampling to the engine's own generator
+            (vLLM 0.32 has no seeded requests on a CPU).
+    """
+
+    temperature: float = 0.8
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    n: int = 1
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What is recorded.
+
+    Attributes:
+        k: tokens between two rows of a request.
+        dtype: type the vectors are stored in.
+        flush_seconds: longest time finished rows wait to be written.
+    """
+
+    k: int = 20
+    dtype: Literal["float16", "float32"] = "float16"
+    flush_seconds: float = 10.0
+
+
+def engine_arguments(model: str, capture: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a vLLM engine that captures.
+
+    Args:
+        model: folder or Hugging Face id.
+        capture: `additional_config`, see `capture_config`.
+        extra: further arguments of vLLM's `EngineArgs`, which take precedence.
+    """
+    return {
+        "model": model,
+        "worker_cls": "data_collection.vllm_worker.HeadwayWorker",
+        "scheduler_cls": "data_collection.vllm_scheduler.HeadwayScheduler",
+        "additional_config": capture,
+        "disable_log_stats": True,
+        **extra,
+    }

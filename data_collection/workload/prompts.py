@@ -1,0 +1,155 @@
+"""Prompts to drive: the starter set, JSONL, chat messages, a Hugging Face dataset."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from data_collection.workload.starter_prompts import starter_prompts
+
+__all__ = ["Prompt", "PromptError", "load_prompts"]
+
+_JSONL = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
+
+
+class PromptError(ValueError):
+    """A prompt source cannot be used; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to drive.
+
+    Attributes:
+        id: unique within the source; a resumed collection knows done prompts by it.
+        messages: the conversation so far, as chat messages.
+        source: where it comes from.
+        task: what kind of request it is.
+    """
+
+    id: str
+    messages: list[dict[str, str]]
+    source: str
+    task: str
+
+
+def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
+    """Load prompts, in the order of their source.
+
+    Args:
+        source: ``starter`` (bundled), a JSONL file (``.jsonl``, also gzipped) whose lines have
+            ``prompt`` or ``messages`` and optionally ``id``, ``source``, ``task``, or the id of
+            a Hugging Face dataset with such columns, optionally ``OWNER/NAME:SPLIT``.
+        limit: keep only so many.
+
+    Raises:
+        PromptError: the source does not exist, is empty, or has a malformed line, or an id
+            appears twice.
+    """
+    if limit is not None and limit < 1:
+        raise PromptError(f"the number of prompts must be at least 1, not {limit}")
+    if source == "starter":
+        records: Iterable[tuple[str, Any]] = (
+            (f"starter prompt {i}", record) for i, record in enumerate(starter_prompts(), 1)
+        )
+    elif source.endswith(_JSONL):
+        records = _jsonl_records(Path(source))
+    elif Path(source).exists():
+        raise PromptError(f"{source}: prompt files are JSON Lines ({', '.join(_JSONL)})")
+    else:
+        records = _hub_records(source)
+    prompts: list[Prompt] = []
+    seen: set[str] = set()
+    for where, record in records:
+        prompt = _parse(where, record, len(prompts), default_source=Path(source).name)
+        if prompt.id in seen:
+            raise PromptError(f"{where}: the id {prompt.id!r} appeared before")
+        seen.add(prompt.id)
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise PromptError(f"{source}: no prompts in it")
+    return prompts
+
+
+def _parse(where: str, record: Any, index: int, default_source: str) -> Prompt:
+    if not isinstance(record, dict):
+        raise PromptError(f"{where}: expected a JSON object, found {type(record).__name__}")
+    messages = record.get("messages")
+    text = record.get("prompt")
+    if messages is None and isinstance(text, str) and text.strip():
+        messages = [{"role": "user", "content": text}]
+    if not _is_conversation(messages):
+        raise PromptError(
+            f"{where}: needs 'prompt' (a text that is not empty) or 'messages' "
+            "(a list of objects with 'role' and 'content'); it has "
+            f"{', '.join(map(repr, record)) or 'nothing'}"
+        )
+    return Prompt(
+        id=_text(record, "id", str(index)),
+        messages=[{"role": m["role"], "content": m["content"]} for m in messages or []],
+        source=_text(record, "source", default_source),
+        task=_text(record, "task", ""),
+    )
+
+
+def _text(record: dict[str, Any], key: str, default: str) -> str:
+    value = record.get(key)
+    return default if value is None else str(value)
+
+
+def _is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
+def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    yield where, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise PromptError(f"{where}: not JSON: {error}") from error
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise PromptError(f"{path}: not a whole gzip file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
+    from datasets import load_dataset
+
+    name, _, split = source.partition(":")
+    try:
+        rows = load_dataset(name, split=split or "train", streaming=True)
+    except Exception as error:  # the hub client raises many kinds
+        raise PromptError(
+            f"{source}: not 'starter', not a file, and no Hugging Face dataset could be "
+            f"loaded by this name: {error}"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{source}, row {number}", row

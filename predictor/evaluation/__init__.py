@@ -1,0 +1,1 @@
+"""What a predictor is worth beside its comparators."""

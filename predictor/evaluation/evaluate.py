@@ -1,0 +1,216 @@
+"""`headway evaluate`: a predictor and its comparators, on the same test rows."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from data_collection.atomic_file import write_text_atomically
+from data_collection.dataset.split import split_requests
+from data_collection.versions import machine, source_commit, versions
+from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier
+from predictor.evaluation.evaluation_figures import draw_figures
+from predictor.evaluation.evaluation_report import markdown_report
+from predictor.evaluation.evaluation_result import AgeScores, Calibration, Evaluation, MethodResult
+from predictor.evaluation.latency import median_latency_ms
+from predictor.evaluation.metrics import error_by_bin, summarise_errors
+from predictor.evaluation.survival_metrics import (
+    Outcomes,
+    d_calibration,
+    levels_of,
+    survival_scores,
+)
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from predictor.forecasts.recalibration import observed_share
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import HiddenStateMLP
+from predictor.models.survival_mlp import SurvivalMLP
+from predictor.training.row_table import RowTable, load_rows
+from predictor.training.rows_data_module import request_rows
+
+__all__ = ["evaluate"]
+
+_BINS = 8
+
+
+def evaluate(
+    dataset: Path,
+    checkpoint: str,
+    out: Path | None = None,
+    comparators: dict[str, dict[str, Any]] | None = None,
+    split_seed: int | None = None,
+    part: Literal["validation", "test"] = "test",
+) -> None:
+    """Measure a predictor and its comparators on the test split of a dataset.
+
+    Writes ``metrics.json``, ``report.md`` and figures, and prints the table. The split is
+    the one of the checkpoint's training, so the test requests were never seen.
+
+    Args:
+        dataset: folder of the dataset.
+        checkpoint: folder or Hugging Face id of a survival model or a regressor.
+        out: where to write; ``DATASET/evaluation`` when not given.
+        comparators: name -> options; constant_median and kaplan_meier when not given. Others:
+            regressor and regressor_cut_as_ended (with a checkpoint each), prompt_self_report,
+            auxiliary_encoder, auxiliary_causal_lm.
+        split_seed: of the split; the checkpoint's own when not given.
+        part: ``validation`` to choose between settings, so that the test is looked at last.
+
+    Raises:
+        ModelMismatchError: the predictor is of another model; both are named.
+        DatasetError: the dataset cannot be used.
+        CheckpointError: the checkpoint cannot be used.
+        ValueError: an unknown comparator.
+    """
+    chosen = {"constant_median": {}, "kaplan_meier": {}} if comparators is None else comparators
+    for name in chosen:
+        if name not in COMPARATORS:
+            raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
+    predictor = load_predictor(checkpoint)
+    table = load_rows(dataset)
+    predictor.refuse_other_model(table.session)
+    trained = predictor.provenance
+    seed = trained.get("split_seed", 0) if split_seed is None else split_seed
+    parts = {
+        name: table.select(np.isin(table.request, requests))
+        for name, requests in split_requests(table.requests.group, seed).items()
+    }
+    test = parts[part].ran_to_their_end()
+    if len(test) == 0:
+        raise ValueError(f"{dataset}: no {part} request ran to its end, nothing can be measured")
+    own, found = _measure(
+        test,
+        partial(_forecast, predictor),
+        sum(weights.numel() for weights in predictor.parameters()),
+        float(trained.get("training_seconds", 0.0)),
+    )
+    results: dict[str, MethodResult] = {}
+    notes: list[str] = []
+    for name, options in chosen.items():
+        print(f"{name}: training", flush=True)
+        try:
+            comparator = COMPARATORS[name](**options)
+        except TypeError as error:  # an option too many or too few
+            raise ValueError(f"comparator {name}: {error}") from error
+        started = time.monotonic()
+        comparator.fit(parts["train"], parts["validation"])
+        seconds = getattr(comparator, "training_seconds", time.monotonic() - started)
+        print(f"{name}: predicting {len(test)} {part} rows", flush=True)
+        forecast = partial(_comparator_forecast, comparator)
+        results[name], _ = _measure(test, forecast, comparator.parameters, seconds)
+        notes += comparator.notes
+    evaluation = Evaluation(
+        own=own,
+        comparators=results,
+        calibration=_calibration(predictor, found, test),
+        n_requests=len(np.unique(test.request)),
+        n_rows=len(test),
+        cut_rows=int(test.censored.sum()),
+        left_out_rows=len(parts[part]) - len(test),
+        provenance={
+            "model": f"{table.session.model} ({table.session.revision})",
+            "dataset": f"{dataset.resolve().name}: {len(table.requests)} requests, "
+            f"{len(table)} rows",
+            "split_seed": seed,
+            "part": part,
+            "commit": source_commit(),
+            "machine": machine(),
+            "versions": versions(),
+        },
+        notes=notes,
+    )
+    _write(evaluation, test, found, out or dataset / "evaluation")
+
+
+def _forecast(predictor: HiddenStateMLP, rows: RowTable) -> Forecast:
+    return predictor.forecast(request_rows(rows))
+
+
+def _comparator_forecast(comparator: Comparator, rows: RowTable) -> Forecast:
+    if isinstance(comparator, KaplanMeier):
+        return comparator.forecast(rows)
+    return PointForecast.new(comparator.predict(rows), rows.tokens_left())
+
+
+def _outcomes(rows: RowTable) -> Outcomes:
+    return Outcomes(rows.remaining_tokens, rows.censored, rows.tokens_left())
+
+
+def _measure(
+    test: RowTable,
+    forecast: Callable[[RowTable], Forecast],
+    parameters: int,
+    training_seconds: float,
+) -> tuple[MethodResult, Forecast]:
+    # Timed first, while nothing is cached: ten rows of ten requests.
+    _, first = np.unique(test.request, return_index=True)
+    ten = test.select(np.resize(first, 10))
+    one = test.select(first[:1])
+    latencies = [median_latency_ms(partial(forecast, rows)) for rows in (one, ten)]
+    found, outcomes = forecast(test), _outcomes(test)
+    median, remaining = found.median(), test.remaining_tokens
+    ended = ~test.censored
+    total = test.requests.total_tokens[test.request]
+    by_generated = []
+    edges = _edges(test.generated_tokens)
+    for low, high in itertools.pairwise(edges):
+        rows = np.flatnonzero((test.generated_tokens >= low) & (test.generated_tokens < high))
+        if len(rows):
+            mae = float(np.abs(median - remaining)[rows].mean())
+            scores = survival_scores(found.select(rows), outcomes.select(rows))
+            by_generated.append(AgeScores(low, high, len(rows), mae, scores))
+    result = MethodResult(
+        errors=summarise_errors(median, remaining),
+        mae_ended=float(np.abs(median - remaining)[ended].mean()) if ended.any() else float("nan"),
+        mae_mean=float(np.abs(found.mean() - remaining).mean()),
+        scores=survival_scores(found, outcomes),
+        parameters=parameters,
+        training_seconds=training_seconds,
+        latency_ms_batch1=latencies[0],
+        latency_ms_batch10=latencies[1],
+        by_generated=by_generated,
+        by_total=error_by_bin(median, remaining, total, _edges(total)),
+    )
+    return result, found
+
+
+def _calibration(predictor: HiddenStateMLP, found: Forecast, test: RowTable) -> Calibration | None:
+    """Compare levels with shares, with and without the predictor's recalibration."""
+    if not isinstance(predictor, SurvivalMLP) or not isinstance(found, SurvivalForecast):
+        return None
+    outcomes, cut = _outcomes(test), test.censored
+    raw = levels_of(predictor.forecast_as_learned(request_rows(test)), outcomes)
+    levels = levels_of(found, outcomes)
+    first = test.generated_tokens == test.generated_tokens.min()
+    shares, p_value = d_calibration(levels[first], cut[first])
+    nominal = np.linspace(0.025, 0.975, 39)
+    return Calibration(
+        d_shares=shares.tolist(),
+        d_p_value=p_value,
+        nominal=nominal.tolist(),
+        observed=observed_share(levels, cut, nominal).tolist(),
+        observed_raw=observed_share(raw, cut, nominal).tolist(),
+    )
+
+
+def _edges(values: Any) -> Sequence[int]:
+    """Return bin edges of equal width, rounded up to a multiple of ten."""
+    width = max(10, -(-int(values.max() + 1) // (_BINS * 10)) * 10)
+    return list(range(0, int(values.max()) + width + 1, width))
+
+
+def _write(evaluation: Evaluation, test: RowTable, found: Forecast, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    document = json.dumps(evaluation.as_json(), indent=1) + "\n"
+    write_text_atomically(out / "metrics.json", document)
+    figures = draw_figures(evaluation, test.remaining_tokens, found.median(), out)
+    report = markdown_report(evaluation, figures)
+    write_text_atomically(out / "report.md", report)
+    print(report)
+    for path in (out / "metrics.json", out / "report.md", *figures):
+        print(path)

@@ -1,0 +1,1 @@
+"""Forecasts of remaining length and what follows from them: ageing, loads, calibration."""

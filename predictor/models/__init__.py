@@ -1,0 +1,1 @@
+"""The networks that forecast from hidden states, and their checkpoints."""

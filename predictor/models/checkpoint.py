@@ -1,0 +1,66 @@
+"""Checkpoints of predictors: loading the right kind, writing one with its card."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from data_collection.atomic_file import write_text_atomically
+from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
+from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.survival_mlp import SurvivalMLP
+
+__all__ = ["export_checkpoint", "load_predictor"]
+
+_KINDS: dict[str, type[HiddenStateMLP]] = {
+    "regression": RemainingLengthMLP,
+    "survival": SurvivalMLP,
+}
+
+
+def load_predictor(checkpoint: str) -> HiddenStateMLP:
+    """Load a checkpoint from a folder or the Hugging Face hub, ready to predict.
+
+    Returns:
+        A `SurvivalMLP` or a `RemainingLengthMLP`, by the ``kind`` its ``config.json`` names.
+
+    Raises:
+        CheckpointError: the folder lacks its files, or they are damaged or of no known kind.
+    """
+    folder = Path(checkpoint)
+    if folder.exists():
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder}: no {name}, so this is no checkpoint")
+    try:
+        local = folder.exists()
+        path = folder / "config.json" if local else Path(hf_hub_download(checkpoint, "config.json"))
+        kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{checkpoint}/config.json: not JSON: {error}") from error
+    except Exception as error:  # the hub raises its own
+        raise CheckpointError(
+            f"{checkpoint}: neither a folder nor a readable model of the hub: {error}"
+        ) from error
+    if kind not in _KINDS:
+        raise CheckpointError(
+            f"{checkpoint}: config.json says kind {kind!r}; known: {', '.join(_KINDS)}"
+        )
+    try:
+        with redirect_stdout(StringIO()):  # the hub prints where it loads from
+            loaded: HiddenStateMLP = _KINDS[kind].from_pretrained(checkpoint, strict=True)
+    except Exception as error:  # safetensors, torch and the hub each raise their own
+        raise CheckpointError(f"{checkpoint}: cannot be loaded: {error}") from error
+    return loaded.eval()
+
+
+def export_checkpoint(predictor: HiddenStateMLP, folder: Path, provenance: dict[str, Any]) -> None:
+    """Write a checkpoint with its card; the weights come last, so a whole one has them."""
+    predictor.provenance = provenance
+    predictor._hub_mixin_config = predictor.config()
+    folder.mkdir(parents=True, exist_ok=True)
+    predictor.save_pretrained(folder)
+    write_text_atomically(folder / "README.md", str(predictor.generate_model_card()))

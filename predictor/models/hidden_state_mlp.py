@@ -1,0 +1,195 @@
+"""What every predictor on hidden states shares: its trunk, its checkpoint, its serving model."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import ModelCard, PyTorchModelHubMixin
+from torch import nn
+
+from data_collection.dataset.dataset_schema import Session
+from predictor.forecasts.forecast import Forecast
+from predictor.models.checkpoint_card import checkpoint_card
+
+__all__ = ["COUNTS", "CheckpointError", "HiddenStateMLP", "ModelMismatchError", "RequestRows"]
+
+COUNTS = ("generated_tokens", "prompt_tokens", "tokens_left")
+"""Token counts a predictor may read beside the hidden state; the last is to ``max_tokens``."""
+
+
+class CheckpointError(ValueError):
+    """A folder is no checkpoint of a predictor."""
+
+
+class ModelMismatchError(ValueError):
+    """A predictor was given hidden states of a model it was not trained on."""
+
+
+class RequestRows(NamedTuple):
+    """What is known of n running requests when they are forecast, on one device.
+
+    Attributes:
+        hidden_states: [n, d] float32, last layer, after the final norm, last token.
+        counts: [n, 3] float32 tokens: generated, of the prompt, and left to ``max_tokens``.
+    """
+
+    hidden_states: torch.Tensor
+    counts: torch.Tensor
+
+
+class HiddenStateMLP(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="headway",
+    tags=["length-prediction", "llm-serving"],
+    license="apache-2.0",
+):
+    """An MLP on the serving model's hidden state (STAR §4.2, eq. 2), whatever its head.
+
+    With h in R^d the last layer's hidden state of the last token, after the final norm,
+
+        x = W_m φ(… φ(W_1 [z, c])),   z = (h - μ) / σ,   φ = ReLU,
+
+    with biases. c are the standardised logarithms of the token counts named by ``inputs``,
+    none in STAR. The standardisations come from the training rows and fold into W_1: they
+    change how fast the network learns, not what it can express.
+
+    Every argument is kept in the checkpoint's ``config.json``.
+
+    Args:
+        outputs: values the last layer yields for a request.
+        kind: which predictor the checkpoint is of.
+        model: name of the serving model whose hidden states it reads.
+        model_revision: that model's revision.
+        hidden_size: d.
+        k: tokens between two rows of the training data.
+        layer: which layer's hidden state.
+        normalisation: what the serving model applied to it.
+        widths: hidden widths.
+        inputs: token counts read beside the hidden state, out of `COUNTS`.
+        trained_generated_tokens: smallest and largest n in the training data.
+        trained_remaining_tokens: smallest and largest remaining length in it.
+        provenance: commit, versions, dataset, command and metrics, for the card.
+
+    Raises:
+        CheckpointError: an input has another name.
+    """
+
+    input_mean: torch.Tensor
+    input_std: torch.Tensor
+    count_mean: torch.Tensor
+    count_std: torch.Tensor
+
+    def __init__(
+        self,
+        outputs: int,
+        *,
+        kind: str,
+        model: str,
+        model_revision: str,
+        hidden_size: int,
+        k: int,
+        layer: str = "last",
+        normalisation: str = "final norm of the model",
+        widths: Sequence[int] = (2048, 512, 64),
+        inputs: Sequence[str] = (),
+        trained_generated_tokens: Sequence[int] = (0, 0),
+        trained_remaining_tokens: Sequence[int] = (0, 0),
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        for name in inputs:
+            if name not in COUNTS:
+                raise CheckpointError(f"unknown input {name!r}; known: {', '.join(COUNTS)}")
+        self.kind = kind
+        self.serving_model = model
+        self.model_revision = model_revision
+        self.hidden_size = hidden_size
+        self.k = k
+        self.layer = layer
+        self.inputs = tuple(inputs)
+        self.provenance = dict(provenance or {})
+        sizes = [hidden_size + len(self.inputs), *widths]
+        layers: list[nn.Module] = []
+        for wide, narrow in pairwise(sizes):
+            layers += [nn.Linear(wide, narrow), nn.ReLU()]
+        self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+        self._columns = [COUNTS.index(name) for name in self.inputs]
+        self.register_buffer("input_mean", torch.zeros(hidden_size))
+        self.register_buffer("input_std", torch.ones(hidden_size))
+        self.register_buffer("count_mean", torch.zeros(len(self.inputs)))
+        self.register_buffer("count_std", torch.ones(len(self.inputs)))
+
+    def output(self, rows: RequestRows, noise: float = 0.0) -> torch.Tensor:
+        """Return the last layer's values, [n, outputs].
+
+        Args:
+            rows: the requests.
+            noise: standard deviation of noise on the standardised hidden state, for training.
+        """
+        inputs = (rows.hidden_states - self.input_mean) / self.input_std
+        if noise:
+            inputs = inputs + noise * torch.randn_like(inputs)
+        if self._columns:
+            counts = torch.log1p(rows.counts[:, self._columns].clamp_min(0))
+            inputs = torch.cat([inputs, (counts - self.count_mean) / self.count_std], dim=1)
+        output: torch.Tensor = self.network(inputs)
+        return output
+
+    def standardise(self, rows: RequestRows) -> None:
+        """Set the standardisation of the inputs to mean and deviation of the given rows."""
+        self.input_mean.copy_(rows.hidden_states.mean(dim=0))
+        self.input_std.copy_(rows.hidden_states.std(dim=0, correction=0) + 1e-6)
+        if self._columns:
+            counts = torch.log1p(rows.counts[:, self._columns].clamp_min(0))
+            self.count_mean.copy_(counts.mean(dim=0))
+            spread = counts.std(dim=0, correction=0)
+            self.count_std.copy_(torch.where(spread > 1e-3, spread, 1.0))  # all alike: no scale
+
+    def forecast(self, rows: RequestRows) -> Forecast:
+        """Forecast n requests, capped by the tokens left to ``max_tokens``.
+
+        Raises:
+            ModelMismatchError: d is not the one the predictor was trained on.
+        """
+        raise NotImplementedError
+
+    def refuse_other_width(self, hidden_states: torch.Tensor) -> None:
+        """Refuse vectors of another length.
+
+        Raises:
+            ModelMismatchError: d is not the one the predictor was trained on.
+        """
+        if hidden_states.ndim != 2 or hidden_states.shape[1] != self.hidden_size:
+            raise ModelMismatchError(
+                f"hidden states of shape {tuple(hidden_states.shape)} given to a predictor of "
+                f"{self.serving_model}, whose vectors have {self.hidden_size} values"
+            )
+
+    def refuse_other_model(self, session: Session) -> None:
+        """Refuse hidden states that were recorded from another model, revision or layer.
+
+        Raises:
+            ModelMismatchError: names both models.
+        """
+        mine = (self.serving_model, self.model_revision, self.layer, self.hidden_size)
+        theirs = (session.model, session.revision, session.layer, session.hidden_size)
+        if mine != theirs:
+            raise ModelMismatchError(
+                f"this predictor was trained on hidden states of {mine[0]} (revision {mine[1]}, "
+                f"{mine[2]} layer, d = {mine[3]}); these are of {theirs[0]} (revision "
+                f"{theirs[1]}, {theirs[2]} layer, d = {theirs[3]}). Train one with "
+                "`headway train fit`"
+            )
+
+    def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
+        """Return the checkpoint's card, made from its configuration."""
+        return ModelCard(checkpoint_card(self.config()))
+
+    def config(self) -> dict[str, Any]:
+        """Return what ``config.json`` holds: the arguments this predictor was built with."""
+        config = self._hub_mixin_config
+        assert isinstance(config, dict)
+        defaults = HiddenStateMLP._hub_mixin_jsonable_default_values
+        return {**defaults, **config, "kind": self.kind, "provenance": self.provenance}

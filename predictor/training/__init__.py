@@ -1,0 +1,1 @@
+"""How the predictors are trained: rows, Lightning modules, search, export."""

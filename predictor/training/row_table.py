@@ -1,0 +1,223 @@
+"""A recorded dataset as arrays: rows, their requests, and a split that shares no request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_collection.dataset.dataset_schema import (
+    DatasetError,
+    Session,
+    read_sessions,
+    requests_files,
+    rows_files,
+)
+
+__all__ = ["HiddenStates", "Requests", "RowTable", "load_rows"]
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class HiddenStates:
+    """The vectors of a dataset, memory-mapped: [n_rows, d], read only where they are taken.
+
+    Args:
+        chunks: arrays [n_i, d] whose rows follow one another.
+    """
+
+    def __init__(self, chunks: Sequence[npt.NDArray[Any]]) -> None:
+        self._chunks = list(chunks)
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and d."""
+        return int(self._starts[-1]), int(self._chunks[0].shape[1])
+
+    def take(self, rows: IntArray) -> FloatArray:
+        """Return a copy of the given rows, [len(rows), d] float32."""
+        taken = np.empty((len(rows), self.shape[1]), dtype=np.float32)
+        chunk_of = np.searchsorted(self._starts, rows, side="right") - 1
+        for chunk in np.unique(chunk_of):
+            here = chunk_of == chunk
+            taken[here] = self._chunks[chunk][rows[here] - self._starts[chunk]]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """One entry a request, as a struct of arrays.
+
+    Attributes:
+        request_id: [n_requests] ids inside the engine.
+        group: [n_requests] number of the client's request; the answers of an n > 1 request,
+            and a prompt driven again, share it and are never split apart.
+        total_tokens: [n_requests] generated tokens.
+        censored: [n_requests] whether the request was cut.
+        finish_reason: [n_requests] ``stop``, ``length`` (its ``max_tokens``), ``abort`` ...
+        task: [n_requests].
+        prompt_token_ids: [n_requests] token ids, or None where not recorded.
+        output_token_ids: [n_requests] likewise.
+    """
+
+    request_id: list[str]
+    group: IntArray
+    total_tokens: IntArray
+    censored: npt.NDArray[np.bool_]
+    finish_reason: list[str]
+    task: list[str]
+    prompt_token_ids: list[list[int] | None]
+    output_token_ids: list[list[int] | None]
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Rows of a dataset, as a struct of arrays.
+
+    Attributes:
+        hidden_states: [n_dataset_rows, d]; row i of this table is vector ``vector[i]``.
+        vector: [n_rows] position of the row's vector in ``hidden_states``.
+        request: [n_rows] index into ``requests``.
+        prompt_tokens: [n_rows].
+        generated_tokens: [n_rows] n.
+        remaining_tokens: [n_rows] truth, or lower bound where censored.
+        censored: [n_rows].
+        max_tokens: [n_rows].
+        requests: the requests the rows belong to.
+        session: what was recorded (model, layer, d, k).
+    """
+
+    hidden_states: HiddenStates
+    vector: IntArray
+    request: IntArray
+    prompt_tokens: IntArray
+    generated_tokens: IntArray
+    remaining_tokens: IntArray
+    censored: npt.NDArray[np.bool_]
+    max_tokens: IntArray
+    requests: Requests
+    session: Session
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.vector)
+
+    def select(self, rows: IntArray | npt.NDArray[np.bool_]) -> "RowTable":
+        """Return the table with the given rows, in that order, over the same vectors."""
+        return RowTable(
+            hidden_states=self.hidden_states,
+            vector=self.vector[rows],
+            request=self.request[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            generated_tokens=self.generated_tokens[rows],
+            remaining_tokens=self.remaining_tokens[rows],
+            censored=self.censored[rows],
+            max_tokens=self.max_tokens[rows],
+            requests=self.requests,
+            session=self.session,
+        )
+
+    def uncensored(self) -> "RowTable":
+        """Return the rows whose remaining length is known."""
+        return self.select(~self.censored)
+
+    def ran_to_their_end(self) -> "RowTable":
+        """Return the rows of requests that ended by themselves or at their ``max_tokens``.
+
+        What these generated is what a scheduler would have wanted to know. Those cut by a
+        leaving client or a stopping server say nothing of the kind.
+        """
+        whole = np.isin(self.requests.finish_reason, ("stop", "length"))
+        return self.select(whole[self.request])
+
+    def tokens_left(self) -> IntArray:
+        """Return max_tokens - n, [n_rows]: no request generates more.
+
+        Where a request's ``max_tokens`` is unknown (0), the largest of the table stands in.
+        """
+        cap = np.where(self.max_tokens > 0, self.max_tokens, self.max_tokens.max(initial=0))
+        return np.maximum(cap - self.generated_tokens, 1)
+
+    def counts(self) -> FloatArray:
+        """Return the token counts of `predictor.models.hidden_state_mlp.COUNTS`, [n_rows, 3]."""
+        columns = (self.generated_tokens, self.prompt_tokens, self.tokens_left())
+        return np.stack(columns, axis=1).astype(np.float32)
+
+    def vectors(self) -> FloatArray:
+        """Return all hidden states of this table, [n_rows, d]; they must fit in memory."""
+        return self.hidden_states.take(self.vector)
+
+
+def load_rows(dataset: Path) -> RowTable:
+    """Load a dataset recorded by Headway; vectors stay on the disk.
+
+    Raises:
+        DatasetError: the folder is no dataset, has no rows, or a shard is damaged.
+    """
+    from datasets import load_dataset
+
+    session = read_sessions(dataset)[-1]
+    tables = []
+    for kind, files in (("rows", rows_files(dataset)), ("requests", requests_files(dataset))):
+        if not files:
+            raise DatasetError(f"{dataset}: no data/{kind}-*.parquet, nothing was recorded yet")
+        _check_shards(files)
+        loaded = load_dataset("parquet", data_files=[str(file) for file in files], split="train")
+        tables.append(loaded.data)
+    rows, requests = tables
+    hidden = rows.column("hidden_state")
+    width = hidden.type.list_size
+    chunks = [chunk.flatten().to_numpy().reshape(-1, width) for chunk in hidden.chunks]
+    columns = {
+        name: rows.column(name).to_numpy().astype(np.int64)
+        for name in ("prompt_tokens", "generated_tokens", "remaining_tokens", "max_tokens")
+    }
+    names = requests.column("request_id").to_pylist()
+    index = {name: i for i, name in enumerate(names)}
+    _, group = np.unique(requests.column("external_id").to_numpy(), return_inverse=True)
+    try:
+        request = np.array([index[name] for name in rows.column("request_id").to_pylist()])
+    except KeyError as error:
+        raise DatasetError(
+            f"{dataset}: rows of request {error} are there, the request is not; "
+            "`headway dataset validate` lists what is wrong"
+        ) from error
+    return RowTable(
+        hidden_states=HiddenStates(chunks),
+        vector=np.arange(len(request)),
+        request=request,
+        censored=rows.column("censored").to_numpy(),
+        requests=Requests(
+            request_id=names,
+            group=group,
+            total_tokens=requests.column("total_tokens").to_numpy().astype(np.int64),
+            censored=requests.column("censored").to_numpy(),
+            finish_reason=requests.column("finish_reason").to_pylist(),
+            task=requests.column("task").to_pylist(),
+            prompt_token_ids=requests.column("prompt_token_ids").to_pylist(),
+            output_token_ids=requests.column("output_token_ids").to_pylist(),
+        ),
+        session=session,
+        **columns,
+    )
+
+
+def _check_shards(files: Sequence[Path]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in files:
+        try:
+            pq.read_metadata(file)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DatasetError(
+                f"{file}: not a whole Parquet file ({error}); move it away to use the rest"
+            ) from error

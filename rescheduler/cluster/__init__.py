@@ -1,0 +1,1 @@
+"""The cluster as policies see it."""

@@ -1,0 +1,134 @@
+"""What a rescheduler knows of a cluster at one moment, and what it decides of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecasts.forecast import Forecast
+
+__all__ = ["CANNOT_MOVE", "NEVER_MOVED", "UNLIMITED", "Assignment", "ClusterView"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+UNLIMITED = np.int64(2**40)
+"""KV capacity of an instance whose memory is no limit, and free slots of a queue; sums of a
+cluster's do not overflow."""
+
+NEVER_MOVED = np.int64(2**40)
+"""Decode steps since the last move of a request that has never moved."""
+
+CANNOT_MOVE = np.int64(-1)
+"""In their place, that a request cannot move now: it has not started, or is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Decode instances, the requests on them, and the requests that wait for a place.
+
+    Built alike by the simulator and by the live rescheduler. Of requests placed on an instance
+    that it has not started yet, nothing but their number and tokens matters to a policy: they
+    are among the running ones here, counted in ``queued``.
+
+    Attributes:
+        slots: [n_instances] places of each instance (``max_num_seqs``).
+        kv_capacity: [n_instances] tokens that its KV cache holds; ``UNLIMITED`` if unknown.
+        queued: [n_instances] requests placed there that have not started.
+        instance: [n_running] where each request is, from 0.
+        prompt_tokens: [n_running].
+        generated_tokens: [n_running].
+        forecast: of the running requests' remaining length, or None if there is none.
+        waiting_prompt_tokens: [n_waiting] of the waiting pool, in order of arrival.
+        waiting_generated_tokens: [n_waiting] tokens that prefill has already given.
+        waiting_forecast: of the waiting requests' remaining length, or None.
+        waited_steps: [n_waiting] decode steps that each has waited.
+        dispatched: requests routed before, for policies that take turns.
+        instant: each request is placed as it arrives and queues at its instance, so that
+            neither slots nor KV capacity limit where it may go.
+        since_move: [n_running] decode steps since each request last moved to another instance,
+            `NEVER_MOVED` if it has not, `CANNOT_MOVE` if it is not to move now; None if all may
+            and none has.
+        prefill_budget: [n_instances] prompt tokens that each engine can take on and still
+            compute within their time, as it last reported, less those placed there since; None
+            if engines report none.
+    """
+
+    slots: IntArray
+    kv_capacity: IntArray
+    queued: IntArray
+    instance: IntArray
+    prompt_tokens: IntArray
+    generated_tokens: IntArray
+    forecast: Forecast | None
+    waiting_prompt_tokens: IntArray
+    waiting_generated_tokens: IntArray
+    waiting_forecast: Forecast | None
+    waited_steps: IntArray
+    dispatched: int = 0
+    instant: bool = False
+    since_move: IntArray | None = None
+    prefill_budget: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that do not belong together.
+
+        Raises:
+            ValueError: an array of another length, or an instance outside the cluster.
+        """
+        n_instances, n_running = len(self.slots), len(self.instance)
+        n_waiting = len(self.waiting_prompt_tokens)
+        for name, length in (
+            ("kv_capacity", n_instances),
+            ("queued", n_instances),
+            ("prompt_tokens", n_running),
+            ("generated_tokens", n_running),
+            ("forecast", n_running),
+            ("waiting_generated_tokens", n_waiting),
+            ("waiting_forecast", n_waiting),
+            ("waited_steps", n_waiting),
+            ("since_move", n_running),
+            ("prefill_budget", n_instances),
+        ):
+            values = getattr(self, name)
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name} is of {len(values)}, not of {length}")
+        if n_running and not 0 <= self.instance.min() <= self.instance.max() < n_instances:
+            raise ValueError(f"a request is on an instance that is not one of {n_instances}")
+
+    @property
+    def n_instances(self) -> int:
+        """Number of decode instances."""
+        return len(self.slots)
+
+    @property
+    def n_waiting(self) -> int:
+        """Number of requests in the waiting pool."""
+        return len(self.waiting_prompt_tokens)
+
+    @property
+    def context_tokens(self) -> IntArray:
+        """Tokens each running request holds in its KV cache, [n_running]."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def running(self) -> IntArray:
+        """Requests on each instance, [n_instances], those it has not started included."""
+        return np.bincount(self.instance, minlength=self.n_instances).astype(np.int64)
+
+    @property
+    def kv_load(self) -> IntArray:
+        """Context tokens on each instance, [n_instances]."""
+        loads = np.bincount(self.instance, weights=self.context_tokens, minlength=self.n_instances)
+        return loads.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where waiting requests go.
+
+    Attributes:
+        instance: [n_waiting] instance from 0, or -1 for a request that goes on waiting.
+    """
+
+    instance: IntArray

@@ -1,0 +1,1 @@
+"""`headway demo`: the same load with and without moves."""

@@ -1,0 +1,1 @@
+"""Deployments and the vLLM engines that they start."""

@@ -1,0 +1,196 @@
+"""The command that starts an instance's vLLM engine: flags and environment."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from predictor.live.curve_keys import is_loopback
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
+
+__all__ = ["EngineCommand", "engine_command", "lone_engine_command", "side_channel_port"]
+
+_WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
+_SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
+_BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+_MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
+_CONNECTOR = "rescheduler.transfer.vllm_connector"
+_KEPT_SECONDS = 15.0
+"""Seconds for which an engine keeps the blocks of a frozen request that nobody fetches."""
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How an engine is started.
+
+    Attributes:
+        arguments: the program and its arguments.
+        environment: what is set beyond the caller's own environment.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def shell(self) -> str:
+        """Return the command as a shell takes it, one flag a line."""
+        lines = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        line: list[str] = []
+        for argument in self.arguments:
+            if argument.startswith("--"):
+                lines.append(shlex.join(line))
+                line = []
+            line.append(argument)
+        return " \\\n  ".join([*lines, shlex.join(line)])
+
+
+def engine_command(
+    deployment: Deployment, instance: Instance, model: str, python: str | None
+) -> EngineCommand:
+    """Return the command of an instance.
+
+    Args:
+        deployment: that the instance belongs to.
+        instance: one of its instances.
+        model: what vLLM loads, see `data_collection.models.resolve_model`.
+        python: interpreter whose vLLM is the CPU build; None: vLLM runs on GPUs, where its own
+            command starts it. (The CPU build's does not find its version.)
+    """
+    options = deployment.engine
+    arguments = _flags(options, model, deployment.served_name, instance.host, instance.port, python)
+    if python is not None and options.max_model_len is not None and options.batching is None:
+        # Never a part of a prompt: vLLM's CPU runner cannot sample with a seed after one.
+        most = options.max_num_seqs * options.max_model_len
+        arguments += ["--max-num-batched-tokens", str(most)]
+    if instance.data_parallel_rank is not None:
+        arguments += ["--data-parallel-rank", str(instance.data_parallel_rank)]
+    arguments += ["--kv-transfer-config", json.dumps(_transfer(deployment, instance))]
+    section: dict[str, Any] = {}
+    if options.checkpoint is not None:
+        section = _forecasts(deployment, instance, options.checkpoint)
+        arguments += ["--worker-cls", _WORKER]
+    if options.batching is not None:
+        section["batching"] = options.batching
+        arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
+    elif section:
+        arguments += ["--scheduler-cls", _SCHEDULER]
+    if section:
+        arguments += ["--additional-config", json.dumps({"headway": section})]
+    arguments += [*options.arguments, *instance.arguments]
+    return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
+
+
+def lone_engine_command(
+    options: EngineOptions, model: str, served_name: str, url: str, python: str | None
+) -> EngineCommand:
+    """Return the command of an engine that prefills and decodes by itself.
+
+    Args:
+        options: the further flags say everything beyond what all engines have.
+        model: what vLLM loads, see `data_collection.models.resolve_model`.
+        served_name: what clients call the model.
+        url: of its HTTP server.
+        python: as in `engine_command`.
+    """
+    where = urlsplit(url)
+    arguments = _flags(options, model, served_name, where.hostname or "", where.port or 80, python)
+    environment = _cpu_environment(options) if python is not None else {}
+    return EngineCommand([*arguments, *options.arguments], environment | options.environment)
+
+
+def side_channel_port(deployment: Deployment, instance: Instance) -> int:
+    """Return the port on which an engine's NIXL tells the others of itself: one apart."""
+    return deployment.engine.side_channel_port + deployment.instances.index(instance)
+
+
+def _flags(
+    options: EngineOptions, model: str, served_name: str, host: str, port: int, python: str | None
+) -> list[str]:
+    """Return the program, and the flags that every engine has."""
+    if python is None:
+        arguments = ["vllm", "serve", model]
+    else:
+        arguments = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    arguments += ["--served-model-name", served_name]
+    arguments += ["--host", host, "--port", str(port)]
+    arguments += ["--dtype", options.dtype]
+    if options.max_model_len is not None:
+        arguments += ["--max-model-len", str(options.max_model_len)]
+    arguments += ["--max-num-seqs", str(options.max_num_seqs)]
+    arguments += ["--block-size", str(options.block_size)]
+    if options.kv_blocks is not None:
+        arguments += ["--num-gpu-blocks-override", str(options.kv_blocks)]
+    if options.enforce_eager:
+        arguments.append("--enforce-eager")
+    return arguments
+
+
+def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:
+    """Return ``--kv-transfer-config``.
+
+    vLLM looks for the connector's name in several places, so that ours has that of the one it
+    extends. Decode instances give caches away too, to each other, which vLLM lets a consumer do.
+    """
+    headway: dict[str, Any] = {"keys": deployment.keys, "time_to_live": _KEPT_SECONDS}
+    if instance.control is not None:
+        headway = {"control": _without_rank(instance.control, instance), **headway}
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": _CONNECTOR,
+        "kv_role": "kv_producer" if instance.role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"headway": headway},
+    }
+
+
+def _forecasts(deployment: Deployment, instance: Instance, checkpoint: str) -> dict[str, Any]:
+    """Return the section of ``--additional-config``.
+
+    Prefill instances forecast as well, so that a request has a forecast when it is placed.
+    """
+    telemetry = None
+    if instance.telemetry is not None:
+        telemetry = {
+            "bind": _without_rank(instance.telemetry, instance),
+            "instance": instance.name,
+            "keys": deployment.keys,
+        }
+    return {
+        "k": deployment.engine.k,
+        "forecast": {"checkpoint": checkpoint, "telemetry": telemetry},
+    }
+
+
+def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> dict[str, str]:
+    options = deployment.engine
+    port = side_channel_port(deployment, instance) - (instance.data_parallel_rank or 0)
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": instance.host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),  # vLLM adds the rank
+    }
+    if on_cpu:
+        environment |= _cpu_environment(options)
+        if all(is_loopback(f"tcp://{other.host}:1") for other in deployment.instances):
+            environment |= {"UCX_TLS": "tcp,shm,self,cma", "UCX_NET_DEVICES": "lo"}
+    elif instance.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.devices))
+    return environment | options.environment
+
+
+def _cpu_environment(options: EngineOptions) -> dict[str, str]:
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gb),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
+        "OMP_NUM_THREADS": str(options.threads),
+    }
+    if options.enforce_eager:
+        environment["VLLM_CPU_CI_ENV"] = "1"  # no warm-up: there is nothing to compile
+    return environment
+
+
+def _without_rank(endpoint: str, instance: Instance) -> str:
+    """Return an endpoint with its port lowered by the rank, which the engine adds again."""
+    host, _, port = endpoint.rpartition(":")
+    if not instance.data_parallel_rank or not port.isdecimal():
+        return endpoint
+    return f"{host}:{int(port) - instance.data_parallel_rank}"

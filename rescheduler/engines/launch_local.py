@@ -1,0 +1,85 @@
+"""A deployment on this machine alone, on ports that are free now."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from data_collection.atomic_file import write_text_atomically
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
+from rescheduler.engines.launch_checks import LaunchError, why_port_is_not_free
+
+__all__ = ["free_ports", "local_deployment", "write_deployment"]
+
+_HOST = "127.0.0.1"
+_FIRST, _END = 20_000, 32_000  # below those that the system gives to outgoing connections
+_APART = 40
+
+
+def local_deployment(
+    model: str,
+    engine: EngineOptions,
+    decode: int = 2,
+    prefill: int = 1,
+    routing: dict[str, Any] | None = None,
+    migration: dict[str, Any] | None = None,
+) -> Deployment:
+    """Return prefill and decode instances, all with telemetry.
+
+    Args:
+        model: see `Deployment`.
+        engine: options of the engines; the side channels' port is replaced.
+        decode: how many decode instances.
+        prefill: how many prefill instances; 0: the others do that themselves.
+        routing: see `Deployment`; None: its default.
+        migration: see `Deployment`.
+    """
+    ports = iter(free_ports(1 + 3 * prefill + 4 * decode))
+    url, endpoint = f"http://{_HOST}:{{}}".format, f"tcp://{_HOST}:{{}}".format
+    proxy = ProxyOptions(port=next(ports))
+    instances = [
+        Instance(f"prefill-{number}", "prefill", url(next(ports)), telemetry=endpoint(next(ports)))
+        for number in range(prefill)
+    ]
+    for number in range(decode):
+        http, control, telemetry = (next(ports) for _ in range(3))
+        instances.append(
+            Instance(
+                f"decode-{number}", "decode", url(http), endpoint(control), endpoint(telemetry)
+            )
+        )
+    deployment = Deployment(
+        model=model,
+        served_model_name=model,
+        instances=instances,
+        migration=migration,
+        proxy=proxy,
+        engine=msgspec.structs.replace(engine, side_channel_port=next(ports)),
+    )
+    return deployment if routing is None else msgspec.structs.replace(deployment, routing=routing)
+
+
+def write_deployment(deployment: Deployment, path: Path) -> None:
+    """Write a deployment as the YAML file that `read_deployment` reads."""
+    values = msgspec.to_builtins(deployment)
+    write_text_atomically(path, yaml.safe_dump(values, sort_keys=False))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return as many adjacent ports of the loopback that nothing listens on now.
+
+    Where the search begins depends on the process, so that two that search at the same time
+    seldom find the same.
+
+    Raises:
+        LaunchError: there are none.
+    """
+    places = (_END - _FIRST) // _APART
+    for place in range(places):
+        first = _FIRST + _APART * ((os.getpid() + place) % places)
+        ports = list(range(first, first + count))
+        if not any(why_port_is_not_free(_HOST, port) for port in ports):
+            return ports
+    raise LaunchError(f"no {count} adjacent ports between {_FIRST} and {_END} are free")

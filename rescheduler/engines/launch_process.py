@@ -1,0 +1,157 @@
+"""A server in a process group of its own, with its log."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rescheduler.engines.engine_command import EngineCommand
+
+__all__ = ["ServerProcess"]
+
+_POLL_SECONDS = 0.1
+_HEALTH_SECONDS = 2.0
+_KILLED_SECONDS = 10.0
+_SHOWN_LINES = 15
+_LOG_END = 64 << 10
+_RAISED = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b: \S.*")
+_ONLY_CONSEQUENCES = ("Engine core initialization failed", "See stack trace", "EngineDeadError")
+
+
+class ServerProcess:
+    """A server that answers ``/health`` once it is ready.
+
+    It leads a session of its own: a Ctrl-C in the terminal does not reach it, and whatever it
+    starts ends with it.
+
+    Args:
+        name: what messages call it.
+        command: that starts it.
+        url: of its HTTP server.
+        log: file its output is appended to.
+    """
+
+    def __init__(self, name: str, command: EngineCommand, url: str, log: Path) -> None:
+        self.name = name
+        self.url = url
+        self.log = log
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self._is_gone = True  # the system may give a group's number to another one then
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of its leader, also that of its group; None before its first start."""
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How its leader ended, negative by a signal; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its leader runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it; it is not ready yet."""
+        # Programs of this interpreter's environment are found also where it is not activated.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        environment = {**os.environ, "PATH": path, **self._command.environment}
+        with self.log.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                self._command.arguments,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._is_gone = False
+
+    def is_healthy(self) -> bool:
+        """Return whether it answers ``/health`` with success now."""
+        parts = urlsplit(self.url)
+        connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_HEALTH_SECONDS)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes, those that outlived their leader too."""
+        if self._process is not None and not self._is_gone:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End all of its processes at once, and wait until they are gone."""
+        self.signal(signal.SIGKILL)
+        self._wait_until_gone(_KILLED_SECONDS)
+
+    def end_by(self, deadline: float) -> None:
+        """Wait until all of its processes are gone, and kill those that are not in time.
+
+        Args:
+            deadline: seconds on the monotonic clock.
+        """
+        if not self._wait_until_gone(deadline - time.monotonic()):
+            self.kill()
+
+    def last_lines(self, lines: int = _SHOWN_LINES) -> list[str]:
+        """Return the end of what it printed since it was last started."""
+        return self._printed().splitlines()[-lines:]
+
+    def why_it_ended(self) -> str:
+        """Return how it ended, with the exception it printed, if any, and its last lines."""
+        status = self.exit_status
+        if status is None:
+            how = "still runs"
+        elif status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with exit status {status}"
+        raised = [
+            line
+            for line in _RAISED.findall(self._printed())
+            if not any(words in line for words in _ONLY_CONSEQUENCES)
+        ]
+        because = f": {raised[-1]}" if raised else ""
+        shown = "".join(f"\n  {line}" for line in self.last_lines())
+        return f"{self.name} {how}{because}\n{self.log} ends:{shown}"
+
+    def _printed(self) -> str:
+        with self.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _LOG_END))
+            return log.read().decode(errors="replace")
+
+    def _wait_until_gone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._group_exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _group_exists(self) -> bool:
+        if self._process is None or self._is_gone:
+            return False
+        self._process.poll()  # else its leader stays as a zombie
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            self._is_gone = True
+        return not self._is_gone

@@ -1,0 +1,1 @@
+"""Forecasts watched while they are used: quality, metrics, recalibration."""

@@ -1,0 +1,152 @@
+"""Metrics for Prometheus: how good the forecasts are, and what the engines tell."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rescheduler.monitoring.forecast_quality import ForecastQuality
+from rescheduler.telemetry.telemetry_view import TelemetryView
+
+__all__ = ["MetricsServer", "QualityExporter"]
+
+
+class QualityExporter(Collector):
+    """Reads view and quality whenever Prometheus asks, under their lock.
+
+    Args:
+        view: what the engines tell.
+        quality: of the forecasts.
+        lock: held by whoever changes either.
+        clock: monotonic seconds, the same as the view's.
+
+    Attributes:
+        registry: holds this collector only.
+    """
+
+    def __init__(
+        self,
+        view: TelemetryView,
+        quality: ForecastQuality,
+        lock: threading.Lock,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._view, self._quality, self._lock, self._clock = view, quality, lock, clock
+        self._most_lost = 0
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is now."""
+        with self._lock:
+            metrics = [*self._forecast_metrics(), *self._telemetry_metrics()]
+        yield from metrics
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> "MetricsServer":
+        """Serve the metrics over HTTP, from a thread, until the server is closed.
+
+        Args:
+            port: to listen on; 0 takes a free one.
+            host: address to listen on; by default this machine only.
+
+        Raises:
+            ValueError: the port is in use, or the address is none of this machine.
+        """
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except (OSError, OverflowError) as error:
+            used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            why = "the port is in use; give another" if used else str(error)
+            raise ValueError(f"metrics on {host}:{port}: {why}") from error
+        return MetricsServer(server, thread)
+
+    def _forecast_metrics(self) -> Iterator[Metric]:
+        quality = self._quality
+        mae, coverage = quality.mae(), quality.coverage()
+        error = GaugeMetricFamily(
+            "headway_forecast_mae_tokens", "Mean absolute error of the median, rolling."
+        )
+        if mae is not None:
+            error.add_metric([], mae)
+        yield error
+        bias = GaugeMetricFamily(
+            "headway_forecast_bias_tokens",
+            "Mean of median less what came, rolling, by tokens generated at the forecast.",
+            labels=["age"],
+        )
+        for age, tokens in quality.bias_by_age().items():
+            bias.add_metric([age], tokens)
+        yield bias
+        covered = GaugeMetricFamily(
+            "headway_forecast_coverage_ratio",
+            "Share of ends inside the central interval of so many percent, rolling.",
+            labels=["interval"],
+        )
+        for level, share in (coverage or {}).items():
+            covered.add_metric([str(level)], share)
+        yield covered
+        yield GaugeMetricFamily(
+            "headway_forecast_coverage_alarm",
+            "1 while the coverage of the 80% interval is too far off.",
+            value=quality.alarm() is not None,
+        )
+        yield CounterMetricFamily(
+            "headway_forecast_scored_requests",
+            "Finished requests whose forecasts were scored.",
+            value=quality.scored,
+        )
+
+    def _telemetry_metrics(self) -> Iterator[Metric]:
+        view, now = self._view, self._clock()
+        self._most_lost = max(self._most_lost, view.lost)  # a late message lowers it again
+        messages = CounterMetricFamily(
+            "headway_telemetry_messages", "Telemetry messages that went wrong.", labels=["kind"]
+        )
+        messages.add_metric(["malformed"], view.malformed)
+        messages.add_metric(["lost"], self._most_lost)
+        messages.add_metric(["duplicated"], view.duplicated)
+        messages.add_metric(["outdated"], view.outdated)
+        yield messages
+        labels = ["instance", "rank"]
+        running, waiting, usage, budget, stale = (
+            GaugeMetricFamily(f"headway_instance_{name}", text, labels=labels)
+            for name, text in (
+                ("running", "Requests in the running batch."),
+                ("waiting", "Requests that wait to be scheduled."),
+                ("kv_usage", "Share of the KV cache in use."),
+                ("prefill_budget_tokens", "Tokens of new prompts that can be computed in time."),
+                ("stale", "1 while the engine tells nothing."),
+            )
+        )
+        for key, instance in view.instances.items():
+            names = [key.name, str(key.rank)]
+            running.add_metric(names, instance.gauges.running)
+            waiting.add_metric(names, instance.gauges.waiting)
+            usage.add_metric(names, instance.gauges.kv_usage)
+            if instance.gauges.prefill_budget is not None:
+                budget.add_metric(names, instance.gauges.prefill_budget)
+            stale.add_metric(names, view.is_stale(key, now))
+        yield from (running, waiting, usage, budget, stale)
+
+
+class MetricsServer:
+    """A running HTTP server of metrics.
+
+    Attributes:
+        port: it listens on.
+    """
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        self.port = server.server_port
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,98 @@
+"""`headway recalibrate`: mend a predictor's probabilities from the requests it served."""
+
+import shutil
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from predictor.evaluation.survival_metrics import LEVELS, coverage
+from predictor.forecasts.recalibration import fit_recalibration
+from predictor.models.checkpoint import export_checkpoint, load_predictor
+from predictor.models.survival_mlp import SurvivalMLP
+from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
+
+__all__ = ["recalibrate"]
+
+_FEWEST_REQUESTS = 30
+_DATASET_CARD = "dataset_card.md"
+
+
+def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> None:
+    """Refit a predictor's recalibration to the requests it has forecast.
+
+    The network stays as it is; what it calls an 80% interval holds 80% of the ends again. The
+    log must be of engines that served this very checkpoint; restart them with the new one.
+
+    Args:
+        checkpoint: folder or Hugging Face id of the survival model that served.
+        finished: log of finished requests, written by `headway watch --log`.
+        out: new folder for the recalibrated checkpoint.
+        last: use so many of the newest requests that ran to their end.
+    """
+    if out.exists():
+        raise ValueError(f"{out}: is there already; give a new folder")
+    if last < _FEWEST_REQUESTS:
+        raise ValueError(f"last must be at least {_FEWEST_REQUESTS}, not {last}")
+    predictor = load_predictor(checkpoint)
+    if not isinstance(predictor, SurvivalMLP):
+        raise ValueError(
+            f"{checkpoint}: predicts one number, which has no probabilities to recalibrate; give "
+            "a checkpoint trained with configs/predictor/survival.yaml"
+        )
+    requests = _newest(finished, last)
+    _refuse_other_predictors(requests, finished, predictor)
+    if len(requests) < _FEWEST_REQUESTS:
+        raise ValueError(
+            f"{finished}: {len(requests)} requests ran to their end, at least "
+            f"{_FEWEST_REQUESTS} are needed; let `headway watch --log {finished}` run longer"
+        )
+    levels = np.concatenate([request.levels for request in requests])
+    cut = np.concatenate([np.full(len(r.levels), r.cut) for r in requests])
+    fitted = fit_recalibration(levels, cut)
+    after = np.interp(levels, fitted.nominal, fitted.observed)
+    predictor.recalibrate(fitted.after(predictor.recalibration))
+
+    entry: dict[str, str | int | float] = {
+        "on": datetime.now(UTC).date().isoformat(),
+        "requests": len(requests),
+        "forecasts": len(levels),
+    }
+    print(
+        f"coverage on the {len(requests)} requests it was fitted to ({len(levels)} forecasts), "
+        "so that the second column flatters:\n\n  interval  before  after"
+    )
+    for level in LEVELS:
+        old, new = (coverage(u, cut, level / 100) for u in (levels, after))
+        print(f"  {level:>7}%  {old:>6.1%}  {new:>5.1%}")
+        entry |= {f"{level}% held": old, f"{level}% holds": new}
+    export_checkpoint(predictor, out, predictor.provenance | {"recalibrated": entry})
+    dataset_card = Path(checkpoint) / _DATASET_CARD
+    if dataset_card.is_file():
+        shutil.copyfile(dataset_card, out / _DATASET_CARD)
+    print(f"\nwrote {out}")
+
+
+def _newest(finished: Path, last: int) -> list[LoggedRequest]:
+    ended = (r for r in read_finished_log(finished) if r.finish_reason in ("stop", "length"))
+    return list(deque(ended, maxlen=last))
+
+
+def _refuse_other_predictors(
+    requests: list[LoggedRequest], finished: Path, predictor: SurvivalMLP
+) -> None:
+    fingerprint = predictor.fingerprint()
+    for request in requests:
+        if request.model != predictor.serving_model:
+            raise ValueError(
+                f"{finished}: request {request.request_id} ran on {request.model}, this "
+                f"checkpoint reads {predictor.serving_model}; give a log of that model only, or a "
+                "smaller --last"
+            )
+        if request.checkpoint != fingerprint:
+            raise ValueError(
+                f"{finished}: request {request.request_id} was forecast by the predictor "
+                f"{request.checkpoint}, this checkpoint is {fingerprint}; give the one that "
+                "served, or a smaller --last"
+            )

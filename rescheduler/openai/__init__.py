@@ -1,0 +1,1 @@
+"""The OpenAI protocol: requests, responses, streams, text continued after a move."""

@@ -1,0 +1,89 @@
+"""A whole answer, collected from the chunks of a stream."""
+
+from typing import Any
+
+import msgspec
+
+from rescheduler.openai.openai_request import ClientRequest
+
+__all__ = ["ResponseCollector"]
+
+
+class ResponseCollector:
+    """Adds up the chunks of one request, for a client that does not stream.
+
+    Args:
+        request: the client's.
+    """
+
+    def __init__(self, request: ClientRequest) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {}
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._role = "assistant"
+        self._logprobs: dict[str, list[Any]] | None = None
+        self._token_ids: list[int] = []
+        self._prompt_token_ids: list[int] | None = None
+        self._end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
+        self._tail: dict[str, Any] = {"system_fingerprint": None, "usage": None}
+
+    def add(self, data: bytes) -> None:
+        """Take a chunk as the client would see it."""
+        chunk: dict[str, Any] = msgspec.json.decode(data)
+        if not self._head:
+            self._head = {key: chunk.get(key) for key in ("id", "created", "model")}
+        for key in ("system_fingerprint", "usage", "metrics"):
+            if chunk.get(key) is not None:
+                self._tail[key] = chunk[key]
+        self._prompt_token_ids = chunk.get("prompt_token_ids") or self._prompt_token_ids
+        if "prompt_text" in chunk and chunk["prompt_text"] is not None:
+            self._tail["prompt_text"] = chunk["prompt_text"]
+        for choice in chunk["choices"]:
+            self._add_choice(choice)
+
+    def response(self) -> bytes:
+        """Return the whole answer."""
+        chat = self._request.chat
+        text = "".join(self._text)
+        choice: dict[str, Any] = {"index": 0}
+        if chat:
+            reasoning = "".join(self._reasoning) or None
+            choice["message"] = {"role": self._role, "content": text, "reasoning": reasoning}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._whole_logprobs()
+        choice.update(self._end)
+        keeps = self._request.keeps_token_ids
+        choice["token_ids"] = self._token_ids if keeps else None
+        tail = dict(self._tail)
+        if keeps:
+            (tail if chat else choice)["prompt_token_ids"] = self._prompt_token_ids
+        kind = "chat.completion" if chat else "text_completion"
+        return msgspec.json.encode({**self._head, "object": kind, "choices": [choice], **tail})
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta")
+        if delta is None:
+            self._text.append(choice.get("text") or "")
+        else:
+            self._role = delta.get("role") or self._role
+            self._text.append(delta.get("content") or "")
+            self._reasoning.append(delta.get("reasoning") or "")
+        self._token_ids += choice.get("token_ids") or []
+        self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
+        if choice.get("finish_reason") is not None:
+            self._end = {key: choice.get(key) for key in self._end}
+        for name, entries in (choice.get("logprobs") or {}).items():
+            if self._logprobs is None:
+                self._logprobs = {}
+            self._logprobs.setdefault(name, []).extend(entries or [])
+
+    def _whole_logprobs(self) -> dict[str, list[Any]] | None:
+        logprobs = self._logprobs
+        if logprobs is not None and "text_offset" in logprobs:
+            offset = 0
+            for i, token in enumerate(logprobs["tokens"]):
+                logprobs["text_offset"][i] = offset
+                offset += len(token)
+        return logprobs

@@ -1,0 +1,261 @@
+"""Chunks of an engine's stream, spliced into the one stream that the client reads."""
+
+import re
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from rescheduler.openai.continued_text import ContinuedText, TextRules
+from rescheduler.openai.openai_request import ClientRequest
+
+__all__ = ["DONE", "Chunk", "EventReader", "StreamSplicer", "event", "read_chunk"]
+
+DONE = b"[DONE]"
+
+# In JSON a quote inside a string is escaped, so that this finds keys only.
+_TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[0-9,\s]*\]')
+_encode = msgspec.json.encode
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Chunk(msgspec.Struct):
+    """What the proxy reads of a chunk of either endpoint.
+
+    Attributes:
+        choices: one, or none beside ``usage``.
+        created: seconds since 1970.
+        prompt_token_ids: of a chat's first chunk.
+        system_fingerprint: of the last chunk.
+        error: instead of everything else.
+    """
+
+    choices: list[_Choice] = []
+    created: int = 0
+    prompt_token_ids: list[int] | None = None
+    system_fingerprint: str | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the request ended, in its last chunk but that of ``usage``."""
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of this chunk."""
+        return (self.choices[0].token_ids or []) if self.choices else []
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+def read_chunk(data: bytes) -> Chunk:
+    """Read a chunk.
+
+    Raises:
+        msgspec.DecodeError: no chunk.
+    """
+    return _decoder.decode(data)
+
+
+def event(data: bytes) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventReader:
+    """Cuts a byte stream into server-sent events, wherever its packets end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of the events that are complete by now."""
+        *whole, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
+        return [part[6:] for part in whole if part.startswith(b"data: ")]
+
+
+class StreamSplicer:
+    """Makes one stream of what several engines say about one request.
+
+    Until the request first moves, chunks pass as they are, without the token ids that only the
+    proxy asked for. From then on the first engine's ``created`` and fingerprint are kept, the
+    role is not repeated, the text is made here, and counts and offsets go on.
+
+    Args:
+        request: the client's.
+        tokenizer: of the served model.
+
+    Attributes:
+        prompt_token_ids: of the prompt, once the first chunk came.
+        output_token_ids: generated so far.
+        moves: the request can go on elsewhere: false once an engine splits off reasoning, or
+            tells text without its tokens.
+    """
+
+    def __init__(self, request: ClientRequest, tokenizer: Tokenizer) -> None:
+        self.prompt_token_ids: list[int] = []
+        self.output_token_ids: list[int] = []
+        self.moves = True
+        self._request, self._tokenizer = request, tokenizer
+        self._created: int | None = None
+        self._fingerprint: str | None = None
+        self._characters = 0
+        self._text_offset = 0
+        self._text: ContinuedText | None = None
+        self._last = b""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found that the engine does not know of."""
+        return self._text is not None and self._text.stopped is not None
+
+    def pass_on(self, data: bytes, chunk: Chunk) -> bytes | None:
+        """Take a chunk; return it as the client is to see it, or None to leave it out."""
+        if self._text is not None:
+            return self._continued(data, chunk, frozen=False)
+        self._note(chunk)
+        self._last = data
+        self.output_token_ids += chunk.token_ids
+        if self._request.keeps_token_ids:
+            return data
+        return _TOKEN_IDS.sub(rb'"\1":null', data)
+
+    def pass_on_frozen(self, data: bytes, chunk: Chunk) -> bytes | None:
+        """Take the last chunk of a frozen request, whose end the client must not see."""
+        if self._text is None:
+            self._note_head(chunk)
+        self.cut()
+        return self._continued(data, chunk, frozen=True)
+
+    def cut(self) -> None:
+        """Say that what comes next comes from another engine."""
+        if self._text is None:
+            request = self._request
+            rules = TextRules(
+                request.stop,
+                request.include_stop,
+                request.min_tokens,
+                request.skip_special_tokens,
+                request.spaces_between_special_tokens,
+            )
+            self._text = ContinuedText(self._tokenizer, self.prompt_token_ids, rules)
+            self._text.add(self.output_token_ids)
+            self._text.skip(self._characters)
+
+    def usage(self) -> bytes | None:
+        """Return the chunk of token counts, if the client expects one and no engine gives it."""
+        if not self._request.include_usage:
+            return None
+        counts: dict[str, Any] = {}
+        self._count(counts)
+        last = msgspec.json.decode(self._last)
+        last.pop("prompt_token_ids", None)
+        return _encode({**last, "choices": [], "usage": counts})
+
+    def _note(self, chunk: Chunk) -> None:
+        """Keep what the client has got."""
+        self._note_head(chunk)
+        for choice in chunk.choices:
+            text, delta = choice.text, choice.delta
+            if delta is not None:
+                text = delta.content or ""
+                if delta.reasoning:
+                    self.moves = False
+            self._characters += len(text)
+            if text and not choice.token_ids and choice.finish_reason is None:
+                self.moves = False
+            if choice.logprobs is not None:
+                self._text_offset += sum(map(len, choice.logprobs.tokens))
+
+    def _note_head(self, chunk: Chunk) -> None:
+        """Keep what a later engine says differently."""
+        if self._created is None:
+            self._created = chunk.created
+        if chunk.system_fingerprint is not None and self._fingerprint is None:
+            self._fingerprint = chunk.system_fingerprint
+        if not self.prompt_token_ids:
+            told = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
+            self.prompt_token_ids = next(filter(None, told), [])
+
+    def _continued(self, data: bytes, chunk: Chunk, frozen: bool) -> bytes | None:
+        """Return a chunk that follows an earlier engine's, or that one's own last."""
+        assert self._text is not None
+        value: dict[str, Any] = msgspec.json.decode(data)
+        if self._created is not None:
+            value["created"] = self._created
+        if chunk.choices:
+            choice = value["choices"][0]
+            if chunk.choices[0].token_ids is None and chunk.finish_reason is None:
+                return None  # the role, which the client has
+            self._continue_choice(choice, chunk, frozen)
+            value.pop("prompt_token_ids", None)
+            if frozen:
+                value.pop("system_fingerprint", None)
+        if self._fingerprint is not None and "system_fingerprint" in value:
+            value["system_fingerprint"] = self._fingerprint
+        if value.get("usage"):
+            self._count(value["usage"])
+        self._last = _encode(value)
+        return self._last
+
+    def _continue_choice(self, choice: dict[str, Any], chunk: Chunk, frozen: bool) -> None:
+        assert self._text is not None
+        tokens = chunk.token_ids
+        finished = chunk.finish_reason is not None and not frozen
+        counted = self._text.add(tokens, ended_by_token=chunk.finish_reason == "stop")
+        self.output_token_ids += tokens[:counted]
+        if frozen:
+            choice["finish_reason"] = None
+            choice.pop("stop_reason", None)
+        if self._text.stopped is not None:
+            finished = True
+            choice["finish_reason"], choice["stop_reason"] = "stop", self._text.stopped
+        text = self._text.take(finished)
+        if self._request.chat:
+            choice["delta"] = {"content": text}
+        else:
+            choice["text"] = text
+        choice["token_ids"] = tokens[:counted] if self._request.keeps_token_ids else None
+        if not self._request.chat:
+            choice["prompt_token_ids"] = None
+        self._continue_logprobs(choice.get("logprobs"), counted)
+
+    def _continue_logprobs(self, logprobs: dict[str, Any] | None, counted: int) -> None:
+        if not logprobs:
+            return
+        for name, entries in logprobs.items():
+            if isinstance(entries, list):
+                logprobs[name] = entries[:counted]
+        if "text_offset" in logprobs:
+            offsets = []
+            for token in logprobs["tokens"]:
+                offsets.append(self._text_offset)
+                self._text_offset += len(token)
+            logprobs["text_offset"] = offsets
+
+    def _count(self, usage: dict[str, Any]) -> None:
+        """Count the tokens of all engines; what one of them had cached says nothing now."""
+        prompt, output = len(self.prompt_token_ids), len(self.output_token_ids)
+        usage.pop("prompt_tokens_details", None)
+        usage["prompt_tokens"], usage["completion_tokens"] = prompt, output
+        usage["total_tokens"] = prompt + output

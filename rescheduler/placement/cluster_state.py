@@ -1,0 +1,80 @@
+"""The proxy's knowledge as the view that policies decide on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+
+__all__ = ["cluster_view", "running_requests"]
+
+
+def running_requests(instances: Sequence[InstanceState]) -> list[LiveRequest]:
+    """Return the requests on these instances, in the order of `cluster_view`."""
+    return [request for instance in instances for request in instance.requests.values()]
+
+
+def cluster_view(
+    instances: Sequence[InstanceState],
+    waiting: Sequence[LiveRequest],
+    forecasts: LiveForecasts | None,
+    now: float,
+    step_seconds: float,
+    dispatched: int = 0,
+    prefill_budget: np.ndarray | None = None,
+) -> ClusterView:
+    """Return the view of some decode instances.
+
+    A request that is on its way counts at its target. A request generates one token a decode
+    step, so that the tokens since its last move are the steps since then.
+
+    Args:
+        instances: that requests may go to.
+        waiting: requests that wait for one of them, in order of arrival.
+        forecasts: of remaining lengths; None if the decision needs none.
+        now: seconds on the clock of ``waiting_since``.
+        step_seconds: mean duration of a decode step.
+        dispatched: requests placed so far.
+        prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
+    """
+    index = {id(instance): g for g, instance in enumerate(instances)}
+    running = running_requests(instances)
+    where = np.empty(len(running), dtype=np.int64)
+    since = np.empty(len(running), dtype=np.int64)
+    for i, request in enumerate(running):
+        move = request.move
+        at = request.instance if move is None else move.target
+        where[i] = index.get(id(at), index[id(request.instance)])
+        if not request.can_move:
+            since[i] = CANNOT_MOVE
+        elif request.generated_at_move is None:
+            since[i] = NEVER_MOVED
+        else:
+            since[i] = request.generated_tokens - request.generated_at_move
+    return ClusterView(
+        slots=_integers([instance.slots for instance in instances]),
+        kv_capacity=_integers([instance.kv_capacity for instance in instances]),
+        queued=_integers(
+            [sum(not r.generating for r in instance.requests.values()) for instance in instances]
+        ),
+        instance=where,
+        prompt_tokens=_integers([request.prompt_tokens for request in running]),
+        generated_tokens=_integers([request.generated_tokens for request in running]),
+        forecast=forecasts.forecast(running) if forecasts else None,
+        waiting_prompt_tokens=_integers([request.prompt_tokens for request in waiting]),
+        waiting_generated_tokens=_integers([request.generated_tokens for request in waiting]),
+        waiting_forecast=forecasts.forecast(waiting) if forecasts else None,
+        waited_steps=_integers(
+            [int((now - request.waiting_since) / step_seconds) for request in waiting]
+        ),
+        dispatched=dispatched,
+        since_move=since,
+        prefill_budget=prefill_budget,
+    )
+
+
+def _integers(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)

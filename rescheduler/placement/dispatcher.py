@@ -1,0 +1,258 @@
+"""Which instance a request goes to: prefill by least load, decode by the routing policy."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.prefill_budgets import PrefillBudgets
+from rescheduler.placement.warm_up import crowded_view
+from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.policy import Needs, RoutingPolicy
+
+__all__ = ["Dispatcher"]
+
+_FIRST_STEP_SECONDS = 0.05
+_STEP_WEIGHT = 0.01
+
+
+class Dispatcher:
+    """The two pools in which requests wait: for a prefill instance, and then for a decode one.
+
+    Args:
+        prefills: the prefill instances.
+        decodes: the decode instances.
+        policy: chooses the decode instance.
+        forecasts: of remaining lengths; None if the engines tell none.
+        budgets: of prompts that can be computed in time, if the policy goes by them.
+        options: bounds and deadlines.
+        clock: seconds, of the event loop.
+
+    Attributes:
+        step_seconds: mean time between two tokens of a request.
+        dispatched: requests placed so far.
+        waiting: requests in the second pool, in order of arrival.
+    """
+
+    def __init__(
+        self,
+        prefills: Sequence[InstanceState],
+        decodes: Sequence[InstanceState],
+        policy: RoutingPolicy,
+        forecasts: LiveForecasts | None,
+        budgets: PrefillBudgets | None,
+        options: ProxyOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self.step_seconds = _FIRST_STEP_SECONDS
+        self.dispatched = 0
+        self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
+        self._prefills, self._decodes, self._policy = prefills, decodes, policy
+        self._at_once = JSQLoad() if policy.holds_back() else policy
+        self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
+        self._budgets, self._options, self._clock = budgets, options, clock
+        self._for_prefill: deque[tuple[LiveRequest, asyncio.Future[InstanceState | None]]] = deque()
+        self._round_due = False
+        self._last_round = -math.inf
+
+    @property
+    def waiting_for_prefill(self) -> int:
+        """Requests in the first pool."""
+        return len(self._for_prefill)
+
+    def admit(self) -> None:
+        """Refuse a new request when there is no room for it.
+
+        Raises:
+            RequestRefusedError: 503 if no decode instance is in service, 429 if the pool is full.
+        """
+        if not any(instance.available for instance in self._decodes):
+            now = self._clock()
+            soonest = min(i.breaker.seconds_to_probe(now) for i in self._decodes)
+            raise RequestRefusedError(
+                503, "no decode instance is in service", retry_after=max(1, math.ceil(soonest))
+            )
+        waiting = len(self.waiting) + len(self._for_prefill)
+        if waiting >= self._options.pool:
+            # A place becomes free about every token time; the pool is this many of them long.
+            seconds = min(60, max(1, round(waiting * self.step_seconds)))
+            raise RequestRefusedError(
+                429, f"{waiting} requests wait already; try again later", retry_after=seconds
+            )
+
+    async def take_prefill(self, request: LiveRequest) -> InstanceState | None:
+        """Wait for a place on a prefill instance; give it back with `leave_prefill`.
+
+        Returns:
+            The instance, or None if none is in service, so that the decode instance prefills.
+
+        Raises:
+            RequestRefusedError: 503, no place in time.
+        """
+        place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
+        self._for_prefill.append((request, place))
+        self._grant_prefills()
+        try:
+            async with asyncio.timeout(self._options.pool_seconds):
+                return await place
+        except BaseException as error:
+            if place.done() and not place.cancelled():  # granted in the very same moment
+                self.leave_prefill(request, place.result())
+            self._for_prefill = deque(e for e in self._for_prefill if e[1] is not place)
+            if isinstance(error, TimeoutError):
+                raise self._too_long("prefill") from error
+            raise
+
+    def leave_prefill(self, request: LiveRequest, instance: InstanceState | None) -> None:
+        """Give a place on a prefill instance back."""
+        if instance is not None:
+            instance.requests.pop(request.id, None)
+        self._grant_prefills()
+
+    async def place(self, request: LiveRequest) -> InstanceState:
+        """Wait until the policy gives a request a decode instance; it is counted there then.
+
+        Raises:
+            RequestRefusedError: 503, none in time.
+        """
+        place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
+        request.waiting_since = self._clock()
+        self.waiting[request] = place
+        self.wake()
+        try:
+            async with asyncio.timeout(self._options.pool_seconds):
+                return await place
+        except TimeoutError as error:
+            raise self._too_long("decode") from error
+        finally:
+            self.waiting.pop(request, None)
+
+    def wake(self) -> None:
+        """Decide soon, as often as the policy does: a request came or went, or an instance did."""
+        if not self._round_due:
+            self._round_due = True
+            loop = asyncio.get_running_loop()
+            seconds = self._last_round + self._policy.decide_every() - self._clock()
+            if seconds > 0:
+                loop.call_later(seconds, self._decide)
+            else:
+                loop.call_soon(self._decide)
+        self._grant_prefills()
+
+    def compile(self) -> None:
+        """Decide once on a made-up cluster, so that no request waits for a compiler."""
+        for policy in (self._policy, self._at_once):
+            policy.assign(crowded_view(len(self._decodes)))
+
+    def step_took(self, seconds: float) -> None:
+        """Note the time between two tokens of a request."""
+        self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
+
+    def any_decode(self) -> InstanceState | None:
+        """Return a decode instance that answers, whether it drains or not."""
+        return next((instance for instance in self._decodes if instance.breaker.closed), None)
+
+    def has_another(self, request: LiveRequest) -> bool:
+        """Say whether an instance is in service that has not failed or turned away a request."""
+        return any(i.available and i not in request.avoid for i in self._decodes)
+
+    def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:
+        """Return where running requests would go now; None where there is no room for one.
+
+        By the policy, or by least KV load where that may hold requests back.
+        """
+        return self._choose(requests, self._at_once)
+
+    def _choose(
+        self, requests: Sequence[LiveRequest], policy: RoutingPolicy
+    ) -> list[InstanceState | None]:
+        """Return where a policy places requests; None for one that has to wait.
+
+        A request that instances have just failed goes to another one, if there is any.
+        """
+        targets: list[InstanceState | None] = [None] * len(requests)
+        available = [instance for instance in self._decodes if instance.available]
+        if self._forecasts is not None and requests:
+            self._forecasts.refresh()
+        for avoid in dict.fromkeys(request.avoid for request in requests):
+            rows = [i for i, request in enumerate(requests) if request.avoid == avoid]
+            others = [instance for instance in available if instance not in avoid]
+            instances = others or available
+            if instances:
+                chosen = self._assign([requests[i] for i in rows], instances, policy)
+                for i, target in zip(rows, chosen, strict=True):
+                    targets[i] = target
+        return targets
+
+    def _assign(
+        self,
+        requests: Sequence[LiveRequest],
+        instances: Sequence[InstanceState],
+        policy: RoutingPolicy,
+    ) -> list[InstanceState | None]:
+        shown = self._decodes if policy.whole_cluster else instances
+        view = cluster_view(
+            shown,
+            requests,
+            self._forecasts,
+            self._clock(),
+            self.step_seconds,
+            self.dispatched,
+            self._budgets.left(shown) if self._budgets else None,
+        )
+        if len(shown) > len(instances):
+            usable = [instance in instances for instance in shown]
+            view = replace(view, slots=np.where(usable, view.slots, 0))
+        targets = policy.assign(view).instance.tolist()
+        return [shown[g] if g >= 0 else None for g in targets]
+
+    def _decide(self) -> None:
+        self._round_due = False
+        self._last_round = self._clock()
+        waiting = [request for request, place in self.waiting.items() if not place.done()]
+        placed = self._choose(waiting, self._policy)
+        for request, instance in zip(waiting, placed, strict=True):
+            if instance is not None:
+                self.dispatched += 1
+                if self._budgets is not None:
+                    self._budgets.spend(instance, request.prompt_tokens)
+                request.place(instance)
+                self.waiting.pop(request).set_result(instance)
+        if self.waiting and self._policy.decide_every() > 0:
+            self.wake()
+        self._grant_prefills()
+
+    def _grant_prefills(self) -> None:
+        while self._for_prefill:
+            request, place = self._for_prefill[0]
+            if place.done():
+                self._for_prefill.popleft()
+                continue
+            available = [instance for instance in self._prefills if instance.available]
+            if not available:
+                self._for_prefill.popleft()
+                place.set_result(None)
+                continue
+            loads = [len(instance.requests) for instance in available]
+            least = int(np.argmin(loads))
+            ahead = len(self.waiting) + sum(loads)
+            if loads[least] >= self._options.prefill_concurrency or ahead >= self._options.ahead:
+                return
+            self._for_prefill.popleft()
+            available[least].requests[request.id] = request
+            place.set_result(available[least])
+
+    def _too_long(self, what: str) -> RequestRefusedError:
+        seconds = self._options.pool_seconds
+        return RequestRefusedError(
+            503, f"no {what} instance had room within {seconds:g} s", retry_after=5
+        )

@@ -1,0 +1,61 @@
+"""What the proxy knows of one instance."""
+
+from typing import TYPE_CHECKING
+
+from rescheduler.cluster.cluster_view import UNLIMITED
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.placement.circuit_breaker import CircuitBreaker
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import EngineState
+
+if TYPE_CHECKING:
+    from rescheduler.placement.live_request import LiveRequest
+
+__all__ = ["InstanceState"]
+
+
+class InstanceState:
+    """An instance in service, or not.
+
+    Args:
+        instance: of the deployment.
+        options: of the proxy.
+        control: client of its control socket; None if it has none.
+
+    Attributes:
+        breaker: whether it works.
+        draining: it gets no new requests.
+        requests: placed there, by migration id.
+        engine: what its control socket told last; None before, and without one.
+    """
+
+    def __init__(
+        self, instance: Instance, options: ProxyOptions, control: ControlClient | None
+    ) -> None:
+        self.instance, self.control = instance, control
+        self.breaker = CircuitBreaker(options.breaker_failures, options.breaker_seconds)
+        self.draining = False
+        self.requests: dict[str, LiveRequest] = {}
+        self.engine: EngineState | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.instance.name
+
+    @property
+    def available(self) -> bool:
+        """Whether new requests may go there."""
+        return self.breaker.closed and not self.draining
+
+    @property
+    def slots(self) -> int:
+        """Requests that it runs at a time."""
+        return self.engine.max_num_seqs if self.engine else int(UNLIMITED)
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that its KV cache holds."""
+        if self.engine is None:
+            return int(UNLIMITED)
+        return self.engine.num_blocks * self.engine.block_size

@@ -1,0 +1,49 @@
+"""How many tokens of new prompts each engine can still compute in time, as last told."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+
+__all__ = ["PrefillBudgets"]
+
+
+class PrefillBudgets:
+    """The engines' prefill budgets, less the prompts sent to each since it told its own.
+
+    An engine reckons its budget with its first step. Until then it counts as having as much as the
+    one that has most.
+
+    Source: FairBatching (Lyu et al. 2025), §3.4.
+
+    Args:
+        telemetry: of the engines.
+    """
+
+    def __init__(self, telemetry: TelemetrySubscriber) -> None:
+        self._telemetry = telemetry
+        self._told: dict[str, tuple[int, int]] = {}
+        self._spent: dict[str, int] = {}
+
+    def left(self, instances: Sequence[InstanceState]) -> npt.NDArray[np.float64]:
+        """Return the budgets of some instances now, [G], in tokens."""
+        budget: dict[str, float] = {}
+        with self._telemetry.lock:
+            for key, view in self._telemetry.view.instances.items():
+                snapshot = view.epoch, view.snapshot_seq
+                if self._told.get(key.name) != snapshot:
+                    self._told[key.name] = snapshot
+                    self._spent[key.name] = 0
+                if view.gauges.prefill_budget is not None:
+                    budget[key.name] = view.gauges.prefill_budget
+        most = max(budget.values(), default=0.0)
+        return np.array(
+            [budget.get(one.name, most) - self._spent.get(one.name, 0) for one in instances]
+        )
+
+    def spend(self, instance: InstanceState, tokens: int) -> None:
+        """Count a prompt that is being sent to an instance."""
+        self._spent[instance.name] = self._spent.get(instance.name, 0) + tokens

@@ -1,0 +1,1 @@
+"""One OpenAI-compatible address in front of a deployment."""

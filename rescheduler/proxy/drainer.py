@@ -1,0 +1,80 @@
+"""Moving everything away from an instance that is to be stopped."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.migrator import Migrator
+
+__all__ = ["Drainer"]
+
+logger = logging.getLogger("headway.serve")
+
+_SECONDS = 0.25
+
+
+class Drainer:
+    """Drains instances: nothing new goes there, and what runs there moves away.
+
+    Requests that cannot move, or for which there is no room elsewhere, end where they are.
+
+    Args:
+        decodes: the decode instances.
+        dispatcher: chooses where requests go.
+        migrator: moves them.
+        background: runs the moves.
+    """
+
+    def __init__(
+        self,
+        decodes: Sequence[InstanceState],
+        dispatcher: Dispatcher,
+        migrator: Migrator,
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._decodes, self._dispatcher = decodes, dispatcher
+        self._migrator, self._background = migrator, background
+        self._moving: set[str] = set()
+
+    def drain(self, instance: InstanceState) -> None:
+        """Begin to drain an instance."""
+        if not instance.draining:
+            logger.info("%s: draining, %d requests", instance.name, len(instance.requests))
+        instance.draining = True
+
+    def undrain(self, instance: InstanceState) -> None:
+        """Let requests come to an instance again."""
+        if instance.draining:
+            logger.info("%s: takes requests again", instance.name)
+        instance.draining = False
+        self._dispatcher.wake()
+
+    async def run(self) -> None:
+        """Move requests away from draining instances, for ever."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            for instance in self._decodes:
+                if instance.draining:
+                    self._move_away(instance)
+
+    def _move_away(self, instance: InstanceState) -> None:
+        now = asyncio.get_running_loop().time()
+        requests = [
+            request
+            for request in instance.requests.values()
+            if request.can_move and request.id not in self._moving and now >= request.rests_until
+        ]
+        for request, target in zip(requests, self._dispatcher.choose(requests), strict=True):
+            if target is not None:
+                self._moving.add(request.id)
+                self._background(self._move(request, target))
+
+    async def _move(self, request: LiveRequest, target: InstanceState) -> None:
+        try:
+            await self._migrator.move(request, target, "drain")
+        finally:
+            self._moving.discard(request.id)

@@ -1,0 +1,133 @@
+"""Requests that stay where they are placed: handed through as they are."""
+
+import asyncio
+
+import aiohttp
+from aiohttp import web
+
+from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.engine_body import decode_body
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.client_answer import ClientAnswer
+from rescheduler.proxy.request_flow import RequestFlow
+from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
+
+__all__ = ["PinnedFlow"]
+
+
+class PinnedFlow:
+    """Takes a request to one decode instance, and its answer back byte for byte.
+
+    If the instance fails before the client has got anything, the request starts again elsewhere;
+    afterwards its client is told, since nobody knows where it stood.
+
+    Args:
+        flow: of the requests that move, for what is the same.
+        upstream: connections to the engines.
+        dispatcher: chooses the instance.
+        options: deadlines and attempts.
+    """
+
+    def __init__(
+        self, flow: RequestFlow, upstream: Upstream, dispatcher: Dispatcher, options: ProxyOptions
+    ) -> None:
+        self._flow, self._upstream = flow, upstream
+        self._dispatcher, self._options = dispatcher, options
+
+    async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
+        """Generate a request to its end; cancel it when the client leaves.
+
+        Raises:
+            ClientGoneError: the client has left.
+            EngineRefusedError: an engine says that it is wrong.
+            RequestRefusedError: no instance had room in time, or all turned it away.
+            UpstreamError: too many attempts failed, or one after the client has got something.
+        """
+        try:
+            await self._flow.prefill(request)
+            failures = 0
+            while True:
+                instance = await self._dispatcher.place(request)
+                try:
+                    return await self._hand_through(request, instance, answer)
+                except EngineFullError as error:
+                    self._flow.turned_away(request, instance, error)
+                except UpstreamError as error:
+                    self._flow.failed(instance, error)
+                    failures += 1
+                    if answer.begun or failures >= self._options.attempts:
+                        raise
+                    if not error.unsent:
+                        request.prefilled = None
+                    request.avoid = frozenset({instance})
+                    request.leave()
+                    self._dispatcher.wake()
+                    await self._flow.back_off(failures)
+        finally:
+            self._flow.leave(request)
+
+    async def _hand_through(
+        self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer
+    ) -> web.StreamResponse:
+        body = decode_body(request.client, request.id, request.hop, request.prefilled)
+        request.hop += 1
+        response: web.StreamResponse
+        try:
+            if request.client.stream:
+                await self._relay(request, instance, body, answer)
+                response = await answer.finish_raw()
+            else:
+                response = answer.document(200, await self._whole(request, instance, body))
+        except TimeoutError as error:
+            raise UpstreamError(instance.instance, "no token in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UpstreamError(instance.instance, reason) from error
+        instance.breaker.succeeded()
+        return response
+
+    async def _relay(
+        self, request: LiveRequest, instance: InstanceState, body: bytes, answer: ClientAnswer
+    ) -> None:
+        """Write a stream to the client as it comes."""
+        options, loop = self._options, asyncio.get_running_loop()
+        async with asyncio.timeout(options.first_token_seconds) as time:
+            response = await self._open(request, instance, body)
+            try:
+                async for data in response.content.iter_any():
+                    request.generating = True
+                    request.untracked += data.count(b"data: ")
+                    await answer.write(data)
+                    time.reschedule(loop.time() + options.token_seconds)
+            finally:
+                response.close()
+
+    async def _whole(self, request: LiveRequest, instance: InstanceState, body: bytes) -> bytes:
+        """Return an answer that comes as a whole.
+
+        That may take as long as it likes, while its instance is in service.
+        """
+
+        async def read() -> bytes:
+            async with await self._open(request, instance, body) as response:
+                return await response.read()
+
+        reading = asyncio.create_task(read())
+        try:
+            while not (await asyncio.wait([reading], timeout=self._options.probe_seconds))[0]:
+                if not instance.breaker.closed:
+                    raise UpstreamError(instance.instance, "out of service before its answer")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _open(
+        self, request: LiveRequest, instance: InstanceState, body: bytes
+    ) -> aiohttp.ClientResponse:
+        response = await self._upstream.open(
+            instance.instance, request.client.path, body, request.headers
+        )
+        request.prefilled = None
+        return response

@@ -1,0 +1,88 @@
+"""Asking the migration planner again and again, and doing what it says."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from rescheduler.migration import MigrationPolicy, Plan
+from rescheduler.placement.cluster_state import cluster_view, running_requests
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.routing.policy import Needs
+
+__all__ = ["PlannerLoop"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class PlannerLoop:
+    """Every interval: view, plan, moves.
+
+    Args:
+        policy: the planner.
+        seconds: between two plans.
+        decodes: the decode instances.
+        forecasts: of remaining lengths; None if the engines tell none.
+        dispatcher: knows how long a decode step takes.
+        migrator: carries moves out.
+        metrics: times the decisions.
+        background: runs the moves.
+    """
+
+    def __init__(
+        self,
+        policy: MigrationPolicy,
+        seconds: float,
+        decodes: Sequence[InstanceState],
+        forecasts: LiveForecasts | None,
+        dispatcher: Dispatcher,
+        migrator: Migrator,
+        metrics: ProxyMetrics,
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._policy, self._seconds = policy, seconds
+        self._decodes, self._dispatcher = decodes, dispatcher
+        self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
+        self._migrator, self._metrics, self._background = migrator, metrics, background
+        self._said = ""
+
+    async def run(self) -> None:
+        """Plan for ever."""
+        while True:
+            await asyncio.sleep(self._seconds)
+            self.plan()
+
+    def plan(self) -> None:
+        """Plan once, and begin the moves."""
+        instances = [instance for instance in self._decodes if instance.available]
+        running = running_requests(instances)
+        if len(instances) < 2 or not running:
+            return
+        if self._forecasts is not None:
+            self._forecasts.refresh()
+        started = time.perf_counter()
+        now = asyncio.get_running_loop().time()
+        view = cluster_view(instances, [], self._forecasts, now, self._dispatcher.step_seconds)
+        plan = self._policy.plan(view)
+        self._metrics.planning.observe(time.perf_counter() - started)
+        self._log(plan)
+        for migration in plan.migrations:
+            request, target = running[migration.request], instances[migration.target]
+            if now >= request.rests_until:
+                self._background(self._move(request, target, migration.gain))
+
+    async def _move(self, request: Any, target: InstanceState, gain: float) -> None:
+        await self._migrator.move(request, target, f"{self._policy.name}, gain {gain:.2g}")
+
+    def _log(self, plan: Plan) -> None:
+        """Log every plan with moves, and why there are none when that changes."""
+        if plan.migrations:
+            logger.info("plan: %d moves: %s", len(plan.migrations), plan.reason)
+        elif plan.reason != self._said:
+            logger.debug("plan: no move: %s", plan.reason)
+        self._said = "" if plan.migrations else plan.reason

@@ -1,0 +1,67 @@
+"""Whether instances are in service, asked again and again."""
+
+import asyncio
+import logging
+
+from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.proxy.upstream import Upstream, UpstreamError
+from rescheduler.transfer.control_messages import ControlError
+
+__all__ = ["Prober"]
+
+logger = logging.getLogger("headway.serve")
+
+_SHORTEST = 0.1
+
+
+class Prober:
+    """Asks an instance for its health, and a decode instance how full it is.
+
+    An instance in service is asked every ``probe_seconds``. One that is not has to generate a
+    token, when its breaker lets it: vLLM's HTTP server also answers while its engine hangs.
+
+    Args:
+        upstream: connections to the engines.
+        dispatcher: is woken when an instance comes back.
+        options: the times.
+        model: name that the engines serve.
+    """
+
+    def __init__(
+        self, upstream: Upstream, dispatcher: Dispatcher, options: ProxyOptions, model: str
+    ) -> None:
+        self._upstream, self._dispatcher = upstream, dispatcher
+        self._options, self._model = options, model
+
+    async def run(self, instance: InstanceState) -> None:
+        """Probe an instance for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if instance.breaker.closed or instance.breaker.probe_due(loop.time()):
+                await self.probe(instance)
+            wait = self._options.probe_seconds
+            if not instance.breaker.closed:
+                wait = min(wait, instance.breaker.seconds_to_probe(loop.time()))
+            await asyncio.sleep(max(_SHORTEST, wait))
+
+    async def probe(self, instance: InstanceState) -> None:
+        """Probe an instance once."""
+        try:
+            await self._upstream.get(instance.instance, "/health", self._options.control_seconds)
+            if not instance.breaker.closed:
+                await self._upstream.generate_one(instance.instance, self._model)
+                instance.breaker.succeeded()
+                logger.info("%s: in service again", instance.name)
+        except UpstreamError as error:
+            now = asyncio.get_running_loop().time()
+            if instance.breaker.failed(now, certain=error.unsent):
+                logger.warning("%s; out of service", error)
+            return
+        if instance.control is not None:
+            try:
+                instance.engine = await instance.control.state(self._options.control_seconds)
+            except ControlError as error:
+                logger.warning("%s: %s", instance.name, error)
+        self._dispatcher.wake()

@@ -1,0 +1,233 @@
+"""The proxy: everything that serves a deployment, put together."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.migration import MigrationPolicy, create_migration_policy
+from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.prefill_budgets import PrefillBudgets
+from rescheduler.placement.warm_up import crowded_view
+from rescheduler.proxy.drainer import Drainer
+from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.pinned_flow import PinnedFlow
+from rescheduler.proxy.planner_loop import PlannerLoop
+from rescheduler.proxy.prober import Prober
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.proxy.request_flow import RequestFlow
+from rescheduler.proxy.upstream import Upstream
+from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.transfer.control_client import ControlClient
+
+__all__ = ["Proxy"]
+
+logger = logging.getLogger("headway.serve")
+
+_FREEING_SECONDS = 1.0
+
+
+class Proxy:
+    """Serves one deployment; make it, `start` it and `close` it in one event loop.
+
+    Args:
+        deployment: which instances, and how.
+        tokenizer: of the served model.
+
+    Attributes:
+        deployment: as given.
+        instances: all, by name.
+        dispatcher: chooses instances.
+        metrics: counts and times.
+        upstream: connections to the engines.
+        flow: of requests that may move.
+        pinned: of those that stay.
+        drainer: empties instances.
+        migrator: moves requests.
+        running: requests that have arrived and not ended.
+
+    Raises:
+        DeploymentError: a policy that does not exist, or needs forecasts that nobody tells.
+    """
+
+    def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
+        options = deployment.proxy
+        self.deployment, self._tokenizer = deployment, tokenizer
+        self._policy, self._planner = _policies(deployment)
+        self.running = 0
+        self._stack = AsyncExitStack()
+        self._loops: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        keys = deployment.keys_folder
+        self.instances: dict[str, InstanceState] = {}
+        for instance in deployment.instances:
+            control = ControlClient(instance.control, keys) if instance.control else None
+            if control is not None:
+                self._stack.callback(control.close)
+            self.instances[instance.name] = InstanceState(instance, options, control)
+        states = list(self.instances.values())
+        self._prefills = [state for state in states if state.instance.role == "prefill"]
+        self._decodes = [state for state in states if state.instance.role == "decode"]
+        endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
+        self._forecasts, budgets = None, None
+        if endpoints:
+            telemetry = TelemetrySubscriber(endpoints, keys=keys)
+            self._stack.callback(telemetry.close)
+            self._forecasts = LiveForecasts(telemetry)
+            if self._policy.needs_budget:
+                budgets = PrefillBudgets(telemetry)
+        self.upstream = Upstream(options)
+        self._stack.push_async_callback(self.upstream.close)
+        self.dispatcher = Dispatcher(
+            self._prefills,
+            self._decodes,
+            self._policy,
+            self._forecasts,
+            budgets,
+            options,
+            loop.time,
+        )
+        self.metrics = ProxyMetrics(states, self.dispatcher)
+        self.migrator = Migrator(options, self.metrics, self.background)
+        self.flow = RequestFlow(
+            self.upstream, self.dispatcher, self.migrator, self.metrics, options, self.background
+        )
+        self.pinned = PinnedFlow(self.flow, self.upstream, self.dispatcher, options)
+        self.drainer = Drainer(self._decodes, self.dispatcher, self.migrator, self.background)
+        self._prober = Prober(self.upstream, self.dispatcher, options, deployment.served_name)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a decode instance is in service."""
+        return any(instance.available for instance in self._decodes)
+
+    async def start(self) -> None:
+        """Ask every instance how it is, and begin to watch, plan and drain."""
+        await asyncio.to_thread(self._compile)
+        await asyncio.gather(*map(self._prober.probe, self.instances.values()))
+        for instance in self.instances.values():
+            self._for_ever(self._prober.run(instance))
+        self._for_ever(self.drainer.run())
+        if self._planner is not None:
+            policy, seconds = self._planner
+            loop = PlannerLoop(
+                policy,
+                seconds,
+                self._decodes,
+                self._forecasts,
+                self.dispatcher,
+                self.migrator,
+                self.metrics,
+                self.background,
+            )
+            self._for_ever(loop.run())
+
+    async def close(self) -> None:
+        """End what runs in the background, and close every connection."""
+        for task in self._loops:
+            task.cancel()
+        if self._tasks:  # what is being freed on the engines
+            await asyncio.wait(self._tasks, timeout=_FREEING_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._tasks, return_exceptions=True)
+        await self._stack.aclose()
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something that nobody waits for; an error in it is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _for_ever(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._ended)
+        self._loops.append(task)
+
+    def new_request(
+        self, client: ClientRequest, name: str | None, headers: dict[str, str], size: int
+    ) -> LiveRequest:
+        """Return a request that has just arrived.
+
+        Args:
+            client: what is asked for.
+            name: that the client gave it.
+            headers: that engines get.
+            size: of its body, bytes.
+        """
+        id = uuid.uuid4().hex
+        name = name or id
+        headers = {**headers, "X-Request-Id": name}
+        now = asyncio.get_running_loop().time()
+        self.running += 1
+        return LiveRequest.new(id, name, client, headers, now, self._tokenizer, size)
+
+    def request_ended(self, request: LiveRequest, outcome: str) -> None:
+        """Count a request's end, and learn from its length."""
+        self.running -= 1
+        self.metrics.requests.labels(request.client.path, outcome).inc()
+        if self._forecasts is not None:
+            self._forecasts.ended(request, outcome == "ok")
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("in the background: %r", task.exception(), exc_info=task.exception())
+
+    def _compile(self) -> None:
+        """Decide once, so that no request waits for a compiler."""
+        self.dispatcher.compile()
+        if self._planner is not None:
+            self._planner[0].plan(crowded_view())
+
+
+def _policies(
+    deployment: Deployment,
+) -> tuple[RoutingPolicy, tuple[MigrationPolicy, float] | None]:
+    """Create the routing policy, and the planner with its interval in seconds."""
+    told = any(i.telemetry for i in deployment.decode)
+    try:
+        policy = create_policy(**deployment.routing)
+        policy.refuse_other_cluster(len(deployment.decode))
+    except ValueError as error:
+        raise DeploymentError(f"routing: {error}") from error
+    if policy.needs_budget and deployment.prefill:
+        raise DeploymentError(
+            f"routing.name: {policy.name} chooses between engines that prefill and decode; here "
+            f"{deployment.prefill[0].name} prefills for the others"
+        )
+    if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
+        raise DeploymentError(
+            f"routing.name: {policy.name} goes by what instances tell of their prefill budgets, "
+            "and not all have telemetry"
+        )
+    if policy.needs >= Needs.LENGTHS and not told:
+        raise DeploymentError(
+            f"routing.name: {policy.name} needs forecasts, and no decode instance has telemetry"
+        )
+    if deployment.migration is None:
+        return policy, None
+    section = dict(deployment.migration)
+    seconds = float(section.pop("interval_seconds", 1.0))
+    try:
+        planner = create_migration_policy(**section)
+    except ValueError as error:
+        raise DeploymentError(f"migration: {error}") from error
+    if planner.needs >= Needs.LENGTHS and not told:
+        raise DeploymentError(
+            f"migration.name: {planner.name} needs forecasts, and no decode instance has telemetry"
+        )
+    if not any(i.control for i in deployment.decode):
+        raise DeploymentError("migration: no decode instance has a control socket to move by")
+    return policy, (planner, seconds)

@@ -1,0 +1,119 @@
+"""What the proxy counts and measures, for Prometheus."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+
+__all__ = ["ProxyMetrics"]
+
+_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class ProxyMetrics(Collector):
+    """Counters, histograms, and gauges that are read whenever Prometheus asks.
+
+    Args:
+        instances: all of the deployment.
+        dispatcher: with the two pools.
+    """
+
+    def __init__(self, instances: Sequence[InstanceState], dispatcher: Dispatcher) -> None:
+        self._instances, self._dispatcher = instances, dispatcher
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self.requests = Counter(
+            "headway_proxy_requests",
+            "requests by how they ended",
+            ["path", "outcome"],
+            registry=registry,
+        )
+        self.tokens = Counter("headway_proxy_tokens", "tokens relayed", registry=registry)
+        self.first_token = Histogram(
+            "headway_proxy_first_token_seconds",
+            "from a request's arrival to its first token",
+            buckets=_FIRST_SECONDS,
+            registry=registry,
+        )
+        self.token_gap = Histogram(
+            "headway_proxy_token_seconds",
+            "between two tokens of a request",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "headway_proxy_migrations",
+            "moves by how they ended",
+            ["source", "target", "outcome"],
+            registry=registry,
+        )
+        self.migration_gap = Histogram(
+            "headway_proxy_migration_gap_seconds",
+            "from the last token at the source to the first at the target",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.recomputed = Counter(
+            "headway_proxy_recomputed",
+            "requests resumed without their KV cache, by the instance that failed",
+            ["instance"],
+            registry=registry,
+        )
+        self.failures = Counter(
+            "headway_proxy_instance_failures",
+            "failed calls to an instance",
+            ["instance"],
+            registry=registry,
+        )
+        self.turned_away = Counter(
+            "headway_proxy_turned_away",
+            "requests that an instance had too much to do for",
+            ["instance"],
+            registry=registry,
+        )
+        self.planning = Histogram(
+            "headway_proxy_planning_seconds",
+            "decisions of the migration planner",
+            registry=registry,
+        )
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges as they are now."""
+        waiting = GaugeMetricFamily(
+            "headway_proxy_waiting", "requests that wait for an instance", labels=["stage"]
+        )
+        waiting.add_metric(["prefill"], self._dispatcher.waiting_for_prefill)
+        waiting.add_metric(["decode"], len(self._dispatcher.waiting))
+        yield waiting
+        running = GaugeMetricFamily(
+            "headway_proxy_running", "requests on an instance", labels=["instance", "role"]
+        )
+        tokens = GaugeMetricFamily(
+            "headway_proxy_context_tokens",
+            "context tokens of the requests on an instance",
+            labels=["instance", "role"],
+        )
+        up = GaugeMetricFamily(
+            "headway_proxy_instance_up", "1: in service", labels=["instance", "role"]
+        )
+        draining = GaugeMetricFamily(
+            "headway_proxy_instance_draining", "1: gets no requests", labels=["instance", "role"]
+        )
+        for instance in self._instances:
+            labels = [instance.name, instance.instance.role]
+            requests = instance.requests.values()
+            running.add_metric(labels, len(requests))
+            tokens.add_metric(labels, sum(r.prompt_tokens + r.generated_tokens for r in requests))
+            up.add_metric(labels, instance.breaker.closed)
+            draining.add_metric(labels, instance.draining)
+        yield from (running, tokens, up, draining)
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self._registry)

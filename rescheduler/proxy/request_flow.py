@@ -1,0 +1,253 @@
+"""A request from its prefill to its last token, on however many instances."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.engine_body import decode_body, prefill_body, resumed_body
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.proxy.token_relay import EngineStream, Resume, Send, TokenRelay
+from rescheduler.proxy.upstream import (
+    EngineFullError,
+    EngineRefusedError,
+    Upstream,
+    UpstreamError,
+)
+
+__all__ = ["RequestFlow"]
+
+logger = logging.getLogger("headway.serve")
+
+_PREFILL_ATTEMPTS = 2
+
+
+class RequestFlow:
+    """Takes requests through the instances, and tokens back to the clients.
+
+    Args:
+        upstream: connections to the engines.
+        dispatcher: chooses instances.
+        migrator: of which requests are moved meanwhile.
+        metrics: counts tokens and times.
+        options: deadlines and attempts.
+        background: runs what must not wait for its caller.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        dispatcher: Dispatcher,
+        migrator: Migrator,
+        metrics: ProxyMetrics,
+        options: ProxyOptions,
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._upstream, self._dispatcher, self._migrator = upstream, dispatcher, migrator
+        self._metrics, self._options, self._background = metrics, options, background
+        self._relay = TokenRelay(dispatcher, migrator, metrics, options)
+        self._random = random.Random()
+
+    async def run(self, request: LiveRequest, send: Send) -> None:
+        """Generate a request to its end; cancel it when the client leaves.
+
+        Raises:
+            EngineRefusedError: an engine says that it is wrong.
+            RequestRefusedError: no instance had room in time, or all turned it away.
+            UpstreamError: too many attempts failed.
+        """
+        try:
+            await self.prefill(request)
+            await self._decode(request, send)
+        finally:
+            self.leave(request)
+
+    async def prefill(self, request: LiveRequest) -> None:
+        """Prefill a request, unless its decode instance has to do it."""
+        if request.client.direct:
+            return
+        body = prefill_body(request.client, request.id)
+        for attempt in range(_PREFILL_ATTEMPTS):
+            if attempt:
+                await self.back_off(attempt)
+            instance = await self._dispatcher.take_prefill(request)
+            if instance is None:
+                return
+            try:
+                request.prefilled, request.prompt_tokens = await self._upstream.prefill(
+                    instance.instance, request.client.path, body, request.headers
+                )
+            except UpstreamError as error:
+                self.failed(instance, error)
+            else:
+                instance.breaker.succeeded()
+                return
+            finally:
+                self._dispatcher.leave_prefill(request, instance)
+
+    def leave(self, request: LiveRequest) -> None:
+        """Free everything that anyone keeps for a request."""
+        self._migrator.abandon(request)
+        request.land(False)
+        instance = request.instance
+        request.leave()
+        if request.kept_at is not None:
+            self._migrator.release(request.kept_at, request.id)
+            request.kept_at = None
+        if request.prefilled is not None and instance is None:
+            self.discard_prefill(request)
+        self._dispatcher.wake()
+
+    def discard_prefill(self, request: LiveRequest) -> None:
+        """Free, in the background, what a prefill instance keeps for the request."""
+        params, request.prefilled = request.prefilled, None
+        decode = self._dispatcher.any_decode()
+        if params is not None and decode is not None:
+            self._background(self._upstream.discard(decode.instance, params))
+
+    def failed(self, instance: InstanceState, error: UpstreamError) -> None:
+        """Note that a call to an instance failed."""
+        self._metrics.failures.labels(instance.name).inc()
+        now = asyncio.get_running_loop().time()
+        out = instance.breaker.failed(now, certain=error.unsent)
+        logger.warning("%s%s", error, "; out of service" if out else "")
+
+    def turned_away(
+        self, request: LiveRequest, instance: InstanceState, error: EngineFullError
+    ) -> None:
+        """Have a request that an instance has too much to do for placed on another one.
+
+        Raises:
+            RequestRefusedError: 429, since all have turned it away.
+        """
+        self._metrics.turned_away.labels(instance.name).inc()
+        request.avoid |= {instance}
+        request.leave()
+        self._dispatcher.wake()
+        if not self._dispatcher.has_another(request):
+            message = "no engine would give the first token in time; try again later"
+            raise RequestRefusedError(429, message, retry_after=error.seconds)
+
+    async def back_off(self, failures: int) -> None:
+        """Wait before another attempt: exponentially longer, half of it at random."""
+        longest = self._options.backoff_seconds * 2 ** (failures - 1)
+        seconds = min(longest, self._options.backoff_most_seconds)
+        await asyncio.sleep(seconds * self._random.uniform(0.5, 1.0))
+
+    async def _decode(self, request: LiveRequest, send: Send) -> None:
+        failures = 0
+        resume: Resume | None = None
+        while True:
+            if resume is None:
+                instance = await self._dispatcher.place(request)
+            else:
+                instance = resume.instance
+                request.place(instance)
+            before = request.generated_tokens
+            try:
+                resume = await self._segment(request, instance, resume, send)
+            except UpstreamError as error:
+                if isinstance(error, EngineFullError) and not request.generated_tokens:
+                    self.turned_away(request, instance, error)
+                    continue
+                self._migrator.abandon(request)
+                self.failed(instance, error)
+                failures = 1 if request.generated_tokens > before else failures + 1
+                if failures >= self._options.attempts:
+                    raise
+                resume = await self._after_failure(request, error, resume, failures)
+                continue
+            if resume is None:
+                return
+
+    async def _after_failure(
+        self, request: LiveRequest, error: UpstreamError, failed: Resume | None, failures: int
+    ) -> Resume | None:
+        """Return where to go on after an instance failed; None: wherever there is room.
+
+        A request whose target gave no token goes back to its source, whose prefix cache still
+        holds nearly all of it.
+        """
+        self._metrics.recomputed.labels(error.instance).inc()
+        request.avoid = frozenset({request.instance} if request.instance else ())
+        request.leave()
+        if not error.unsent:
+            request.prefilled = None
+        if failed is not None and not request.generating:
+            if error.unsent and request.kept_at is not None:
+                self._migrator.release(request.kept_at, request.id)
+            request.kept_at = None
+            if request.landing is not None:
+                request.land(False)
+                if failed.source.breaker.closed:
+                    return Resume(failed.source, None, failed.source)
+        request.generating = False
+        if request.generated_tokens:
+            request.splicer.cut()
+        self._dispatcher.wake()
+        await self.back_off(failures)
+        return None
+
+    async def _segment(
+        self, request: LiveRequest, instance: InstanceState, resume: Resume | None, send: Send
+    ) -> Resume | None:
+        """Decode on one instance; return where it goes on, or None when it has ended.
+
+        Raises:
+            UpstreamError: the instance failed or stalled.
+            EngineRefusedError: it says that the request is wrong.
+        """
+        options = self._options
+        body = self._body(request, resume.params if resume else request.prefilled)
+        # A source may hang, too, so that going back there is no reason for more patience.
+        first = options.moved_token_seconds if resume else options.first_token_seconds
+        request.hop += 1
+        stream: EngineStream | None = None
+        try:
+            async with asyncio.timeout(first) as deadline:
+                response = await self._upstream.open(
+                    instance.instance, request.client.path, body, request.headers
+                )
+                request.prefilled = request.kept_at = None
+                try:
+                    stream = EngineStream(request, instance, deadline, response)
+                    return await self._relay.relay(stream, send)
+                finally:
+                    response.close()
+        except EngineRefusedError as error:
+            if not request.generated_tokens:
+                raise
+            raise UpstreamError(instance.instance, f"refuses to go on: {error}") from error
+        except TimeoutError as error:
+            if stream is not None and stream.finished:
+                return None
+            what = "token" if request.generating else "first token"
+            raise UpstreamError(instance.instance, f"no {what} in time") from error
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            if stream is not None and stream.finished:
+                return None  # only the end of the events is missing
+            reason = f"its stream broke: {type(error).__name__}"
+            raise UpstreamError(instance.instance, reason) from error
+
+    def _body(self, request: LiveRequest, params: dict[str, Any] | None) -> bytes:
+        splicer = request.splicer
+        if not splicer.output_token_ids:
+            return decode_body(request.client, request.id, request.hop, params)
+        return resumed_body(
+            request.client,
+            request.id,
+            request.hop,
+            splicer.prompt_token_ids,
+            splicer.output_token_ids,
+            params,
+        )

@@ -1,0 +1,109 @@
+"""`headway serve`: the proxy as a command."""
+
+import argparse
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from aiohttp import web
+from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer
+
+from data_collection.models import resolve_model
+from rescheduler.engines.deployment import Deployment, DeploymentError, read_deployment
+from rescheduler.proxy.http_app import http_app
+from rescheduler.proxy.proxy import Proxy
+
+__all__ = ["load_tokenizer", "serve"]
+
+logger = logging.getLogger("headway.serve")
+
+_DESCRIPTION = """\
+Serve a deployment of prefill and decode instances behind one OpenAI-compatible address. The
+instances must run already: `headway launch` starts them. Ctrl-C or SIGTERM ends it, once running
+requests are finished or their time is up.
+"""
+
+_CLEANUP_SECONDS = 2.0
+
+
+def serve(arguments: list[str]) -> None:
+    """Run ``headway serve``."""
+    parser = argparse.ArgumentParser(prog="headway serve", description=_DESCRIPTION)
+    parser.add_argument("--config", type=Path, required=True, help="the deployment, a YAML file")
+    parser.add_argument("--verbose", action="store_true", help="also say why nothing is moved")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logger.setLevel(logging.DEBUG if given.verbose else logging.INFO)
+    deployment = read_deployment(given.config)
+    tokenizer = load_tokenizer(deployment.model)
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(deployment, tokenizer))
+    else:
+        uvloop.run(_serve(deployment, tokenizer))
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """Return the tokenizer of a model, in the form that decodes token by token.
+
+    Raises:
+        DeploymentError: the model has no ``tokenizer.json``.
+    """
+    folder = Path(resolve_model(model))
+    try:
+        file = folder / "tokenizer.json"
+        if not folder.is_dir():
+            file = Path(hf_hub_download(model, "tokenizer.json"))
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers and the hub raise many kinds
+        raise DeploymentError(
+            f"model: {model}: the proxy needs its tokenizer.json, to go on with a text after a "
+            f"move: {error}"
+        ) from error
+
+
+async def _serve(deployment: Deployment, tokenizer: Tokenizer) -> None:
+    options = deployment.proxy
+    proxy = Proxy(deployment, tokenizer)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    runner = web.AppRunner(
+        http_app(proxy),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CLEANUP_SECONDS,
+    )
+    try:
+        await proxy.start()
+        await runner.setup()
+        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise DeploymentError(
+                f"proxy.port: cannot listen on {options.host}:{options.port}: {error.strerror}"
+            ) from error
+        address = runner.addresses[0]
+        print(f"serving on http://{address[0]}:{address[1]}", flush=True)
+        await ended.wait()
+        await _finish(proxy, site)
+    finally:
+        await runner.cleanup()
+        await proxy.close()
+
+
+async def _finish(proxy: Proxy, site: web.TCPSite) -> None:
+    """Take no more connections, and wait for running requests."""
+    seconds = proxy.deployment.proxy.shutdown_seconds
+    logger.info("ending: %d requests run, %g s to finish", proxy.running, seconds)
+    await site.stop()
+    deadline = asyncio.get_running_loop().time() + seconds
+    while proxy.running and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+    if proxy.running:
+        logger.warning("%d requests are cancelled", proxy.running)

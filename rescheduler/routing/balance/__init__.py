@@ -1,0 +1,1 @@
+"""BalanceRoute's scores, its released solver, and the expected overflow."""

@@ -1,0 +1,1 @@
+"""Policies of one rule each."""

@@ -1,0 +1,1 @@
+"""A router trained by reinforcement (Jain et al. 2025)."""

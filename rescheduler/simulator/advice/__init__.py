@@ -1,0 +1,1 @@
+"""`headway advise`: whether forecasting pays on a trace."""

@@ -1,0 +1,217 @@
+"""The simulations behind `headway advise`: run on all cores, kept by scenario, router and seed."""
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from rescheduler.simulator.advice.advice import Gain, Judgement, Quality, gain, judge, judge_quality
+from rescheduler.simulator.advice.advice_cases import (
+    Case,
+    Clock,
+    Scenario,
+    best_horizon,
+    capacity,
+    case_figures,
+    ladder,
+    quality_cases,
+    scenarios,
+)
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.results.metrics import summarise
+from rescheduler.simulator.simulate import progress_bar
+from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
+from rescheduler.step_time.step_time import StepTime
+
+__all__ = ["Study"]
+
+_MOST_WORKERS = 8
+
+
+class _Job(NamedTuple):
+    scenario: Scenario
+    case: Case
+    seed: int
+
+
+class Study:
+    """All runs of one advice, and what they say.
+
+    Args:
+        config: cluster, seeds, objectives; clock and arrivals are each scenario's.
+        trace: of the requests, as many as each run simulates.
+        step_time: seconds of a step.
+        sigma: spread of forecasts of real quality.
+        horizon: steps that bfio looks ahead; what `best_horizon` finds when None.
+
+    Attributes:
+        horizon: that was given or found.
+        capacities: requests per second, by clock.
+        cases: routers in order of what they need to know.
+    """
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        trace: ResampledTrace,
+        step_time: StepTime,
+        sigma: float,
+        horizon: int | None,
+    ) -> None:
+        self.capacities: dict[Clock, float] = {}
+        self.cases: list[Case] = []
+        self._config, self._trace, self._step_time = config, trace, step_time
+        self.horizon, self._sigma = horizon, sigma
+        self._scenarios: list[Scenario] = []
+        self._runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+
+    def simulate(self, clocks: Sequence[Clock], load: float | None) -> bool:
+        """Run everything, one seed after the other; return whether Ctrl-C ended that.
+
+        The quality of forecasts is varied in the scenario where the truth gains most; if it gains
+        measurably in none, behind the barrier of an overloaded cluster.
+
+        Raises:
+            ValueError: a request that cannot be simulated.
+        """
+        seeds = range(self._config.seeds)
+        try:
+            with progress_bar() as bar:
+                task = bar.add_task("capacity and horizon", total=len(clocks) + 1)
+                for clock in clocks:
+                    self.capacities[clock] = capacity(
+                        self._config, self._trace, self._step_time, clock
+                    )
+                    bar.advance(task)
+                if self.horizon is None:
+                    self.horizon = best_horizon(
+                        self._config, self._trace, self._step_time, clocks[0]
+                    )
+                self.cases = ladder(self.horizon, self._sigma)
+                bar.advance(task)
+                self._scenarios = scenarios(self.capacities, self._trace, load)
+                jobs = [_Job(s, c, i) for i in seeds for s in self._scenarios for c in self.cases]
+                self._run_all(bar, "routers", jobs)
+                tried = self._quality_scenario(self.judgements())
+                jobs = [_Job(tried, case, i) for i in seeds for case in self._quality_cases()]
+                self._run_all(bar, "quality of forecasts", jobs)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def judgements(self) -> list[Judgement]:
+        """Return the verdict on every scenario in which each router has a run."""
+        return [
+            judge(scenario, self.cases, self._runs[scenario.key], self._config.slo)
+            for scenario in self._scenarios
+            if all(self._runs.get(scenario.key, {}).get(case.key) for case in self.cases)
+        ]
+
+    def quality(self, judged: Sequence[Judgement]) -> Quality | None:
+        """Return how good forecasts must be, if that was simulated."""
+        scenario = self._quality_scenario(judged)
+        runs = self._runs[scenario.key]
+        titles = [case.key for case in self._quality_cases() if case.key in runs]
+        if not titles:
+            return None
+        judgement = next(j for j in judged if j.scenario is scenario)
+        return judge_quality(judgement, titles, runs, self._sigma)
+
+    def gains(self, judged: Sequence[Judgement]) -> dict[str, dict[str, Gain]]:
+        """Return the gains over the first router, by scenario and router."""
+        gains: dict[str, dict[str, Gain]] = {}
+        for judgement in judged:
+            runs = self._runs[judgement.scenario.key]
+            base = runs[judgement.today.key]
+            gains[judgement.scenario.key] = {
+                case.key: gain(runs[case.key], base, judgement.figure) for case in self.cases
+            }
+        return gains
+
+    def document(self, judged: Sequence[Judgement], quality: Quality | None) -> dict[str, Any]:
+        """Return all figures and verdicts, as JSON takes them."""
+        return {
+            "horizon": self.horizon,
+            "scenarios": {j.scenario.key: self._scenario_document(j) for j in judged},
+            "quality": None if quality is None else _quality_document(quality),
+        }
+
+    def _scenario_document(self, judgement: Judgement) -> dict[str, Any]:
+        scenario, runs = judgement.scenario, self._runs[judgement.scenario.key]
+        base = runs[judgement.today.key]
+        routers = {}
+        for key, by_seed in runs.items():
+            summary = summarise(list(by_seed.values()))
+            over_today = gain(by_seed, base, judgement.figure)
+            routers[key] = {
+                "gain": _gain_document(over_today),
+                **summary.mean,
+                "ci95": summary.ci95,
+                "runs": summary.runs,
+            }
+        return {
+            "clock": scenario.clock,
+            "load": scenario.load,
+            "rate_scale": scenario.scale,
+            "capacity_requests_per_s": scenario.capacity,
+            "judged_by": judgement.figure,
+            "compared_with": judgement.today.key,
+            "best_without_lookahead": judgement.blind.key,
+            "lookahead_gain": {k: _gain_document(g) for k, g in judgement.ahead.items()},
+            "recommended": judgement.choice.key,
+            "recommended_policy": {"name": judgement.choice.policy} | judgement.choice.options,
+            "routers": routers,
+        }
+
+    def _quality_scenario(self, judged: Sequence[Judgement]) -> Scenario:
+        def gained(judgement: Judgement) -> tuple[bool, bool, bool, float]:
+            truth, scenario = judgement.ahead["bfio_oracle"], judgement.scenario
+            return truth.better, scenario.clock == "barrier", scenario.load is None, truth.mean
+
+        return max(judged, key=gained).scenario
+
+    def _quality_cases(self) -> list[Case]:
+        assert self.horizon is not None, "simulate has found one by now"
+        return quality_cases(self.horizon, int(self._trace.recorded.output.max()))
+
+    def _run_all(self, bar: Progress, title: str, jobs: Sequence[_Job]) -> None:
+        """Run jobs in threads, which compiled code lets run side by side, first ones first."""
+        task = bar.add_task(title, total=len(jobs))
+        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+        with ThreadPoolExecutor(workers) as threads:
+            try:
+                waiting = {threads.submit(self._figures, job): job for job in jobs}
+                for done in as_completed(waiting):
+                    self._keep(waiting[done], done.result())
+                    bar.advance(task)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _figures(self, job: _Job) -> dict[str, float]:
+        return case_figures(
+            job.scenario, job.case, job.seed, self._config, self._trace, self._step_time
+        )
+
+    def _keep(self, job: _Job, figures: dict[str, float]) -> None:
+        by_case = self._runs.setdefault(job.scenario.key, defaultdict(dict))
+        by_case[job.case.key][job.seed] = figures
+
+
+def _gain_document(value: Gain) -> dict[str, Any]:
+    half = value.half if value.seeds > 1 else None
+    return {"mean": value.mean, "ci95": half, "seeds": value.seeds, "measurable": value.measurable}
+
+
+def _quality_document(quality: Quality) -> dict[str, Any]:
+    return {
+        "scenario": quality.scenario.key,
+        "judged_by": quality.figure,
+        "compared_with": quality.blind.key,
+        "real_sigma": quality.sigma,
+        "measurable_up_to_sigma": quality.lasts,
+        "gains": {title: _gain_document(value) for title, value in quality.gains.items()},
+    }

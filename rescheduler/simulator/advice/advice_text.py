@@ -1,0 +1,152 @@
+"""The verdict of `headway advise` in plain words; every word of it follows from the figures."""
+
+import textwrap
+from collections.abc import Sequence
+
+from rescheduler.simulator.advice.advice import WORTH, Gain, Judgement, Quality
+from rescheduler.simulator.advice.advice_cases import Case
+from rescheduler.simulator.forecasts.forecast_error import MEASURED_INTERVAL
+
+__all__ = ["advice_text", "in_words"]
+
+_WIDTH = 98
+_FIGURES = {
+    "throughput": "throughput",
+    "latency": "mean latency",
+    "goodput": "requests within the objectives",
+}
+
+
+def advice_text(
+    about: Sequence[str], judgements: Sequence[Judgement], quality: Quality | None, sigma: float
+) -> str:
+    """Return the verdict.
+
+    Args:
+        about: what was simulated, a paragraph each.
+        judgements: of every scenario.
+        quality: of forecasts, if that was simulated.
+        sigma: spread of forecasts of real quality.
+    """
+    paragraphs = [" ".join(about)]
+    paragraphs += [_scenario(judgement) for judgement in judgements]
+    if quality is not None:
+        paragraphs.append(_quality(quality))
+    paragraphs.append(_recommendation(judgements, sigma))
+    return "\n".join(textwrap.fill(paragraph, _WIDTH) for paragraph in paragraphs)
+
+
+def in_words(gain: Gain, figure: str) -> str:
+    """Return a gain as the change of its figure: "−4.1% (±0.3)"."""
+    change = -gain.mean if figure == "latency" else gain.mean
+    decimals = 1 if abs(change) >= 0.001 or gain.half >= 0.001 else 2
+    value = f"{change:+.{decimals}%}".replace("-", "−")
+    if gain.seeds == 1:
+        return f"{value} (one seed, no interval)"
+    return f"{value} (±{100 * gain.half:.{decimals}f})"
+
+
+def _scenario(judgement: Judgement) -> str:
+    figure, ahead = judgement.figure, judgement.ahead
+    title = judgement.scenario.title
+    sentences = [f"{title[0].upper()}{title[1:]}:"]
+    if judgement.scenario.load is not None:
+        queue = "nobody queues" if judgement.wait_p95 <= 2 * judgement.step else "requests queue"
+        sentences.append(f"{queue} (95% wait less than {_seconds(judgement.wait_p95)});")
+    truth = in_words(ahead["bfio_oracle"], figure)
+    if not judgement.by_load.better and not any(value.better for value in ahead.values()):
+        sentences.append(
+            f"no router is measurably better than {judgement.today.title}; {_FIGURES[figure]} "
+            f"{in_words(judgement.by_load, figure)} with balanced tokens, a further {truth} with "
+            "the true lengths."
+        )
+        return " ".join(sentences)
+    measured = "" if judgement.by_load.measurable else ", nothing that could be measured"
+    sentences.append(
+        f"balancing tokens ({judgement.loads.title}) instead of counting requests "
+        f"({judgement.today.title}): {_FIGURES[figure]} {in_words(judgement.by_load, figure)}"
+        f"{measured}. Looking ahead, against {judgement.blind.title}: "
+        f"{in_words(ahead[judgement.ages.key], figure)} with Kaplan-Meier given age "
+        f"({judgement.ages.policy}), {in_words(ahead['bfio_measured'], figure)} with forecasts of "
+        f"real quality, {truth} with the true lengths: {_worth(judgement)}."
+    )
+    return " ".join(sentences)
+
+
+def _worth(judgement: Judgement) -> str:
+    ahead, least = judgement.ahead, f"{WORTH:.0%}"
+    ages, real, truth = (ahead[key] for key in (judgement.ages.key, "bfio_measured", "bfio_oracle"))
+    if judgement.choice.knows == "forecasts":
+        return "a forecast pays"
+    if judgement.choice.knows == "ages":
+        return "Kaplan-Meier is enough"
+    if truth.pays and not (ages.pays or real.pays):
+        return "it would pay only if lengths were known better"
+    if ages.better or real.better:
+        return f"measurable, but less than {least}"
+    if truth.measurable and not truth.better:
+        return "even the truth does harm"
+    if truth.better:
+        return f"even the truth is worth less than {least}"
+    return "no gain that could be measured"
+
+
+def _quality(quality: Quality) -> str:
+    gains = ", ".join(
+        f"{title} {in_words(value, quality.figure)}"
+        for title, value in quality.gains.items()
+        if title != "real"
+    )
+    if quality.lasts is None:
+        lasts = "not even the truth gains measurably"
+    else:
+        noisier = [float(t.split()[1]) for t in quality.gains if t.startswith("σ")]
+        gone = [sigma for sigma in noisier if sigma > quality.lasts]
+        lasts = f"a gain can be measured up to σ {quality.lasts:g}"
+        lasts += f" and is gone at σ {gone[0]:g}" if gone else ", the worst that was tried"
+    return (
+        f"How good must a forecast be ({quality.scenario.key}; {_FIGURES[quality.figure]} over "
+        f"{quality.blind.title}; σ is the spread of log error): {gains}. So {lasts}; real "
+        f"forecasts are taken to have σ {quality.sigma:g}."
+    )
+
+
+def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
+    chosen: dict[str, tuple[Case, list[str]]] = {}
+    for judgement in judgements:
+        case = judgement.choice
+        chosen.setdefault(case.key, (case, []))[1].append(judgement.scenario.key)
+    paying = [case for case, _ in chosen.values() if case.knows in ("ages", "forecasts")]
+    if not paying:
+        answer = "Forecasting does not pay here."
+    elif any(case.knows == "forecasts" for case in paying):
+        answer = "Forecasting pays here."
+    else:
+        answer = "Looking ahead pays here, and needs no model: Kaplan-Meier given age is enough."
+    everywhere = len(chosen) == 1
+    configure = "; ".join(
+        f"{case.configured}{_told(case)} {'in every case above' if everywhere else _where(where)}"
+        for case, where in chosen.values()
+    )
+    if any(judgement.by_load.seeds == 1 for judgement in judgements):
+        answer = "One seed shows no interval, so nothing is recommended beyond today's router."
+    return (
+        f"RECOMMENDATION: {answer} Configure {configure}. (A router is preferred to a simpler one "
+        f"only if it is measurably better, by {WORTH:.0%} or more. Forecasts of real quality are "
+        f"the true remaining length × exp({sigma:g} z), z normal and new every "
+        f"{MEASURED_INTERVAL} tokens.)"
+    )
+
+
+def _where(keys: Sequence[str]) -> str:
+    return f"for {' and '.join(f'[{key}]' for key in keys)}"
+
+
+def _told(case: Case) -> str:
+    return {"ages": " with forecast kaplan_meier", "forecasts": " with a forecast"}.get(
+        case.knows, ""
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:,.1f} s"

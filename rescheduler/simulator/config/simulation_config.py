@@ -1,0 +1,418 @@
+"""What a simulation is of: cluster, time, requests, forecasts, policies; read from YAML."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from rescheduler.cluster.cluster_view import UNLIMITED
+from rescheduler.simulator.config.policy_choice import (
+    ContenderChoice,
+    PolicyChoice,
+    contender_choices,
+    policy_choices,
+)
+
+__all__ = [
+    "AdmissionConfig",
+    "ArrivalsConfig",
+    "ClusterConfig",
+    "MigrationConfig",
+    "PoolConfig",
+    "PowerConfig",
+    "PrefillConfig",
+    "SLOConfig",
+    "SimulationConfig",
+    "TransferConfig",
+    "checked",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The decode instances, all alike.
+
+    Attributes:
+        instances: G.
+        slots: B, requests that an instance decodes at once (vLLM's max_num_seqs).
+        kv_capacity: K, context tokens that an instance's KV cache holds; null is unlimited.
+    """
+
+    instances: int = 16
+    slots: int = 72
+    kv_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster without places."""
+        _at_least(1, **{f"cluster.{name}": getattr(self, name) for name in ("instances", "slots")})
+        if self.kv_capacity is not None:
+            _at_least(1, **{"cluster.kv_capacity": self.kv_capacity})
+
+    @property
+    def capacity_tokens(self) -> int:
+        """K, or `UNLIMITED`."""
+        return int(UNLIMITED) if self.kv_capacity is None else self.kv_capacity
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """The pool of requests that wait for a place.
+
+    Attributes:
+        limit: most requests in it, which is what the policy sees; 4 an instance when null.
+            With arrivals of kind revelation, `arrivals.target` says it. With instant dispatch
+            there is no limit: a policy is asked about each as it comes, or lets them wait.
+    """
+
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a pool without room."""
+        if self.limit is not None:
+            _at_least(1, **{"pool.limit": self.limit})
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Where prompts are computed.
+
+    Attributes:
+        kind: none (requests come prefilled), stage (separate instances do it, one request at a
+            time), or chunked (each instance mixes chunks of prompts into its decode steps).
+        instances: servers of a prefill stage.
+        max_batched_tokens: of a step with chunked prefill, decoded tokens included.
+        formation: of a step with chunked prefill. sarathi takes every decode, and of prompts
+            what the token budget leaves; prefill_first the reverse; fairbatching takes urgent
+            decodes, prompts, other decodes, within the time that the objectives leave; with
+            fairbatching_tokens that is a number of tokens, with fairbatching_fixed token_budget.
+        token_budget: of formations whose budget is fixed; max_batched_tokens when null.
+        expected_context: context tokens that fairbatching_tokens takes any batch to read, since
+            its budget does not see them.
+    """
+
+    kind: Literal["none", "stage", "chunked"] = "none"
+    instances: int = 1
+    max_batched_tokens: int = 2048
+    formation: Literal[
+        "sarathi", "prefill_first", "fairbatching", "fairbatching_tokens", "fairbatching_fixed"
+    ] = "sarathi"
+    token_budget: int | None = None
+    expected_context: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a prefill that would never end, and chunks where there are none."""
+        for name in ("instances", "max_batched_tokens"):
+            _at_least(1, **{f"prefill.{name}": getattr(self, name)})
+        if self.token_budget is not None:
+            _at_least(1, **{"prefill.token_budget": self.token_budget})
+        if self.kind != "chunked" and (self.formation != "sarathi" or self.token_budget):
+            raise ValueError("prefill.formation, prefill.token_budget: of prefill.kind chunked")
+        if self.token_budget and self.formation in ("fairbatching", "fairbatching_tokens"):
+            raise ValueError(
+                f"prefill.token_budget: {self.formation} has none, its budget is the objectives'"
+            )
+        _at_least(0, **{"prefill.expected_context": self.expected_context})
+        if self.expected_context and self.formation != "fairbatching_tokens":
+            raise ValueError("prefill.expected_context: of prefill.formation fairbatching_tokens")
+
+
+@dataclass(frozen=True)
+class AdmissionConfig:
+    """Which requests an instance turns away as they arrive.
+
+    Attributes:
+        pab: those whose prompt is beyond its prefill budget, unless it has no request at all.
+        whole_steps: the budget counts the tokens that fall due, not the paper's fractions.
+        forecasts: it counts no more tokens of a request than are forecast of it.
+    """
+
+    pab: bool = False
+    whole_steps: bool = True
+    forecasts: bool = False
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """Moving a running request's KV cache from one instance to another.
+
+    Attributes:
+        handshake_s: seconds before its first byte.
+        gigabits_per_second: of the network between two instances.
+        bytes_per_token: of the KV cache; 2 * layers * KV heads * head size * bytes of a number.
+            131,072 is Llama-3-8B's in 16 bits.
+    """
+
+    handshake_s: float = 0.01
+    gigabits_per_second: float = 25.0
+    bytes_per_token: float = 131_072.0
+
+    def __post_init__(self) -> None:
+        """Refuse a transfer that never ends."""
+        for name in ("gigabits_per_second", "bytes_per_token"):
+            _above_zero(f"transfer.{name}", getattr(self, name))
+        if not 0 <= self.handshake_s < math.inf:
+            raise ValueError(f"transfer.handshake_s must be at least 0, not {self.handshake_s}")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Context tokens that the network carries each second."""
+        return self.gigabits_per_second * 1e9 / 8 / self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class MigrationConfig:
+    """When running requests move to other instances, and who says so.
+
+    Attributes:
+        interval: decode steps of the mean instance between two plans.
+        planners: to compare, each with every policy: names, or {name, label, ...options}, in a
+            list; or names with commas. ``none`` moves nothing. A planner may be told other
+            lengths than the policies: {forecast: {name, ...options}}. What the transfer says of
+            a move's costs need not be repeated.
+    """
+
+    interval: int = 20
+    planners: str | list[str | dict[str, Any]] = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse an interval of no steps."""
+        _at_least(1, **{"migration.interval": self.interval})
+
+
+@dataclass(frozen=True)
+class PowerConfig:
+    r"""Power of a GPU, :math:`P = P_{idle} + (P_{max} - P_{idle})\,u^\gamma`.
+
+    Attributes:
+        idle: watts of a GPU that computes nothing.
+        max: watts of a busy one.
+        gamma: how power follows utilisation u.
+        mfu_sat: model FLOPs utilisation at which power saturates (the reading u = mfu / mfu_sat).
+        flops_per_token: of generating one, about twice the model's active parameters.
+        peak_flops: of a GPU, per second; 312e12 is an A100 in BF16.
+    """
+
+    idle: float = 100.0
+    max: float = 400.0
+    gamma: float = 0.7
+    mfu_sat: float = 0.45
+    flops_per_token: float = 14e9
+    peak_flops: float = 312e12
+
+    def __post_init__(self) -> None:
+        """Refuse a power that falls with work."""
+        for name in ("gamma", "mfu_sat", "flops_per_token", "peak_flops"):
+            _above_zero(f"power.{name}", getattr(self, name))
+        if not 0 <= self.idle <= self.max < math.inf:
+            raise ValueError(f"power: 0 <= idle <= max, not {self.idle} and {self.max}")
+
+
+@dataclass(frozen=True)
+class ArrivalsConfig:
+    """When requests arrive.
+
+    Attributes:
+        kind: revelation keeps the pool at `target` (paper 000, always overloaded); trace uses
+            the trace's own times; poisson and gamma draw them.
+        target: requests of the pool with kind revelation; 4 an instance when null.
+        scale: multiplies the rate of a trace: 2 makes it arrive twice as fast.
+        rate: mean requests per second of poisson and gamma.
+        cv: coefficient of variation of gamma's gaps; 1 is poisson, more is burstier.
+    """
+
+    kind: Literal["revelation", "trace", "poisson", "gamma"] = "revelation"
+    target: int | None = None
+    scale: float = 1.0
+    rate: float = 1.0
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse requests that never come."""
+        if self.target is not None:
+            _at_least(1, **{"arrivals.target": self.target})
+        for name in ("scale", "rate", "cv"):
+            _above_zero(f"arrivals.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SLOConfig:
+    """What counts as served well enough.
+
+    Attributes:
+        ttft_s: longest time to the first token, in seconds.
+        tpot_s: longest time per output token after it, in seconds.
+        tpot: of a request: the mean time between its tokens; or the worst running mean,
+            max over j of (t_j − t_0) / j; or that with the time at which its first token was due
+            for t_0: at most tpot_s if every token came by its deadline,
+            arrival + ttft_s + j · tpot_s.
+        deadlines: of tokens after the first, that FairBatching and its budget go by: arrival has
+            them so; first_token at t_0 + j · tpot_s, however early or late t_0 was.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    tpot: Literal["mean", "worst", "deadline"] = "mean"
+    deadlines: Literal["arrival", "first_token"] = "arrival"
+
+    def __post_init__(self) -> None:
+        """Refuse an objective that nothing meets."""
+        for name in ("ttft_s", "tpot_s"):
+            _above_zero(f"slo.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A simulation; every key of its YAML file.
+
+    Attributes:
+        cluster: the decode instances.
+        clock: barrier (all instances step together, as with expert parallelism) or independent.
+        dispatch: pool (requests wait centrally until a slot is free) or instant (each goes to an
+            instance's queue as it arrives, or at the next decision of a policy that decides at
+            intervals).
+        pool: the pool of requests that wait for a place.
+        prefill: where prompts are computed.
+        admission: which requests instances turn away.
+        batching: which queued request an instance admits next.
+        drift: tokens that a running request's context gains, a step; repeated cyclically.
+        step_time: {name: bfio | moe | batch | table | profile, ...options}, seconds of a step.
+        power: of a GPU.
+        transfer: of a running request to another instance.
+        migration: planners that move running requests, and how often they are asked.
+        trace: {name, requests, ...options}: a generator, or {path, ...} of a file.
+        arrivals: when requests arrive.
+        forecast: {name, ...options}: what the policies are told of the output lengths.
+        policies: names, or {name, label, ...options}, in a list; or names with commas.
+        seeds: runs of each policy, with seeds 0, 1, ...
+        slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
+            out.
+        max_steps: end after so many steps though requests are left; null runs to the end.
+        max_seconds: end at that time of the simulation though requests are left; likewise.
+    """
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    clock: Literal["barrier", "independent"] = "barrier"
+    dispatch: Literal["pool", "instant"] = "pool"
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    batching: Literal["fcfs", "bin_packing", "least_work_left"] = "fcfs"
+    drift: list[int] = field(default_factory=lambda: [1])
+    step_time: dict[str, Any] = field(default_factory=lambda: {"name": "bfio"})
+    power: PowerConfig = field(default_factory=PowerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    migration: MigrationConfig = field(default_factory=MigrationConfig)
+    trace: dict[str, Any] = field(
+        default_factory=lambda: {"name": "burstgpt_like", "requests": 10_000}
+    )
+    arrivals: ArrivalsConfig = field(default_factory=ArrivalsConfig)
+    forecast: dict[str, Any] = field(default_factory=lambda: {"name": "oracle"})
+    policies: str | list[str | dict[str, Any]] = "fcfs,jsq"
+    seeds: int = 3
+    slo: SLOConfig | None = None
+    max_steps: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values and combinations that mean nothing, each by its key.
+
+        Raises:
+            ValueError: one line with the key's path.
+        """
+        _at_least(1, seeds=self.seeds)
+        if self.max_steps is not None:
+            _at_least(1, max_steps=self.max_steps)
+        if self.max_seconds is not None:
+            _above_zero("max_seconds", self.max_seconds)
+        if not self.drift or min(self.drift) < 0:
+            raise ValueError(f"drift: at least one number, none below 0, not {self.drift}")
+        for key in ("step_time", "forecast"):
+            if not isinstance(getattr(self, key).get("name"), str):
+                raise ValueError(f"{key}.name is missing: which one?")
+        if len({"name", "path"} & set(self.trace)) != 1:
+            raise ValueError("trace: give either the name of a generator or the path of a file")
+        if self.arrivals.kind == "revelation":
+            if self.dispatch == "instant":
+                raise ValueError(
+                    "dispatch: instant needs arrivals in time, but arrivals.kind is revelation"
+                )
+            if self.prefill.kind == "stage":
+                raise ValueError(
+                    "prefill.kind: a stage needs arrivals in time, but arrivals.kind is revelation"
+                )
+            if self.pool.limit is not None:
+                raise ValueError("pool.limit: with arrivals.kind revelation give arrivals.target")
+        elif self.arrivals.target is not None:
+            raise ValueError("arrivals.target is for arrivals.kind revelation; give pool.limit")
+        if self.prefill.formation != "sarathi":
+            self._refuse_beside_formation()
+        if self.admission.pab and self.dispatch != "instant":
+            raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
+        if self.admission.forecasts and self.forecast["name"] == "none":
+            raise ValueError("admission.forecasts: there are none; forecast.name is none")
+        self.contender_choices()
+
+    def _refuse_beside_formation(self) -> None:
+        """Refuse what is not simulated where decodes may sit a step out."""
+        key = f"prefill.formation: {self.prefill.formation}"
+        if self.clock != "independent":
+            raise ValueError(f"{key} needs clock: independent")
+        if self.batching != "fcfs":
+            raise ValueError(f"{key} needs batching: fcfs, it has an order of its own")
+        if any(choice.name != "none" for choice in self.planner_choices()):
+            raise ValueError(f"{key} is not simulated with migration")
+
+    @property
+    def pool_limit(self) -> int:
+        """P: the revelation target, or the most requests that the policy sees."""
+        limit = self.arrivals.target if self.arrivals.kind == "revelation" else self.pool.limit
+        return 4 * self.cluster.instances if limit is None else limit
+
+    def policy_choices(self) -> list[PolicyChoice]:
+        """Return the policies, each with a label of its own.
+
+        Raises:
+            ValueError: none, one without a name, or two with one label.
+        """
+        return policy_choices(self.policies)
+
+    def planner_choices(self) -> list[PolicyChoice]:
+        """Return the migration planners, each with a label of its own.
+
+        Raises:
+            ValueError: none, one without a name, or two with one label.
+        """
+        return policy_choices(self.migration.planners, "migration.planners")
+
+    def contender_choices(self) -> list[ContenderChoice]:
+        """Return every policy with every planner.
+
+        Raises:
+            ValueError: as `policy_choices` and `planner_choices`.
+        """
+        return contender_choices(self.policy_choices(), self.planner_choices())
+
+
+def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:
+    """Return ``make(**options)``, with errors that begin with the key of the options.
+
+    Raises:
+        ValueError: an unknown option, a missing one, or a value that is refused.
+    """
+    try:
+        return make(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _at_least(least: int, **values: int) -> None:
+    for key, value in values.items():
+        if value < least:
+            raise ValueError(f"{key} must be at least {least}, not {value}")
+
+
+def _above_zero(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key} must be above 0, not {value}")

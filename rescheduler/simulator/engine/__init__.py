@@ -1,0 +1,1 @@
+"""The compiled engine that moves a simulated cluster on."""

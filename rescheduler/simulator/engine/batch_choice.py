@@ -1,0 +1,175 @@
+"""Which tokens an instance computes next where a formation of batches says so."""
+
+from math import isnan
+
+import numpy as np
+
+from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.batching.batch_formation import form_batch
+from rescheduler.simulator.engine.batch_arrays import BatchArrays
+from rescheduler.simulator.engine.engine_state import NONE, Cluster, Rules
+from rescheduler.simulator.engine.instance_queue import take
+from rescheduler.simulator.engine.observation import count_latency
+from rescheduler.simulator.engine.slots import decode
+
+__all__ = ["choose_batch", "resume_tokens", "sit_out", "slack_of"]
+
+
+@compiled_inline
+def slack_of(rules: Rules, cluster: Cluster, row: int, generated: int) -> float:
+    r"""Return the seconds until a request's next token is due.
+
+    .. math:: arrival + TTFT + j \cdot TPOT - now
+
+    with j tokens generated so far; or :math:`t_0 + j \cdot TPOT` from its first token on, as
+    `SLOConfig.deadlines` has it. Source: Lyu et al. 2025, §3.1.
+    """
+    service, request = rules.service, cluster.requests[row]
+    first = request.arrival + service.ttft
+    if service.from_first and generated > 0:
+        first = request.first_token
+    return first + generated * service.tpot - cluster.scalars[0].now  # type: ignore[no-any-return]
+
+
+@compiled_core
+def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
+    """Choose an instance's next step by `form_batch`: who decodes, who waits, what is prefilled.
+
+    A prompt that is begun takes a place and the memory of all of its context. One whose last
+    chunk is computed decodes from this step on, as with any chunked prefill.
+    """
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    started, begun = instance.decoding, instance.decoding + instance.n_filling
+    n = _candidates(rules, cluster, batch, g)
+    form_batch(
+        rules.service.batches,
+        batch.slack[:n],
+        batch.tpot[:n],
+        batch.decoding[:n],
+        batch.wanted[:n],
+        batch.context[:n],
+        batch.order[:n],
+        batch.tokens[:n],
+    )
+    new, reading = 0, 0
+    for i in range(n):
+        if batch.tokens[i] > 0:
+            new += batch.tokens[i]
+            reading += batch.context[i]
+    instance.new_tokens = new
+    instance.reading = reading
+    instance.waiting = 0
+    instance.joined = 0
+    for slot in range(started):
+        waits = batch.tokens[slot] == 0
+        cluster.slot_waits[g, slot] = waits
+        if waits:
+            instance.waiting += 1
+            request = cluster.requests[batch.row[slot]]
+            if isnan(request.last_token):  # it was in the step that has just ended
+                request.last_token = scalars.now
+    instance.filling = NONE
+    instance.n_filling = 0
+    last, before = NONE, NONE
+    for i in range(started, n):
+        row = batch.row[i]
+        request = cluster.requests[row]
+        if i >= begun:
+            if batch.tokens[i] == 0:
+                before = row
+                continue
+            take(rules, cluster, g, row, before)
+            request.todo = request.context
+        request.todo -= batch.tokens[i]
+        if request.todo == 0:
+            instance.load -= request.context  # counted again as it decodes
+            request.resumes = NONE
+            cluster.slot_waits[g, instance.decoding] = False
+            decode(cluster, row, g)
+            continue
+        request.next = NONE
+        if last == NONE:
+            instance.filling = row
+        else:
+            cluster.requests[last].next = row
+        last = row
+        instance.n_filling += 1
+
+
+@compiled_core
+def _candidates(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> int:
+    """List what an instance could compute now: its decodes by slot, prompts begun, its queue.
+
+    The queue's requests in their order, as far as there are places and memory for them.
+    """
+    instance = cluster.instances[g]
+    for slot in range(instance.decoding):
+        row = cluster.slot_request[g, slot]
+        request = cluster.requests[row]
+        generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
+        context = request.context + instance.grown
+        _write(rules, cluster, batch, slot, row, generated, True, 1, context)
+    n = instance.decoding
+    row = instance.filling
+    while row != NONE:
+        request = cluster.requests[row]
+        todo, context = request.todo, request.context
+        _write(rules, cluster, batch, n, row, request.generated, False, todo, context)
+        n += 1
+        row = request.next
+    room = rules.kv_capacity - instance.load
+    row = instance.queue_head
+    while row != NONE and n < rules.slots and cluster.requests[row].context <= room:
+        request = cluster.requests[row]
+        context = request.context
+        _write(rules, cluster, batch, n, row, request.generated, False, context, context)
+        room -= context
+        n += 1
+        row = request.next
+    return n  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def _write(
+    rules: Rules,
+    cluster: Cluster,
+    batch: BatchArrays,
+    i: int,
+    row: int,
+    generated: int,
+    decoding: bool,
+    wanted: int,
+    context: int,
+) -> None:
+    batch.row[i] = row
+    batch.slack[i] = slack_of(rules, cluster, row, generated)
+    batch.tpot[i] = rules.service.tpot
+    batch.decoding[i] = decoding
+    batch.wanted[i] = wanted
+    batch.context[i] = context
+
+
+@compiled_core
+def resume_tokens(cluster: Cluster, g: int, end: float) -> int:
+    """Count the time between tokens of decodes that had sat steps out; return how many."""
+    instance, resumed = cluster.instances[g], 0
+    for slot in range(instance.decoding - instance.joined):
+        request = cluster.requests[cluster.slot_request[g, slot]]
+        if not cluster.slot_waits[g, slot] and not isnan(request.last_token):
+            count_latency(cluster, end - request.last_token, 1)
+            request.last_token = np.nan
+            resumed += 1
+    return resumed
+
+
+@compiled_core
+def sit_out(cluster: Cluster, g: int, growth: int) -> None:
+    """Put off the ends of the decodes that had no token in the step that ends, nor growth."""
+    instance = cluster.instances[g]
+    next_end = cluster.slot_end[g, 0] + 1
+    for slot in range(instance.decoding):
+        if cluster.slot_waits[g, slot]:
+            cluster.slot_end[g, slot] += 1
+            cluster.requests[cluster.slot_request[g, slot]].context -= growth
+        next_end = min(next_end, cluster.slot_end[g, slot])
+    instance.next_end = next_end

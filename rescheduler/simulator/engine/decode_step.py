@@ -1,0 +1,214 @@
+"""A step of an instance: what it computes, how long that takes, and what has come of it."""
+
+from math import isnan
+
+import numpy as np
+
+from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.engine.batch_arrays import BatchArrays
+from rescheduler.simulator.engine.batch_choice import choose_batch, resume_tokens, sit_out
+from rescheduler.simulator.engine.energy import PowerModel, mfu_watts
+from rescheduler.simulator.engine.engine_state import (
+    CHUNKED,
+    MIGRATED,
+    NEVER,
+    NONE,
+    PREEMPTED,
+    Cluster,
+    Rules,
+    Series,
+)
+from rescheduler.simulator.engine.instance_queue import admit
+from rescheduler.simulator.engine.observation import count_latency, record
+from rescheduler.simulator.engine.reported_budget import report_budget
+from rescheduler.simulator.engine.slots import decode, finish, preempt, vacate
+from rescheduler.simulator.engine.transfers import send_migrations
+from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
+from rescheduler.step_time.step_time import StepTime, step_seconds
+
+__all__ = ["end_step", "prepare_steps", "start_steps"]
+
+
+@compiled_core
+def prepare_steps(
+    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays
+) -> None:
+    """Report budgets and form batches, where objectives say so, before `start_steps`."""
+    for g in range(rules.n_instances):
+        if cluster.instances[g].stepping:
+            continue
+        if rules.service.reports:
+            report_budget(rules, forecast, cluster, batch, g)
+        if rules.service.forms:
+            choose_batch(rules, cluster, batch, g)
+
+
+@compiled_inline
+def start_steps(
+    rules: Rules, step_time: StepTime, power_model: PowerModel, cluster: Cluster, series: Series
+) -> None:
+    """Let every instance that is not in a step begin its next; behind a barrier, all at once."""
+    scalars = cluster.scalars[0]
+    if rules.barrier:
+        for g in range(rules.n_instances):
+            if cluster.instances[g].stepping:
+                return
+    busy = False
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        if instance.stepping:
+            continue
+        if not rules.service.forms:
+            _compose(rules, cluster, g)
+        if instance.decoding > 0 or instance.filling != NONE:
+            busy = True
+            if not rules.barrier:
+                seconds = step_seconds(step_time, instance.new_tokens, instance.reading)
+                seconds += step_time.per_mean_context * instance.reading
+                going_on = _step(rules, cluster, g, scalars.now + seconds)
+                count_latency(cluster, seconds, going_on)
+                scalars.busy_seconds += seconds
+                scalars.energy_mfu += seconds * mfu_watts(power_model, instance.new_tokens, seconds)
+    if not rules.barrier or not busy:
+        return
+    slowest, total = 0.0, 0
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        slowest = max(slowest, step_seconds(step_time, instance.new_tokens, instance.load))
+        total += instance.load
+    seconds = slowest + step_time.per_mean_context * (total / rules.n_instances)
+    going_on, computed, watts_now = 0, -1, 0.0
+    for g in range(rules.n_instances):
+        going_on += _step(rules, cluster, g, scalars.now + seconds)
+        if cluster.instances[g].new_tokens != computed:  # most instances compute as many
+            computed = cluster.instances[g].new_tokens
+            watts_now = mfu_watts(power_model, computed, seconds)
+        scalars.energy_mfu += seconds * watts_now
+    count_latency(cluster, seconds, going_on)
+    scalars.busy_seconds += seconds
+    record(rules, step_time, power_model, cluster, series, 1.0, seconds)
+
+
+@compiled_inline
+def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
+    """Admit what an instance has room for, and choose the tokens of its next step."""
+    instance = cluster.instances[g]
+    instance.joined = 0
+    new = instance.decoding
+    if rules.prefill != CHUNKED:
+        while instance.queued > 0:
+            row = admit(rules, cluster, g)
+            if row == NONE:
+                break
+            again = cluster.requests[row].resumes == PREEMPTED
+            new += cluster.requests[row].context if again else 1
+            cluster.requests[row].resumes = NONE
+            decode(cluster, row, g)
+        instance.new_tokens = new
+        instance.reading = instance.load
+        return
+    budget = max(rules.service.batches.token_budget - instance.decoding, 0)
+    while budget > 0:
+        row = instance.filling
+        if row == NONE:
+            row = admit(rules, cluster, g)
+            if row == NONE:
+                break
+            moved = cluster.requests[row].resumes == MIGRATED
+            cluster.requests[row].todo = 0 if moved else cluster.requests[row].context
+            cluster.requests[row].next = NONE
+            instance.filling = row
+            instance.n_filling = 1
+        chunk = min(cluster.requests[row].todo, budget)
+        cluster.requests[row].todo -= chunk
+        budget -= chunk
+        new += chunk
+        if cluster.requests[row].todo > 0:
+            break
+        instance.filling = NONE
+        instance.n_filling = 0
+        instance.load -= cluster.requests[row].context  # counted again as it decodes
+        cluster.requests[row].resumes = NONE
+        decode(cluster, row, g)
+    instance.new_tokens = new
+    instance.reading = instance.load
+
+
+@compiled_inline
+def _step(rules: Rules, cluster: Cluster, g: int, end: float) -> int:
+    """Begin a step, whose end is known already; return how many had a token just before it."""
+    instance = cluster.instances[g]
+    instance.stepping = 1
+    instance.step_end = end
+    for j in range(instance.joined):
+        request = cluster.requests[cluster.joined[g, j]]
+        if isnan(request.first_token):
+            request.first_token = end
+        elif not isnan(request.last_token):
+            count_latency(cluster, end - request.last_token, 1)
+        request.last_token = np.nan
+    going_on = instance.decoding - instance.joined
+    if rules.service.forms:
+        going_on -= instance.waiting + resume_tokens(cluster, g, end)
+    return going_on  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
+    """Give each decoding request its token; free what ended, preempt what no longer fits."""
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    growth = rules.drift[instance.steps % len(rules.drift)]
+    instance.stepping = 0
+    if rules.service.forms and instance.waiting > 0:
+        sit_out(cluster, g, growth)
+    if rules.service.watches_tpot:
+        _watch_tpot(rules, cluster, g)
+    given = instance.decoding - instance.waiting
+    instance.steps += 1
+    scalars.all_steps += 1
+    if g == 0:
+        scalars.steps += 1
+    scalars.tokens += given
+    if instance.steps == instance.next_end:
+        slot = 0
+        next_end = NEVER
+        while slot < instance.decoding:
+            if cluster.slot_end[g, slot] == instance.steps:
+                row = cluster.slot_request[g, slot]
+                instance.load -= cluster.requests[row].context + instance.grown
+                vacate(cluster, g, slot)
+                finish(cluster, row, g, scalars.now)
+            else:
+                next_end = min(next_end, cluster.slot_end[g, slot])
+                slot += 1
+        instance.next_end = next_end
+    instance.grown += growth
+    instance.load += growth * (instance.decoding - instance.waiting)
+    instance.waiting = 0
+    if scalars.leaving > 0:
+        send_migrations(rules, cluster, g)
+    held = instance.arriving_tokens + instance.leaving_tokens
+    while instance.load > 0 and instance.load + held > rules.kv_capacity:
+        preempt(cluster, g)
+
+
+@compiled_core
+def _watch_tpot(rules: Rules, cluster: Cluster, g: int) -> None:
+    r"""Keep the worst running mean of the requests that get a token now.
+
+    .. math:: \max_{j \ge 1} \frac{t_j - t_0}{j}
+
+    with :math:`t_0` the time of the first token, or the time at which it was due.
+    """
+    instance, now = cluster.instances[g], cluster.scalars[0].now
+    for slot in range(instance.decoding):
+        request = cluster.requests[cluster.slot_request[g, slot]]
+        before = request.output - (cluster.slot_end[g, slot] - instance.steps)
+        if cluster.slot_waits[g, slot] or before == 0:
+            continue
+        since = request.first_token
+        if rules.service.since_due:
+            since = request.arrival + rules.service.ttft
+        mean = (now - since) / before
+        if not request.tpot_worst >= mean:  # so is NaN, for none yet
+            request.tpot_worst = mean

@@ -1,0 +1,225 @@
+"""The compiled engine: moves a simulated cluster on until it needs something from outside.
+
+One round of the loop is: time goes to the next event; steps that end now give their tokens;
+migrations are planned, if it is time; requests that have arrived are shown; the policy places
+waiting requests; instances begin their next steps. `advance` returns to Python for the next block
+of a trace, for room in its buffers, for plans of migrations, and for the decisions of policies
+that are not compiled, and takes up the round where it was.
+"""
+
+from math import ceil, floor, inf
+from typing import NamedTuple
+
+from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.routing.kernels import Kernel
+from rescheduler.simulator.engine.batch_arrays import BatchArrays
+from rescheduler.simulator.engine.decision import routing_problem_of
+from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
+from rescheduler.simulator.engine.energy import PowerModel
+from rescheduler.simulator.engine.engine_state import (
+    ASK,
+    DONE,
+    FLUSH,
+    NONE,
+    PAUSED,
+    PLAN,
+    STUCK,
+    TRACE,
+    Cluster,
+    Foresight,
+    Intake,
+    Rules,
+    Series,
+)
+from rescheduler.simulator.engine.instance_queue import queue
+from rescheduler.simulator.engine.observation import observe
+from rescheduler.simulator.engine.reported_budget import turns_away
+from rescheduler.simulator.engine.request_intake import (
+    fill_servers,
+    next_arrival,
+    pool_has_room,
+    reveal,
+)
+from rescheduler.simulator.engine.slots import occupied, turn_away
+from rescheduler.simulator.engine.transfers import land_migrations
+from rescheduler.step_time.step_time import StepTime
+
+__all__ = ["EngineParts", "advance", "apply_target"]
+
+_TIME, _PLAN, _REVEAL, _DECIDE, _START = range(5)
+
+_SAME_MOMENT = 1e-9
+"""Share of the time between two decisions by which a moment for one may be missed."""
+
+
+class EngineParts(NamedTuple):
+    """All that `advance` moves on, and what it goes by."""
+
+    rules: Rules
+    step_time: StepTime
+    power_model: PowerModel
+    foresight: Foresight
+    cluster: Cluster
+    batch: BatchArrays
+    intake: Intake
+    series: Series
+
+
+@compiled_core
+def advance(
+    rules: Rules,
+    step_time: StepTime,
+    power_model: PowerModel,
+    foresight: Foresight,
+    cluster: Cluster,
+    batch: BatchArrays,
+    intake: Intake,
+    series: Series,
+    kernel: Kernel,
+    pause_at: float,
+) -> int:
+    """Simulate until something is needed, or the next event is after ``pause_at`` seconds."""
+    scalars = cluster.scalars[0]
+    while True:
+        if scalars.phase == _TIME:
+            if scalars.finished + rules.n_instances * rules.slots > len(cluster.finished):
+                return FLUSH
+            wanted = fill_servers(rules, step_time, cluster, intake)
+            if wanted != DONE:
+                return wanted
+            if scalars.cursor == scalars.block_length and scalars.last_block == 0:
+                return TRACE
+            time = _next_event(rules, foresight, cluster, intake)
+            if time == inf:
+                if scalars.in_system > 0:
+                    return STUCK
+                return DONE
+            if time > pause_at:
+                return PAUSED
+            if scalars.recorded >= rules.max_steps or time > rules.max_seconds:
+                return DONE
+            observe(rules, step_time, power_model, cluster, series, time)
+            scalars.now = max(scalars.now, time)
+            for g in range(rules.n_instances):
+                instance = cluster.instances[g]
+                if instance.stepping and instance.step_end <= scalars.now:
+                    end_step(rules, cluster, g)
+            land_migrations(cluster)
+            scalars.phase = _PLAN
+        if scalars.phase == _PLAN:
+            scalars.phase = _REVEAL
+            if rules.plan_every > 0 and scalars.all_steps >= scalars.plan_at:
+                scalars.plan_at = scalars.all_steps + rules.plan_every
+                scalars.plans += 1
+                return PLAN
+        if scalars.phase == _REVEAL:
+            if rules.service.admits and scalars.finished == len(cluster.finished):
+                return FLUSH
+            wanted = reveal(rules, step_time, cluster, intake)
+            if wanted != DONE:
+                return wanted
+            scalars.phase = _DECIDE
+        if scalars.phase == _DECIDE:
+            if _may_decide(rules, cluster):
+                if foresight.asks:
+                    return ASK
+                problem = routing_problem_of(rules, foresight, cluster, intake)
+                intake.target[: len(problem.size)] = NONE
+                target = intake.target[: len(problem.size)]
+                kernel(problem, foresight.parameters, target)
+                apply_target(rules, cluster, intake)
+            else:
+                scalars.phase = _START
+        if scalars.phase == _START:
+            if rules.service.forms or rules.service.reports:
+                prepare_steps(rules, foresight.forecast, cluster, batch)
+            start_steps(rules, step_time, power_model, cluster, series)
+            scalars.phase = _TIME
+
+
+@compiled_inline
+def _next_event(rules: Rules, foresight: Foresight, cluster: Cluster, intake: Intake) -> float:
+    """Return the time of what happens next, or infinity."""
+    scalars = cluster.scalars[0]
+    time = inf
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        if instance.stepping and instance.step_end < time:
+            time = instance.step_end
+    in_step = time < inf
+    if rules.barrier and not rules.instant and in_step:
+        return time
+    for move in range(scalars.moving):
+        time = min(time, cluster.moves[move].arrives)
+    if rules.revelation:
+        if not in_step and scalars.cursor < scalars.block_length and pool_has_room(rules, cluster):
+            time = min(time, scalars.now)
+    elif rules.instant or pool_has_room(rules, cluster):
+        arrival = next_arrival(rules, cluster, intake)
+        # What a full pool has kept out is looked at with the next event, not at once.
+        if arrival > scalars.now or not in_step:
+            time = min(time, arrival)
+    # A compiled policy would leave them waiting for ever where nothing else can change.
+    stays = time == inf and scalars.given_up and not foresight.asks
+    if rules.decide_every > 0.0 and scalars.waiting > 0 and not stays:
+        missed = ceil(scalars.now / rules.decide_every - _SAME_MOMENT)
+        time = min(time, max(scalars.next_decision, missed) * rules.decide_every)
+    return max(time, scalars.now)  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def _may_decide(rules: Rules, cluster: Cluster) -> bool:
+    """Say whether somebody waits and a place is free, or the moment for it is not now."""
+    scalars = cluster.scalars[0]
+    if scalars.waiting == 0:
+        return False
+    if rules.decide_every > 0.0:
+        moment = floor(scalars.now / rules.decide_every + _SAME_MOMENT)
+        between = scalars.now - moment * rules.decide_every
+        if moment < scalars.next_decision or between > _SAME_MOMENT * rules.decide_every:
+            return False
+        scalars.next_decision = moment + 1
+    if rules.queueing:
+        return True
+    free = False
+    for g in range(rules.n_instances):
+        if rules.barrier and cluster.instances[g].stepping:
+            return False
+        free = free or occupied(cluster, g) < rules.slots
+    return free
+
+
+@compiled_inline
+def _goes_on(rules: Rules, cluster: Cluster) -> bool:
+    """Say whether something happens without a decision: a step, or a migration."""
+    for g in range(rules.n_instances):
+        if cluster.instances[g].stepping:
+            return True
+    return cluster.scalars[0].moving > 0  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
+    """Put the pool's requests where ``intake.target`` says, and keep the others in order."""
+    scalars = cluster.scalars[0]
+    kept = 0
+    for i in range(scalars.waiting):
+        row, g = intake.pool[i], intake.target[i]
+        if g == NONE:
+            intake.pool[kept] = row
+            kept += 1
+        else:
+            scalars.dispatched += 1
+            if turns_away(rules, cluster, row, g):
+                turn_away(cluster, row, g)
+                continue
+            cluster.requests[row].placed = scalars.now
+            if rules.service.reports:
+                cluster.instances[g].budget -= cluster.requests[row].prompt
+            queue(cluster, row, g)
+    in_vain = kept == scalars.waiting and not _goes_on(rules, cluster)
+    scalars.given_up = 1 if in_vain else 0
+    scalars.waiting = kept
+    scalars.decisions += 1
+    # With instant dispatch the next arrival is decided on by itself.
+    scalars.phase = _REVEAL if rules.instant else _START

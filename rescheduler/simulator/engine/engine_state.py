@@ -1,0 +1,338 @@
+"""The arrays of one simulation: its rules, and the state that the engine moves on."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.routing.policy import Needs, RoutingPolicy
+from rescheduler.routing.problem import RoutingProblem
+from rescheduler.simulator.config.service_rules import ServiceRules
+from rescheduler.simulator.engine.engine_records import FINISHED, INSTANCE, MOVE, REQUEST, SCALARS
+from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
+
+__all__ = [
+    "ASK",
+    "BIN_PACKING",
+    "CHUNKED",
+    "DONE",
+    "FCFS",
+    "FIRST_POOL",
+    "FLUSH",
+    "GROW",
+    "ITL_BINS_PER_E",
+    "LEAST_WORK_LEFT",
+    "MIGRATED",
+    "NEVER",
+    "NONE",
+    "OVERSIZED",
+    "PAUSED",
+    "PLAN",
+    "PREEMPTED",
+    "PREFILLED",
+    "SERIES_SAMPLES",
+    "SHORTEST_ITL",
+    "STAGE",
+    "STUCK",
+    "TRACE",
+    "WIDEN",
+    "Cluster",
+    "Foresight",
+    "Intake",
+    "Rules",
+    "Series",
+    "new_cluster",
+    "new_foresight",
+    "new_intake",
+    "new_series",
+    "with_more_rows",
+    "with_wider_pool",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Records = npt.NDArray[Any]
+
+NONE = -1
+"""No request: the end of a list, or an empty one."""
+
+DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED, PLAN, WIDEN = range(10)
+"""Why the engine returns: all served; next block; more rows; empty the output; decide; the time
+to pause at is reached; nothing can ever be placed; a request is larger than an instance; plan
+migrations; a wider pool."""
+
+FIRST_POOL = 512
+"""Requests that a pool without a limit is made for at first."""
+
+NEVER = np.iinfo(np.int64).max
+
+PREFILLED, STAGE, CHUNKED = 0, 1, 2
+"""Prefill: done before the simulation begins, on instances of its own, or chunked in place."""
+
+FCFS, BIN_PACKING, LEAST_WORK_LEFT = 0, 1, 2
+"""The order in which an instance starts what was placed on it."""
+
+PREEMPTED, MIGRATED = 0, 1
+"""Why a request that has been started waits in a queue, before all that have not."""
+
+SERIES_SAMPLES = 4096
+SHORTEST_ITL, _LONGEST_ITL = 1e-5, 1e5  # seconds
+_HISTOGRAM_BINS = 1600
+ITL_BINS_PER_E = _HISTOGRAM_BINS / np.log(_LONGEST_ITL / SHORTEST_ITL)
+"""Bins of the histogram of inter-token latencies in a factor of e."""
+_FIRST_ROWS = 4096
+_OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
+
+
+class Rules(NamedTuple):
+    """How the cluster works; as in `SimulationConfig`, with numbers for names.
+
+    ``instant``: each request is decided on as it arrives. ``queueing``: it goes to an instance's
+    queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
+    to decide whenever something happens. ``plan_every``: steps of all instances between two plans
+    of migrations; 0 for none.
+    """
+
+    n_instances: int
+    slots: int
+    kv_capacity: int
+    barrier: bool
+    instant: bool
+    queueing: bool
+    decide_every: float
+    pool_limit: int
+    revelation: bool
+    prefill: int
+    batching: int
+    drift: IntArray
+    most_growth: int
+    handshake_seconds: float
+    tokens_per_second: float
+    max_steps: int
+    max_seconds: float
+    plan_every: int
+    service: ServiceRules
+
+
+class Foresight(NamedTuple):
+    """The policy, and what it looks at beyond the present.
+
+    Attributes:
+        asks: the policy has no kernel and is asked in Python.
+        parameters: of the kernel.
+        forecast: what is known of lengths.
+        with_ahead: the policy has horizon points.
+        with_work: the policy reads expected lengths.
+        problem: arrays of a decision, for as many waiting requests as the pool may hold.
+        bucket_requests, bucket_tokens: [P + 1] scratch.
+        row: [P] scratch.
+    """
+
+    asks: bool
+    parameters: FloatArray
+    forecast: ForecastArrays
+    with_ahead: bool
+    with_work: bool
+    problem: RoutingProblem
+    bucket_requests: FloatArray
+    bucket_tokens: FloatArray
+    row: FloatArray
+
+
+class Cluster(NamedTuple):
+    """The instances and the requests. Lists of requests are linked through ``REQUEST.next``.
+
+    Attributes:
+        scalars: [1] of `SCALARS`.
+        instances: [G] of `INSTANCE`.
+        slot_request: [G, slots] rows of the decoding requests, the first ``decoding`` of each.
+        slot_end: [G, slots] value of the instance's ``steps`` at which each has ended.
+        slot_waits: [G, slots] whether each sits the step in progress out.
+        requests: [rows] of `REQUEST`.
+        free: [rows] stack of unused rows.
+        joined: [G, slots] rows that decode from the step in progress on.
+        moves: of `MOVE`, migrations on their way.
+        finished: buffer of `FINISHED`.
+        histogram: counts of inter-token latencies, weighted by tokens.
+        histogram_edges: seconds, ascending.
+    """
+
+    scalars: Records
+    instances: Records
+    slot_request: IntArray
+    slot_end: IntArray
+    slot_waits: npt.NDArray[np.bool_]
+    requests: Records
+    free: IntArray
+    joined: IntArray
+    moves: Records
+    finished: Records
+    histogram: IntArray
+    histogram_edges: FloatArray
+
+
+class Intake(NamedTuple):
+    """The requests that come in.
+
+    Attributes:
+        pool: [pool limit] rows of the waiting pool, in order of arrival.
+        target: [pool limit] where the last decision sends them.
+        server_request: [n_servers] row that each prefill server works on, or -1.
+        server_free: [n_servers] seconds at which it is free.
+        arrival, prompt, output, template: a block of the trace.
+    """
+
+    pool: IntArray
+    target: IntArray
+    server_request: IntArray
+    server_free: FloatArray
+    arrival: FloatArray
+    prompt: IntArray
+    output: IntArray
+    template: IntArray
+
+
+class Series(NamedTuple):
+    """Thinned states of the cluster over time, as in `LoadSeries`; ``current``: [G] scratch."""
+
+    time: FloatArray
+    step: IntArray
+    load: IntArray
+    running: IntArray
+    power: FloatArray
+    execution_variance: FloatArray
+    held: IntArray
+    preemptions: IntArray
+    migrations: IntArray
+    current: IntArray
+
+
+def new_cluster(rules: Rules, n_servers: int) -> Cluster:
+    """Return an empty cluster at time 0."""
+    n, slots = rules.n_instances, rules.slots
+    capacity = _FIRST_ROWS + n * slots + n_servers
+    scalars = np.zeros(1, dtype=SCALARS)
+    scalars["stride"] = 1
+    scalars["free"] = capacity
+    scalars["oversized"] = NONE
+    instances = np.zeros(n, dtype=INSTANCE)
+    for field in ("queue_head", "queue_tail", "filling"):
+        instances[field] = NONE
+    instances["next_end"] = np.iinfo(np.int64).max
+    return Cluster(
+        scalars=scalars,
+        instances=instances,
+        slot_request=np.full((n, slots), NONE, dtype=np.int64),
+        slot_end=np.zeros((n, slots), dtype=np.int64),
+        slot_waits=np.zeros((n, slots), dtype=np.bool_),
+        requests=np.zeros(capacity, dtype=REQUEST),
+        free=np.arange(capacity, dtype=np.int64)[::-1].copy(),
+        joined=np.zeros((n, slots), dtype=np.int64),
+        moves=np.zeros(n * slots, dtype=MOVE),
+        finished=np.zeros(_OUTPUT_ROWS + n * slots, dtype=FINISHED),
+        histogram=np.zeros(_HISTOGRAM_BINS, dtype=np.int64),
+        histogram_edges=np.geomspace(SHORTEST_ITL, _LONGEST_ITL, _HISTOGRAM_BINS + 1),
+    )
+
+
+def with_more_rows(cluster: Cluster) -> Cluster:
+    """Return the cluster with twice the rows for requests."""
+    capacity = len(cluster.requests)
+    cluster.scalars["free"] += capacity
+    free = np.zeros(2 * capacity, dtype=np.int64)
+    free[:capacity] = np.arange(2 * capacity - 1, capacity - 1, -1)
+    rows = np.concatenate([cluster.requests, np.zeros_like(cluster.requests)])
+    return cluster._replace(requests=rows, free=free)
+
+
+def new_intake(rules: Rules, n_servers: int) -> Intake:
+    """Return an empty pool, idle prefill servers, and no requests yet."""
+    none = np.empty(0, dtype=np.int64)
+    width = min(rules.pool_limit, FIRST_POOL)
+    return Intake(
+        pool=np.zeros(width, dtype=np.int64),
+        target=np.zeros(width, dtype=np.int64),
+        server_request=np.full(n_servers, NONE, dtype=np.int64),
+        server_free=np.zeros(n_servers),
+        arrival=np.empty(0),
+        prompt=none,
+        output=none,
+        template=none,
+    )
+
+
+def with_wider_pool(intake: Intake, foresight: Foresight) -> tuple[Intake, Foresight]:
+    """Return both with room for twice the waiting requests; decisions' arrays are left empty."""
+    width, problem = 2 * len(intake.pool), foresight.problem
+    wider = intake._replace(
+        pool=np.concatenate([intake.pool, np.zeros_like(intake.pool)]),
+        target=np.zeros(width, dtype=np.int64),
+    )
+    problem = problem._replace(
+        size=np.zeros(width, dtype=np.int64),
+        survival=np.zeros((width, problem.survival.shape[1])),
+        remaining=np.zeros(width),
+        waited=np.zeros(width, dtype=np.int64),
+    )
+    return wider, foresight._replace(problem=problem)
+
+
+def new_series(rules: Rules) -> Series:
+    """Return room for the samples of a run."""
+    return Series(
+        time=np.zeros(SERIES_SAMPLES),
+        step=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        load=np.zeros((SERIES_SAMPLES, rules.n_instances), dtype=np.int64),
+        running=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        power=np.zeros(SERIES_SAMPLES),
+        execution_variance=np.zeros(SERIES_SAMPLES),
+        held=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        preemptions=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        migrations=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        current=np.zeros(rules.n_instances, dtype=np.int64),
+    )
+
+
+def new_foresight(
+    rules: Rules, policy: RoutingPolicy, asks: bool, forecast: ForecastArrays
+) -> Foresight:
+    """Return the arrays of a policy's decisions."""
+    points = np.ascontiguousarray(policy.points(), dtype=np.int64)
+    edges = np.ascontiguousarray(policy.length_edges(), dtype=np.int64)
+    n, n_points = rules.n_instances, len(points)
+    width = min(rules.pool_limit, FIRST_POOL)
+    problem = RoutingProblem(
+        load=np.zeros(n, dtype=np.int64),
+        running=np.zeros(n, dtype=np.int64),
+        queued=np.zeros(n, dtype=np.int64),
+        slots=np.zeros(n, dtype=np.int64),
+        room=np.zeros(n, dtype=np.int64),
+        capacity=np.full(n, rules.kv_capacity, dtype=np.int64),
+        work=np.zeros(n),
+        budget=np.zeros(n),
+        points=points,
+        # A changing drift is known to a policy by its mean.
+        growth=(points * rules.drift.mean()).astype(np.float64),
+        ahead=np.zeros((n, n_points)),
+        spread=np.zeros((n, n_points if policy.with_spread() else 0)),
+        size=np.zeros(width, dtype=np.int64),
+        survival=np.zeros((width, n_points)),
+        remaining=np.zeros(width),
+        waited=np.zeros(width, dtype=np.int64),
+        dispatched=np.zeros(1, dtype=np.int64),
+        unanswered=np.zeros(n, dtype=np.int64),
+        edges=edges,
+        by_length=np.zeros((n, len(edges)), dtype=np.int64),
+        soonest=np.zeros(n),
+    )
+    return Foresight(
+        asks=asks,
+        parameters=np.ascontiguousarray(policy.parameters(), dtype=np.float64),
+        forecast=forecast,
+        with_ahead=n_points > 0,
+        with_work=policy.needs == Needs.LENGTHS,
+        problem=problem,
+        bucket_requests=np.zeros(n_points + 1),
+        bucket_tokens=np.zeros(n_points + 1),
+        row=np.zeros(n_points),
+    )

@@ -1,0 +1,141 @@
+"""What is measured while a simulation runs."""
+
+from math import log
+
+from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.engine.energy import PowerModel, load_watts, watts
+from rescheduler.simulator.engine.engine_state import (
+    ITL_BINS_PER_E,
+    NEVER,
+    SHORTEST_ITL,
+    Cluster,
+    Rules,
+    Series,
+)
+from rescheduler.step_time.step_time import StepTime, step_seconds
+
+__all__ = ["count_latency", "observe", "record"]
+
+
+@compiled_inline
+def observe(
+    rules: Rules,
+    step_time: StepTime,
+    power_model: PowerModel,
+    cluster: Cluster,
+    series: Series,
+    until: float,
+) -> None:
+    """With clocks of their own, instances are observed for the time between two events."""
+    scalars = cluster.scalars[0]
+    seconds = until - scalars.now
+    if not rules.barrier and seconds > 0.0:
+        record(rules, step_time, power_model, cluster, series, seconds, seconds)
+    elif rules.barrier and seconds > 0.0:
+        for g in range(rules.n_instances):
+            if cluster.instances[g].stepping:
+                return
+        idle = rules.n_instances * watts(power_model, 0.0) * seconds
+        scalars.energy_load += idle
+        scalars.energy_mfu += idle
+
+
+@compiled_core
+def record(
+    rules: Rules,
+    step_time: StepTime,
+    power_model: PowerModel,
+    cluster: Cluster,
+    series: Series,
+    weight: float,
+    seconds: float,
+) -> None:
+    r"""Add the loads as they are to the means and to the series.
+
+    The execution time of an instance is that of a decode step of what it has; of the G times the
+    (population) variance is taken, as STAR's (Wang et al. 2026) §6.3.
+    """
+    scalars = cluster.scalars[0]
+    most, least, total, running, held = 0, NEVER, 0, 0, 0
+    mean_time, square_time = 0.0, 0.0
+    for g in range(rules.n_instances):
+        load = cluster.instances[g].load
+        series.current[g] = load
+        most = max(most, load)
+        least = min(least, load)
+        total += load
+        running += cluster.instances[g].decoding
+        reserved = cluster.instances[g].arriving_tokens + cluster.instances[g].leaving_tokens
+        held = max(held, load + reserved)
+        # Of the whole, less what all steps have in common: their differences are small.
+        took = step_seconds(step_time, cluster.instances[g].decoding, load) - step_time.constant
+        mean_time += took / rules.n_instances
+        square_time += took * took / rules.n_instances
+    variance = max(square_time - mean_time * mean_time, 0.0)
+    power = 0.0
+    if rules.barrier:
+        power = load_watts(power_model, series.current)
+    else:
+        busy, idle = watts(power_model, 1.0), watts(power_model, 0.0)
+        for g in range(rules.n_instances):
+            if cluster.instances[g].stepping:
+                power += busy
+            else:
+                power += idle
+                scalars.energy_mfu += seconds * idle
+    scalars.energy_load += power * seconds
+    scalars.weight += weight
+    scalars.imbalance += weight * (rules.n_instances * most - total)
+    scalars.max_minus_min += weight * (most - least)
+    scalars.execution_variance += weight * variance
+    scalars.most_held = max(scalars.most_held, held)
+    if most > 0:
+        scalars.idle += weight * (1.0 - total / (rules.n_instances * most))
+    if scalars.recorded % scalars.stride == 0 and scalars.samples == len(series.time):
+        _thin(cluster, series)
+    if scalars.recorded % scalars.stride == 0:
+        sample = scalars.samples
+        series.step[sample] = scalars.recorded
+        series.time[sample] = scalars.now
+        series.running[sample] = running
+        series.power[sample] = power / rules.n_instances
+        series.execution_variance[sample] = variance
+        series.held[sample] = held
+        series.preemptions[sample] = scalars.preemptions
+        series.migrations[sample] = scalars.migrations
+        for g in range(rules.n_instances):
+            series.load[sample, g] = series.current[g]
+        scalars.samples += 1
+    scalars.recorded += 1
+
+
+@compiled_core
+def _thin(cluster: Cluster, series: Series) -> None:
+    """Keep each second sample, and take half as many from here on."""
+    scalars = cluster.scalars[0]
+    kept = 0
+    for sample in range(0, scalars.samples, 2):
+        series.step[kept] = series.step[sample]
+        series.time[kept] = series.time[sample]
+        for g in range(series.load.shape[1]):
+            series.load[kept, g] = series.load[sample, g]
+        series.running[kept] = series.running[sample]
+        series.power[kept] = series.power[sample]
+        series.execution_variance[kept] = series.execution_variance[sample]
+        series.held[kept] = series.held[sample]
+        series.preemptions[kept] = series.preemptions[sample]
+        series.migrations[kept] = series.migrations[sample]
+        kept += 1
+    scalars.samples = kept
+    scalars.stride *= 2
+
+
+@compiled_inline
+def count_latency(cluster: Cluster, seconds: float, tokens: int) -> None:
+    """Count the time since the token before, of so many tokens."""
+    if tokens == 0:
+        return
+    at = 0
+    if seconds > SHORTEST_ITL:
+        at = min(int(log(seconds / SHORTEST_ITL) * ITL_BINS_PER_E), len(cluster.histogram) - 1)
+    cluster.histogram[at] += tokens

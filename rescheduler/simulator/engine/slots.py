@@ -1,0 +1,129 @@
+"""The places of an instance: who takes one, gives it back, loses it."""
+
+from math import isnan
+
+import numpy as np
+
+from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.engine.engine_state import NEVER, NONE, PREEMPTED, Cluster
+from rescheduler.simulator.engine.instance_queue import queue_first
+
+__all__ = ["decode", "finish", "leave", "occupied", "preempt", "turn_away", "vacate"]
+
+
+@compiled_inline
+def occupied(cluster: Cluster, g: int) -> int:
+    """Return the requests that an instance has, started or not, and those on their way to it."""
+    instance = cluster.instances[g]
+    started = instance.decoding + instance.n_filling
+    return started + instance.queued + instance.arriving  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def decode(cluster: Cluster, row: int, g: int) -> None:
+    """Let a request decode from the step on that is being composed."""
+    instance, request = cluster.instances[g], cluster.requests[row]
+    slot = instance.decoding
+    end = instance.steps + request.output - request.generated
+    cluster.slot_request[g, slot] = row
+    cluster.slot_end[g, slot] = end
+    instance.decoding += 1
+    instance.next_end = min(instance.next_end, end)
+    instance.load += request.context
+    request.context -= instance.grown
+    cluster.joined[g, instance.joined] = row
+    instance.joined += 1
+
+
+@compiled_inline
+def vacate(cluster: Cluster, g: int, slot: int) -> None:
+    """Free a place; the last one taken fills the gap."""
+    instance = cluster.instances[g]
+    last = instance.decoding - 1
+    cluster.slot_request[g, slot] = cluster.slot_request[g, last]
+    cluster.slot_end[g, slot] = cluster.slot_end[g, last]
+    instance.decoding = last
+
+
+@compiled_core
+def leave(cluster: Cluster, g: int, slot: int) -> int:
+    """Take a request that has not ended from its slot; its row says again what it holds."""
+    instance = cluster.instances[g]
+    row = cluster.slot_request[g, slot]
+    request = cluster.requests[row]
+    request.generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
+    request.context += instance.grown
+    vacate(cluster, g, slot)
+    instance.next_end = NEVER
+    for other in range(instance.decoding):
+        instance.next_end = min(instance.next_end, cluster.slot_end[g, other])
+    return row  # type: ignore[no-any-return]
+
+
+@compiled_core
+def preempt(cluster: Cluster, g: int) -> None:
+    """Take its place from the request admitted last; it comes first when there is room again."""
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    slot, latest = NONE, -1
+    for candidate in range(instance.decoding):
+        admitted = cluster.requests[cluster.slot_request[g, candidate]].admitted
+        if admitted > latest:
+            slot, latest = candidate, admitted
+    row, before = NONE, NONE
+    previous, candidate = NONE, instance.filling
+    while candidate != NONE:
+        if cluster.requests[candidate].admitted > latest:
+            row, before, latest = candidate, previous, cluster.requests[candidate].admitted
+        previous, candidate = candidate, cluster.requests[candidate].next
+    if row != NONE:
+        if before == NONE:
+            instance.filling = cluster.requests[row].next
+        else:
+            cluster.requests[before].next = cluster.requests[row].next
+        instance.n_filling -= 1
+    else:
+        row = leave(cluster, g, slot)
+        if isnan(cluster.requests[row].last_token):  # else it had sat this step out
+            cluster.requests[row].last_token = scalars.now
+    instance.load -= cluster.requests[row].context
+    cluster.requests[row].resumes = PREEMPTED
+    cluster.requests[row].preemptions += 1
+    scalars.preemptions += 1
+    queue_first(cluster, row, g)
+
+
+@compiled_inline
+def finish(cluster: Cluster, row: int, g: int, end: float) -> None:
+    """Write a request that has ended to the output and free its row."""
+    _write_out(cluster, row, g, end)
+    cluster.scalars[0].last_end = max(cluster.scalars[0].last_end, end)
+
+
+@compiled_inline
+def turn_away(cluster: Cluster, row: int, g: int) -> None:
+    """Write a request that an instance does not take to the output, and free its row."""
+    _write_out(cluster, row, g, np.nan)
+
+
+@compiled_inline
+def _write_out(cluster: Cluster, row: int, g: int, end: float) -> None:
+    scalars, request = cluster.scalars[0], cluster.requests[row]
+    record = cluster.finished[scalars.finished]
+    record.number = request.number
+    record.instance = g
+    record.arrival = request.arrival
+    record.placed = request.placed
+    record.start = request.start
+    record.first_token = request.first_token
+    record.end = end
+    record.prompt = request.prompt
+    record.output = request.output
+    record.preemptions = request.preemptions
+    record.migrations = request.migrations
+    record.tpot_worst = request.tpot_worst
+    scalars.finished += 1
+    if request.target != NONE:
+        scalars.leaving -= 1
+    cluster.free[scalars.free] = row
+    scalars.free += 1
+    scalars.in_system -= 1

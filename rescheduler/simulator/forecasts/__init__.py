@@ -1,0 +1,1 @@
+"""What the simulated policies know of requests: exact, recorded, erroneous."""

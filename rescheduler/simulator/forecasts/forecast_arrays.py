@@ -1,0 +1,363 @@
+"""Forecasts as the compiled simulator evaluates them: pure functions of a request's age."""
+
+from math import cos, exp, log, pi, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.compilation import compiled_core
+from rescheduler.cluster.splitmix import splitmix64
+
+__all__ = [
+    "CURVE",
+    "MARGINAL",
+    "NONE",
+    "ONCE",
+    "POINT",
+    "ForecastArrays",
+    "add_expected",
+    "classified_forecast",
+    "curve_forecast",
+    "expected_remaining",
+    "marginal_forecast",
+    "no_forecast",
+    "point_forecast",
+    "survival_row",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+NONE, POINT, CURVE, MARGINAL = 0, 1, 2, 3
+
+ONCE = 1 << 40
+"""Tokens between two predictions of a request that is predicted once."""
+
+
+class ForecastArrays(NamedTuple):
+    r"""A source of forecasts, as arrays.
+
+    A request that has generated n tokens was last predicted at n' = n − n mod ``interval``;
+    since then the prediction has aged.
+
+    Attributes:
+        kind: `NONE`, `POINT`, `CURVE` or `MARGINAL`.
+        interval: tokens between two predictions of a request.
+        sigma: of a point forecast, the standard deviation of the logarithm of a factor on the
+            true remaining length, drawn anew at each prediction.
+        seed: of those draws.
+        bins: [n_bins + 1] edges; of a point forecast only its bin is known. Or [0].
+        stand_in: [n_bins] the length that stands for those of a bin.
+        accuracy: share of the forecasts that name the right bin.
+        common: [n_bins] how common each bin is, by which wrong ones are drawn.
+        table: [T + 1] S(t) = P(output > t) at t = 0 .. T of all requests alike; 0 past T.
+        tail: [T + 2] sums of ``table`` from t on.
+        edges: [E] ascending tokens from 0, of the curves.
+        curves: [rows, E] P(remaining > edge) when predicted.
+        first_row: [n_templates] the row predicted at n = 0.
+        n_rows: [n_templates] rows of each template, ``interval`` tokens apart.
+        cap: [n_templates] output tokens at which a request is cut.
+    """
+
+    kind: int
+    interval: int
+    sigma: float
+    seed: int
+    bins: FloatArray
+    stand_in: FloatArray
+    accuracy: float
+    common: FloatArray
+    table: FloatArray
+    tail: FloatArray
+    edges: FloatArray
+    curves: npt.NDArray[np.float32]
+    first_row: IntArray
+    n_rows: IntArray
+    cap: IntArray
+
+
+def no_forecast() -> ForecastArrays:
+    """Return what is known when nothing is forecast."""
+    return _arrays(NONE)
+
+
+def point_forecast(
+    interval: int = 1, sigma: float = 0.0, seed: int = 0, bins: npt.ArrayLike = ()
+) -> ForecastArrays:
+    """Return the truth, or the truth made noisy, coarse or stale; middles stand for bins."""
+    edges = np.asarray(bins, dtype=np.float64)
+    middles = (edges[:-1] + edges[1:]) / 2
+    return _arrays(POINT, interval=interval, sigma=sigma, seed=seed, bins=edges, stand_in=middles)
+
+
+def classified_forecast(
+    edges: npt.ArrayLike,
+    stand_in: npt.ArrayLike,
+    common: npt.ArrayLike,
+    accuracy: float,
+    seed: int,
+) -> ForecastArrays:
+    """Return the bucket of each whole output, named once, rightly or not.
+
+    Args:
+        edges: [K] tokens from which buckets begin, ascending from 0; the last has no end.
+        stand_in: [K] the length that stands for those of a bucket.
+        common: [K] how common each is.
+        accuracy: share of the requests whose bucket is named rightly.
+        seed: of which they are.
+    """
+    return _arrays(
+        POINT,
+        interval=ONCE,
+        seed=seed,
+        bins=np.append(np.asarray(edges, dtype=np.float64), np.inf),
+        stand_in=np.ascontiguousarray(stand_in, dtype=np.float64),
+        accuracy=float(accuracy),
+        common=np.ascontiguousarray(common, dtype=np.float64),
+    )
+
+
+def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
+    """Return one curve for all requests, conditional on their age.
+
+    Args:
+        table: [T + 1] P(output > t) at t = 0 .. T, from 1 and never rising.
+    """
+    survival = np.ascontiguousarray(table, dtype=np.float64)
+    tail = np.concatenate([np.cumsum(survival[::-1])[::-1], [0.0]])
+    return _arrays(MARGINAL, table=survival, tail=tail)
+
+
+def curve_forecast(
+    interval: int,
+    edges: npt.ArrayLike,
+    curves: npt.NDArray[np.float32],
+    first_row: IntArray,
+    n_rows: IntArray,
+    cap: IntArray,
+) -> ForecastArrays:
+    """Return curves that were recorded for each request, every ``interval`` tokens."""
+    return _arrays(
+        CURVE,
+        interval=interval,
+        edges=np.ascontiguousarray(edges, dtype=np.float64),
+        curves=np.ascontiguousarray(curves, dtype=np.float32),
+        first_row=np.ascontiguousarray(first_row, dtype=np.int64),
+        n_rows=np.ascontiguousarray(n_rows, dtype=np.int64),
+        cap=np.ascontiguousarray(cap, dtype=np.int64),
+    )
+
+
+def _arrays(kind: int, **given: Any) -> ForecastArrays:
+    none, whole = np.empty(0), np.empty(0, dtype=np.int64)
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "interval": 1,
+        "sigma": 0.0,
+        "seed": 0,
+        "bins": none,
+        "stand_in": none,
+        "accuracy": 1.0,
+        "common": none,
+        "table": none,
+        "tail": none,
+        "edges": none,
+        "curves": np.empty((0, 0), dtype=np.float32),
+        "first_row": whole,
+        "n_rows": whole,
+        "cap": whole,
+    }
+    return ForecastArrays(**(fields | given))
+
+
+@compiled_core
+def _uniform(seed: int, number: int, draw: int, part: int) -> float:
+    """Return a number in (0, 1) that depends on nothing but the arguments."""
+    key = splitmix64(splitmix64(np.uint64(seed)) + np.uint64(number))
+    x = splitmix64(splitmix64(key + np.uint64(draw)) + np.uint64(part))
+    return (float(x >> np.uint64(11)) + 0.5) / 9007199254740992.0
+
+
+@compiled_core
+def _point(f: ForecastArrays, number: int, generated: int, output: int) -> float:
+    """Return R, the predicted remaining tokens now, at least 1."""
+    since = generated % f.interval
+    predicted = float(output - generated + since)
+    if f.sigma > 0.0:
+        draw = generated // f.interval
+        radius = sqrt(-2.0 * log(_uniform(f.seed, number, draw, 0)))
+        predicted *= exp(f.sigma * radius * cos(2.0 * pi * _uniform(f.seed, number, draw, 1)))
+    if len(f.bins) > 0:
+        low = min(max(int(np.searchsorted(f.bins, predicted, "right")) - 1, 0), len(f.bins) - 2)
+        if f.accuracy < 1.0:
+            low = _named_bin(f, low, _uniform(f.seed, number, generated // f.interval, 2))
+        predicted = f.stand_in[low]
+    return max(predicted - since, 1.0)
+
+
+@compiled_core
+def _named_bin(f: ForecastArrays, right: int, u: float) -> int:
+    """Return the right bin with the source's accuracy, else another, common ones more often."""
+    if u < f.accuracy:
+        return right
+    left = f.common.sum() - f.common[right]
+    if not left > 0.0:
+        return right
+    left *= (u - f.accuracy) / (1.0 - f.accuracy)
+    named = right
+    for k in range(len(f.common)):
+        if k == right or f.common[k] == 0.0:
+            continue
+        named = k
+        if left < f.common[k]:
+            break
+        left -= f.common[k]
+    return named
+
+
+@compiled_core
+def survival_row(
+    f: ForecastArrays,
+    number: int,
+    template: int,
+    generated: int,
+    output: int,
+    points: IntArray,
+    out: FloatArray,
+) -> None:
+    """Write S(h) of one request at the horizon points into ``out``, [n_points]."""
+    if f.kind == POINT:
+        remaining = _point(f, number, generated, output)
+        for p in range(len(points)):
+            out[p] = 1.0 if points[p] < remaining else 0.0
+    elif f.kind == MARGINAL:
+        last = len(f.table) - 1
+        alive = f.table[generated] if generated <= last else 0.0
+        for p in range(len(points)):
+            t = generated + points[p]
+            out[p] = f.table[t] / alive if t <= last and alive > 0.0 else 0.0
+    elif f.kind == CURVE:
+        _curve_row(f, template, generated, points, out)
+    else:
+        for p in range(len(points)):
+            out[p] = 1.0
+    for p in range(len(points)):
+        if points[p] == 0:
+            out[p] = 1.0
+
+
+@compiled_core
+def _curve_row(
+    f: ForecastArrays, template: int, generated: int, points: IntArray, out: FloatArray
+) -> None:
+    """Write S(age + h) / S(age) of the curve predicted last, linear between edges."""
+    renewed = min(generated // f.interval, f.n_rows[template] - 1)
+    curve = f.curves[f.first_row[template] + renewed]
+    age = float(generated - renewed * f.interval)
+    left = float(f.cap[template] - generated)
+    last = len(f.edges) - 1
+    right = min(int(np.searchsorted(f.edges, age, "right")), last)
+    part = min((age - f.edges[right - 1]) / (f.edges[right] - f.edges[right - 1]), 1.0)
+    alive = curve[right - 1] + part * (np.float64(curve[right]) - curve[right - 1])
+    slope = 0.0
+    drawn = -1
+    for p in range(len(points)):
+        h = float(points[p])
+        x = age + h
+        if h >= left or x >= f.edges[last] or not alive > 0.0:
+            out[p] = 0.0
+            continue
+        while f.edges[right] <= x:
+            right += 1
+        if right != drawn:
+            width = f.edges[right] - f.edges[right - 1]
+            slope = (np.float64(curve[right]) - curve[right - 1]) / width
+            drawn = right
+        out[p] = (curve[right - 1] + slope * (x - f.edges[right - 1])) / alive
+
+
+@compiled_core
+def expected_remaining(
+    f: ForecastArrays, number: int, template: int, generated: int, output: int
+) -> float:
+    """Return E[R], the tokens a request is expected to generate yet; 0 without a forecast."""
+    if f.kind == POINT:
+        return _point(f, number, generated, output)
+    if f.kind == MARGINAL:
+        if generated >= len(f.table) or f.table[generated] <= 0.0:
+            return 1.0
+        return max(f.tail[generated] / f.table[generated], 1.0)  # type: ignore[no-any-return]
+    if f.kind == CURVE:
+        return _curve_mean(f, template, generated)
+    return 0.0
+
+
+@compiled_core
+def _curve_mean(f: ForecastArrays, template: int, generated: int) -> float:
+    r"""Return :math:`\sum_{h \ge 0} S(h)`: the integral and half of what the ends differ by."""
+    renewed = min(generated // f.interval, f.n_rows[template] - 1)
+    curve = f.curves[f.first_row[template] + renewed]
+    age = float(generated - renewed * f.interval)
+    stop = min(age + f.cap[template] - generated, f.edges[len(f.edges) - 1])
+    if stop <= age:
+        return 1.0
+    right = min(int(np.searchsorted(f.edges, age, "right")), len(f.edges) - 1)
+    here = age
+    alive = value = -1.0
+    area = 0.0
+    while here < stop:
+        low, high = f.edges[right - 1], f.edges[right]
+        slope = (np.float64(curve[right]) - curve[right - 1]) / (high - low)
+        value = curve[right - 1] + slope * (here - low)
+        if alive < 0.0:
+            alive = value
+        end = min(high, stop)
+        reached = curve[right - 1] + slope * (end - low)
+        area += (value + reached) / 2 * (end - here)
+        value = reached
+        here = end
+        right += 1
+    if not alive > 0.0:
+        return 1.0
+    return max((area + (alive - value) / 2) / alive, 1.0)
+
+
+@compiled_core
+def add_expected(
+    f: ForecastArrays,
+    number: int,
+    template: int,
+    generated: int,
+    output: int,
+    context: int,
+    points: IntArray,
+    growth: FloatArray,
+    row: FloatArray,
+    ahead: FloatArray,
+    spread: FloatArray,
+) -> None:
+    r"""Add one request to Λ_g(h) and V_g(h) of its instance.
+
+    .. math:: S(h)(c + h), \qquad S(h)(1 - S(h))(c + h)^2
+
+    Args:
+        f: the source of forecasts.
+        number: of the request in its trace.
+        template: its row in the recording, if there is one.
+        generated: tokens so far.
+        output: tokens in the end, which only an oracle looks at.
+        context: c, tokens in its KV cache.
+        points: [P] steps ahead.
+        growth: [P] tokens that it gains until each.
+        row: [P] scratch.
+        ahead: [P] Λ_g.
+        spread: [P] V_g, or [0].
+    """
+    survival_row(f, number, template, generated, output, points, row)
+    for p in range(len(points)):
+        tokens = context + growth[p]
+        expected = row[p] * tokens
+        ahead[p] += expected
+        if len(spread) > 0:
+            spread[p] += expected * (tokens - expected)

@@ -1,0 +1,210 @@
+"""Recordings of a real predictor's forecasts: the file, and its requests as a trace."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_collection.atomic_file import replace_file
+from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
+
+__all__ = ["ForecastRecording", "ReplayTrace", "in_steps", "read_recording", "write_recording"]
+
+IntArray = npt.NDArray[np.int64]
+
+_KEY = b"headway"
+_VERSION = 1
+_STEPS = 65_535
+
+
+@dataclass(frozen=True)
+class ForecastRecording:
+    """Requests that a model answered, and what a predictor forecast of them as they ran.
+
+    Attributes:
+        model: name of the serving model.
+        predictor: fingerprint of the predictor.
+        part: of the dataset, by the split of the predictor's training.
+        interval: k, tokens between two forecasts of a request.
+        edges: [E] tokens of the curves' grid, ascending from 0.
+        prompt: [n] prompt tokens.
+        output: [n] tokens generated.
+        max_tokens: [n] output tokens at which the request was to be cut.
+        cut: [n] whether it was.
+        curves: [rows, E] P(remaining > edge) if ``max_tokens`` did not cut it; 1 at 0, never
+            rising. The rows of a request follow one another, at 0, k, 2k ... generated tokens.
+        first_row: [n] where the rows of each request begin.
+        n_rows: [n] how many there are: as often as k goes into its output, rounded up.
+    """
+
+    model: str
+    predictor: str
+    part: str
+    interval: int
+    edges: npt.NDArray[np.float64]
+    prompt: IntArray
+    output: IntArray
+    max_tokens: IntArray
+    cut: npt.NDArray[np.bool_]
+    curves: npt.NDArray[np.float32]
+    first_row: IntArray
+    n_rows: IntArray
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that do not belong together.
+
+        Raises:
+            ValueError: no request, a length below 1, not one curve for every k tokens of every
+                request, or a curve that is none.
+        """
+        lengths = np.stack([self.prompt, self.output, self.max_tokens])
+        if len(self) == 0 or self.interval < 1 or lengths.min() < 1:
+            raise ValueError("there must be requests, with at least one token each")
+        if (self.n_rows != -(-self.output // self.interval)).any():
+            raise ValueError(f"not one curve for every {self.interval} tokens of every request")
+        if (self.first_row != np.cumsum(self.n_rows) - self.n_rows).any():
+            raise ValueError("the curves of the requests do not follow one another")
+        if self.n_rows.sum() != len(self.curves):
+            raise ValueError(f"{len(self.curves)} curves, {self.n_rows.sum()} were expected")
+        SurvivalForecast.new(self.edges, self.curves)
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayTrace:
+    """Recorded requests, drawn with replacement: their lengths are those that were forecast.
+
+    A block's ``template`` is the request's number in the recording, which the forecast source
+    ``replay`` of the same file looks up.
+
+    Attributes:
+        recording: path of a recording of forecasts.
+        requests: how many are drawn.
+        recorded: what is in the recording.
+
+    Raises:
+        ValueError: the file is no recording, or ``requests`` is below 1.
+    """
+
+    name: ClassVar[str] = "replay"
+    has_arrivals: ClassVar[bool] = False
+
+    recording: str | Path
+    requests: int = 10_000
+    recorded: ForecastRecording = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Read the recording."""
+        if not isinstance(self.requests, int) or self.requests < 1:
+            raise ValueError(f"replay: requests must be at least 1, not {self.requests!r}")
+        object.__setattr__(self, "recorded", read_recording(Path(self.recording)))
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
+        prompt, output = self.recorded.prompt, self.recorded.output
+        for size in block_sizes(self.requests):
+            template = generator.integers(0, len(output), size)
+            yield lengths_block(prompt[template], output[template], template)
+
+
+def in_steps(survival: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return probabilities rounded to 1/65535, as a recording keeps them.
+
+    Rounding cannot make a curve rise, and leaves its 1 at 0 as it is.
+    """
+    steps = np.rint(np.asarray(survival, dtype=np.float64) * _STEPS)
+    return np.asarray(steps / _STEPS, dtype=np.float32)
+
+
+def write_recording(recording: ForecastRecording, out: Path) -> None:
+    """Write a recording as one Parquet file, whole or not at all; its curves by `in_steps`.
+
+    One row a request: ``prompt_tokens, output_tokens, max_tokens, cut``, and ``survival``, a list
+    of forecasts, each a list of 65535·P(remaining > edge). Everything else is in the metadata.
+    """
+    offsets = np.append(recording.first_row, len(recording.curves)).astype(np.int32)
+    steps = np.rint(recording.curves.astype(np.float64) * _STEPS).astype(np.uint16)
+    curves = pa.FixedSizeListArray.from_arrays(steps.ravel(), len(recording.edges))
+    columns = {
+        "prompt_tokens": pa.array(recording.prompt, pa.int32()),
+        "output_tokens": pa.array(recording.output, pa.int32()),
+        "max_tokens": pa.array(recording.max_tokens, pa.int32()),
+        "cut": pa.array(recording.cut),
+        "survival": pa.ListArray.from_arrays(offsets, curves),
+    }
+    described = {
+        "version": _VERSION,
+        "model": recording.model,
+        "predictor": recording.predictor,
+        "part": recording.part,
+        "interval": recording.interval,
+        "edges": recording.edges.astype(int).tolist(),
+    }
+    table = pa.table(columns).replace_schema_metadata({_KEY: json.dumps(described)})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(out) as temporary:
+        # Hardly any two steps are alike: without a dictionary a tenth less is left.
+        pq.write_table(
+            table, temporary, compression="zstd", compression_level=19, use_dictionary=False
+        )
+
+
+def read_recording(path: Path) -> ForecastRecording:
+    """Read a recording of forecasts.
+
+    Raises:
+        ValueError: the file cannot be read, is no recording, or does not hold together.
+    """
+    try:
+        table = pq.ParquetFile(path).read()
+        described = json.loads((table.schema.metadata or {})[_KEY])
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no recording of forecasts; `headway record` makes one"
+        ) from error
+    if described.get("version") != _VERSION:
+        raise ValueError(
+            f"{path}: a recording of version {described.get('version')}, not {_VERSION}; make it "
+            "again with `headway record`"
+        )
+    try:
+        return _recording(table, described)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: a damaged recording, make it again: {error}") from error
+
+
+def _recording(table: Any, described: dict[str, Any]) -> ForecastRecording:
+    survival = table.column("survival").combine_chunks()
+    edges = np.array(described["edges"], dtype=np.float64)
+    steps = survival.flatten().flatten().to_numpy().reshape(-1, len(edges))
+    n_rows = survival.value_lengths().to_numpy().astype(np.int64)
+
+    def whole(name: str) -> IntArray:
+        return np.asarray(table.column(name).to_numpy(), dtype=np.int64)
+
+    return ForecastRecording(
+        model=described["model"],
+        predictor=described["predictor"],
+        part=described["part"],
+        interval=described["interval"],
+        edges=edges,
+        prompt=whole("prompt_tokens"),
+        output=whole("output_tokens"),
+        max_tokens=whole("max_tokens"),
+        cut=table.column("cut").to_numpy(),
+        curves=in_steps(steps / _STEPS),
+        first_row=np.cumsum(n_rows) - n_rows,
+        n_rows=n_rows,
+    )

@@ -1,0 +1,324 @@
+"""What policies are told of the output lengths in a simulation: from nothing to the truth."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
+from predictor.forecasts.kaplan_meier import KaplanMeierCurve
+from rescheduler.cluster.named_choice import create_named
+from rescheduler.simulator.forecasts.forecast_arrays import (
+    ForecastArrays,
+    classified_forecast,
+    curve_forecast,
+    marginal_forecast,
+    no_forecast,
+    point_forecast,
+)
+from rescheduler.simulator.forecasts.forecast_recording import (
+    ForecastRecording,
+    ReplayTrace,
+    read_recording,
+)
+from rescheduler.simulator.workloads.trace import Trace
+
+__all__ = ["SOURCES", "ForecastSource", "create_forecast"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class ForecastSource(ABC):
+    """Where the forecasts of a simulation come from."""
+
+    name: ClassVar[str]
+    needs_lengths: ClassVar[bool] = False
+    """Whether it is fitted to a sample of output lengths."""
+
+    @abstractmethod
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the forecasts as arrays.
+
+        Args:
+            lengths: output tokens of other requests of the same kind, such as a server has seen
+                before; None if nobody knows any.
+            seed: of noise.
+
+        Raises:
+            ValueError: it needs lengths, and there are none.
+        """
+
+    def refuse_other_trace(self, trace: Trace) -> None:
+        """Refuse a trace whose requests it cannot forecast.
+
+        Args:
+            trace: of the requests, before `with_arrivals`.
+
+        Raises:
+            ValueError: forecasts are recorded, and the trace does not replay that recording.
+        """
+        del trace
+
+
+@dataclass(frozen=True)
+class NoForecast(ForecastSource):
+    """Nothing is forecast."""
+
+    name: ClassVar[str] = "none"
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return no forecasts."""
+        return no_forecast()
+
+
+@dataclass(frozen=True)
+class Oracle(ForecastSource):
+    """The remaining length itself, at any token."""
+
+    name: ClassVar[str] = "oracle"
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the truth as point forecasts."""
+        return point_forecast()
+
+
+@dataclass(frozen=True)
+class Noisy(ForecastSource):
+    r"""The remaining length times a log-normal factor, drawn anew at each prediction.
+
+    .. math:: \hat r = r\,e^{\sigma z}, \qquad z \sim N(0, 1)
+
+    Attributes:
+        sigma: 0.4 is what sampling temperature alone does to the length of one prompt's answers
+            (Vicuna-7B); 1 is the spread across prompts.
+        interval: tokens between two predictions of a request; in between they age.
+    """
+
+    name: ClassVar[str] = "noisy"
+
+    sigma: float
+    interval: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse a negative spread and an interval below 1."""
+        if not 0 <= self.sigma < np.inf:
+            raise ValueError(f"noisy: sigma must be at least 0, not {self.sigma}")
+        _refuse_interval(self.name, self.interval)
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return noisy point forecasts."""
+        return point_forecast(interval=self.interval, sigma=self.sigma, seed=seed)
+
+
+@dataclass(frozen=True)
+class Binned(ForecastSource):
+    """Only the bin of the remaining length, for whose lengths its middle stands.
+
+    Source: STAR (Wang et al. 2026), §6.5, Table 3.
+
+    Attributes:
+        bins: STAR's partition into 2, 4 or 6 bins; or
+        edges: ascending tokens from 0; lengths past the last belong to the last bin.
+        context: longest remaining length, in tokens, that STAR's bins partition.
+        interval: tokens between two predictions of a request; in between they age.
+        sigma: of noise before the binning, see `Noisy`.
+    """
+
+    name: ClassVar[str] = "binned"
+
+    bins: int | None = None
+    edges: tuple[int, ...] | None = None
+    context: int = 32_768
+    interval: int = 20
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no partition."""
+        _refuse_interval(self.name, self.interval)
+        if not 0 <= self.sigma < np.inf:
+            raise ValueError(f"binned: sigma must be at least 0, not {self.sigma}")
+        if (self.bins is None) == (self.edges is None):
+            raise ValueError(f"binned: give either bins ({_KNOWN_BINS}) or edges in tokens")
+        if self.bins is not None and self.bins not in STAR_BINS:
+            raise ValueError(f"binned: bins is {_KNOWN_BINS}, not {self.bins}")
+        edges = self._edges()
+        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+            raise ValueError(f"binned: edges must ascend from 0, not {edges.tolist()}")
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return point forecasts that are middles of bins."""
+        return point_forecast(self.interval, self.sigma, seed, self._edges())
+
+    def _edges(self) -> npt.NDArray[Any]:
+        if self.bins is not None:
+            return star_bins(self.bins, self.context)
+        return np.asarray(self.edges)
+
+
+_KNOWN_BINS = ", ".join(map(str, STAR_BINS))
+
+
+@dataclass(frozen=True)
+class Classified(ForecastSource):
+    """The bucket of the whole output, as a classifier of the prompt names it, once.
+
+    The mean length of a bucket's requests, among other requests of the kind, stands for them; a
+    request that outlives it is about to end at any time. Where the classifier errs, it takes the
+    other buckets as often as they are common.
+
+    Source: Performance Aware LLM Load Balancer (Jain et al. 2025), §4.1: 79.15% are right; the
+    buckets are those that its router reads (C.10).
+
+    Attributes:
+        edges: tokens from which buckets begin, ascending from 0; the last has no end.
+        accuracy: share of the requests whose bucket is named rightly.
+    """
+
+    name: ClassVar[str] = "classified"
+    needs_lengths: ClassVar[bool] = True
+
+    edges: tuple[int, ...] = (0, 256, 2048)
+    accuracy: float = 0.7915
+
+    def __post_init__(self) -> None:
+        """Refuse what is no partition, and no share."""
+        edges = np.asarray(self.edges)
+        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+            raise ValueError(f"classified: edges must ascend from 0, not {list(self.edges)}")
+        if not 0 <= self.accuracy <= 1:
+            raise ValueError(f"classified: accuracy is a share, not {self.accuracy}")
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return buckets whose means and frequencies are those of a sample of lengths."""
+        if lengths is None or len(lengths) == 0:
+            raise ValueError("classified: needs output lengths of other requests, there are none")
+        edges = np.asarray(self.edges)
+        bucket = np.searchsorted(edges, lengths, "right") - 1
+        common = np.bincount(bucket, minlength=len(edges))
+        total = np.bincount(bucket, weights=lengths, minlength=len(edges))
+        stand_in = np.where(common > 0, total / np.maximum(common, 1), np.maximum(edges, 1))
+        return classified_forecast(edges, stand_in, common, self.accuracy, seed)
+
+
+@dataclass(frozen=True)
+class Interval(ForecastSource):
+    """The remaining length, predicted only every so many tokens; in between it ages.
+
+    Of an exact oracle nothing is lost by that: it shows that ageing is right. What staleness
+    costs shows with `Noisy`, `Binned` or `Replay`, which take an interval too.
+
+    Attributes:
+        k: tokens between two predictions of a request; STAR §6.5, Table 4, tries 1, 20 and 100.
+    """
+
+    name: ClassVar[str] = "interval"
+
+    k: int
+
+    def __post_init__(self) -> None:
+        """Refuse an interval below 1."""
+        _refuse_interval(self.name, self.k)
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the truth as point forecasts that age."""
+        return point_forecast(interval=self.k)
+
+
+@dataclass(frozen=True)
+class KaplanMeier(ForecastSource):
+    """One curve for all requests, from the output lengths of others, conditional on their age.
+
+    What can be said without looking at a request: P(o > n + h | o > n).
+    """
+
+    name: ClassVar[str] = "kaplan_meier"
+    needs_lengths: ClassVar[bool] = True
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the curve of a sample of lengths, none of which is taken to be cut."""
+        if lengths is None or len(lengths) == 0:
+            raise ValueError("kaplan_meier: needs output lengths of other requests, there are none")
+        curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
+        return marginal_forecast(curve.at(np.arange(int(lengths.max()) + 1)))
+
+
+@dataclass(frozen=True)
+class Replay(ForecastSource):
+    """What a real predictor forecast of the very requests of a `ReplayTrace`, as they ran.
+
+    Attributes:
+        recording: path of the recording that the trace replays.
+        interval: tokens between two forecasts of a request, a multiple of the recording's own
+            interval; all recorded ones when None.
+
+    Raises:
+        ValueError: the file is no recording, or has no forecasts at that interval.
+    """
+
+    name: ClassVar[str] = "replay"
+
+    recording: str | Path
+    interval: int | None = None
+    _recorded: ForecastRecording = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Read the recording."""
+        recorded = read_recording(Path(self.recording))
+        if self.interval is not None:
+            _refuse_interval(self.name, self.interval)
+            if self.interval % recorded.interval:
+                raise ValueError(
+                    f"replay: {self.recording} has a forecast every {recorded.interval} tokens, "
+                    f"so that interval must be a multiple of that, not {self.interval}"
+                )
+        object.__setattr__(self, "_recorded", recorded)
+
+    def refuse_other_trace(self, trace: Trace) -> None:
+        """Refuse a trace that does not replay the same recording."""
+        outputs = trace.recorded.output if isinstance(trace, ReplayTrace) else None
+        if outputs is None or not np.array_equal(outputs, self._recorded.output):
+            raise ValueError(
+                f"replay: forecasts recorded in {self.recording} are of its own requests, not of "
+                f"{trace.name}'s; the trace must be {{name: replay, recording: {self.recording}}}"
+            )
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the recorded curves, a template each recorded request."""
+        recorded = self._recorded
+        every = 1 if self.interval is None else self.interval // recorded.interval
+        n_rows = -(-recorded.n_rows // every)
+        first_row = np.cumsum(n_rows) - n_rows
+        step = np.arange(n_rows.sum()) - np.repeat(first_row, n_rows)
+        kept = np.repeat(recorded.first_row, n_rows) + every * step
+        return curve_forecast(
+            interval=every * recorded.interval,
+            edges=recorded.edges,
+            curves=recorded.curves[kept],
+            first_row=first_row,
+            n_rows=n_rows,
+            cap=recorded.max_tokens,
+        )
+
+
+SOURCES: dict[str, type[ForecastSource]] = {
+    source.name: source
+    for source in (NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier, Replay)
+}
+"""Name in a configuration -> source."""
+
+
+def create_forecast(name: str, **options: Any) -> ForecastSource:
+    """Return the source of forecasts that a configuration names.
+
+    Raises:
+        ValueError: no such source, no such option, or a value that is refused.
+    """
+    return create_named("forecast", SOURCES, name, options)
+
+
+def _refuse_interval(name: str, interval: int) -> None:
+    if not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"{name}: a prediction every {interval!r} tokens is none")

@@ -1,0 +1,167 @@
+"""`headway record`: a predictor's forecasts of a dataset's requests, to simulate with."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data_collection.dataset.split import SplitName, split_requests
+from predictor.forecasts.forecast import Forecast, SurvivalForecast
+from predictor.forecasts.survival_grid import survival_edges
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import HiddenStateMLP
+from predictor.models.survival_mlp import SurvivalMLP
+from predictor.training.row_table import RowTable, load_rows
+from predictor.training.rows_data_module import request_rows
+from rescheduler.simulator.forecasts.forecast_recording import (
+    ForecastRecording,
+    in_steps,
+    write_recording,
+)
+
+__all__ = ["LeftOut", "record", "record_forecasts"]
+
+IntArray = npt.NDArray[np.int64]
+
+_ROWS_AT_ONCE = 8192
+_GRID_FLOOR = 40
+"""Tokens that the grid of a regressor's steps spans at least."""
+
+
+class LeftOut(NamedTuple):
+    """Requests of the part that were not recorded.
+
+    Attributes:
+        unfinished: neither ended by themselves nor at their ``max_tokens``.
+        incomplete: lack the row at some multiple of k tokens, or have others.
+    """
+
+    unfinished: int
+    incomplete: int
+
+
+def record(dataset: Path, checkpoint: str, out: Path, part: SplitName = "test") -> None:
+    """Record a predictor's forecasts of the requests of a dataset, for simulations.
+
+    In `headway simulate`, the trace `{name: replay, recording: OUT}` repeats these requests, and
+    the forecast `{name: replay, recording: OUT}` tells policies what the predictor would.
+
+    Args:
+        dataset: folder of the dataset.
+        checkpoint: folder or Hugging Face id of a survival model or a regressor.
+        out: Parquet file to write.
+        part: whose requests are recorded; those of `test` were not trained on.
+    """
+    recorded, left_out = record_forecasts(dataset, checkpoint, out, part)
+    print(
+        f"wrote {out}: {len(recorded)} {part} requests, {len(recorded.curves)} forecasts, one "
+        f"every {recorded.interval} tokens, {out.stat().st_size / 1e6:.2f} MB"
+    )
+    print(
+        f"left out {left_out.unfinished} requests that did not run to their end, and "
+        f"{left_out.incomplete} without a row every {recorded.interval} tokens"
+    )
+
+
+def record_forecasts(
+    dataset: Path, checkpoint: str, out: Path, part: SplitName = "test"
+) -> tuple[ForecastRecording, LeftOut]:
+    """Write what a predictor forecasts of the requests of a dataset, every k tokens.
+
+    A regressor's number is recorded as a step within one bin of the grid of `survival_edges`.
+
+    Args:
+        dataset: folder of the dataset.
+        checkpoint: folder or Hugging Face id of a survival model or a regressor.
+        out: Parquet file to write, whole or not at all.
+        part: of the split that the predictor was trained on.
+
+    Returns:
+        What was written, and how many requests were left out.
+
+    Raises:
+        ModelMismatchError: the predictor is of another model; both are named.
+        DatasetError: the dataset cannot be used.
+        CheckpointError: the checkpoint cannot be used.
+        ValueError: no request can be recorded.
+    """
+    predictor = load_predictor(checkpoint)
+    table = load_rows(dataset)
+    predictor.refuse_other_model(table.session)
+    split_seed = predictor.provenance.get("split_seed", 0)
+    chosen = split_requests(table.requests.group, split_seed)[part]
+    whole, left_out = _whole_requests(table, chosen)
+    if len(whole) == 0:
+        raise ValueError(
+            f"{dataset}: no {part} request can be recorded: {left_out.unfinished} did not run to "
+            f"their end, {left_out.incomplete} lack a row at every {table.session.k} tokens"
+        )
+    rows = table.select(np.flatnonzero(np.isin(table.request, whole)))
+    rows = rows.select(np.lexsort((rows.generated_tokens, rows.request)))
+    first_row = np.flatnonzero(rows.generated_tokens == 0)
+    max_tokens = rows.max_tokens[first_row]
+    edges, curves = _curves(predictor, rows)
+    recording = ForecastRecording(
+        model=predictor.serving_model,
+        predictor=_fingerprint(predictor),
+        part=part,
+        interval=table.session.k,
+        edges=edges,
+        prompt=rows.prompt_tokens[first_row],
+        output=table.requests.total_tokens[whole],
+        # Where it is unknown (0), nothing but the curve's own end cuts a request.
+        max_tokens=np.where(max_tokens > 0, max_tokens, int(edges[-1])),
+        cut=np.array(table.requests.finish_reason)[whole] == "length",
+        curves=curves,
+        first_row=first_row,
+        n_rows=np.diff(np.append(first_row, len(rows))),
+    )
+    write_recording(recording, out)
+    return recording, left_out
+
+
+def _whole_requests(table: RowTable, chosen: IntArray) -> tuple[IntArray, LeftOut]:
+    """Return which of the chosen requests ran to their end with a row at n = 0, k, 2k ... ."""
+    k, total = table.session.k, table.requests.total_tokens
+    on_grid = (table.generated_tokens % k == 0) & (table.generated_tokens < total[table.request])
+    places = np.stack([table.request, table.generated_tokens // k], axis=1)[on_grid]
+    # There are ceil(total / k) multiples of k below the total: so many different ones are all.
+    different = np.bincount(np.unique(places, axis=0)[:, 0], minlength=len(total))
+    n_rows = np.bincount(table.request, minlength=len(total))
+    complete = (different == -(-total // k)) & (n_rows == different) & (total > 0)
+    ended = np.isin(table.requests.finish_reason, ("stop", "length"))
+    left_out = LeftOut(
+        unfinished=int((~ended)[chosen].sum()),
+        incomplete=int((ended & ~complete)[chosen].sum()),
+    )
+    return chosen[(ended & complete)[chosen]], left_out
+
+
+def _curves(
+    predictor: HiddenStateMLP, rows: RowTable
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    """Return the grid [E] and the curves as they would be without ``max_tokens`` [rows, E]."""
+    if isinstance(predictor, SurvivalMLP):
+        edges = predictor.edges.cpu().numpy().astype(np.float64)
+    else:
+        longest = max(int(rows.tokens_left().max()), _GRID_FLOOR)
+        edges = survival_edges(longest).astype(np.float64)
+    curves = np.empty((len(rows), len(edges)), dtype=np.float32)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)))
+        forecast: Forecast = predictor.forecast(request_rows(rows.select(some))).uncapped()
+        if not isinstance(forecast, SurvivalForecast):
+            forecast = forecast.on_grid(edges)
+        curves[some] = in_steps(forecast.survival)
+    return edges, curves
+
+
+def _fingerprint(predictor: HiddenStateMLP) -> str:
+    if isinstance(predictor, SurvivalMLP):
+        return predictor.fingerprint()
+    digest = hashlib.sha256()
+    for name, values in sorted(predictor.state_dict().items()):
+        digest.update(name.encode() + values.cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]

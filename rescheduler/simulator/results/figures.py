@@ -1,0 +1,199 @@
+"""Pictures of simulations: loads and power over time, comparisons, the effect of the horizon."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_collection.atomic_file import replace_file
+from rescheduler.simulator.results.metrics import Summary
+from rescheduler.simulator.results.run_result import RunResult
+
+__all__ = [
+    "COLOURS",
+    "HorizonCurve",
+    "draw_comparison",
+    "draw_horizons",
+    "draw_loads",
+    "draw_power",
+    "save_figure",
+]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+"""Okabe and Ito's palette, which colour-blind people tell apart too, and a brown."""
+
+_COMPARED = (
+    ("imbalance", "imbalance, thousand tokens", 1e-3),
+    ("throughput", "throughput, thousand tokens/s", 1e-3),
+    ("tpot", "TPOT, ms", 1e3),
+    ("energy", "energy, kJ", 1e-3),
+)
+
+
+class HorizonCurve(NamedTuple):
+    """One policy of a sweep over its horizon.
+
+    Attributes:
+        label: of the policy and of what else varied.
+        horizons: [n] steps it looks ahead, ascending; empty for a policy that does not.
+        summaries: [n] its figures at each; one for a policy that does not look ahead.
+    """
+
+    label: str
+    horizons: Sequence[float]
+    summaries: Sequence[Summary]
+
+
+def draw_loads(runs: Sequence[RunResult]) -> Any:
+    """Return the load of every instance over the steps, a panel for each run.
+
+    As in paper 000, Figure 6.
+    """
+    figure, panels = _panels(len(runs), columns=2, size=(5.6, 2.7))
+    top = max((run.series.load.max(initial=0) for run in runs), default=0)
+    for axes, run in zip(panels, runs, strict=True):
+        colours = _instance_colours(run.n_instances)
+        for g in range(run.n_instances):
+            load = run.series.load[:, g] / 1e3
+            axes.plot(run.series.step, load, color=colours[g], linewidth=0.6, alpha=0.85)
+        axes.set_ylim(0, 1.05 * max(top, 1) / 1e3)
+        axes.set_xlim(left=0)
+        axes.set_title(run.policy, loc="left", fontweight="bold", fontsize="medium")
+        axes.text(
+            0.99,
+            1.02,
+            f"mean max − min {run.max_minus_min / 1e3:,.1f}k, idle {run.idle_share:.1%}",
+            transform=axes.transAxes,
+            ha="right",
+            va="bottom",
+            fontsize="small",
+            color="0.35",
+        )
+        _finish(axes, "", "")
+    figure.supxlabel("step", fontsize="medium")
+    figure.supylabel("context tokens on an instance, thousands", fontsize="medium")
+    return figure
+
+
+def draw_power(runs: Sequence[RunResult]) -> Any:
+    """Return the mean power of a GPU over time, a line for each run.
+
+    As in paper 000, Figure 7. Thin lines are steps, thick ones their running mean.
+    """
+    figure, (axes,) = _panels(1, columns=1, size=(8.0, 3.6))
+    for i, run in enumerate(runs):
+        time, power = run.series.time, run.series.power
+        if len(time) == 0:
+            continue
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(time, power, color=colour, linewidth=0.5, alpha=0.25)
+        label = f"{run.policy}: {run.energy_load_joules / 1e3:,.0f} kJ in {run.seconds:,.0f} s"
+        axes.plot(time, _running_mean(power), color=colour, linewidth=1.8, label=label)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize="small", loc="lower left")
+    _finish(axes, "time, s", "mean power of a GPU, W")
+    return figure
+
+
+def draw_comparison(summaries: Mapping[str, Summary]) -> Any:
+    """Return the main figures of all policies as dots with their 95% intervals."""
+    shown = [entry for entry in _COMPARED if any(entry[0] in s.mean for s in summaries.values())]
+    height = 1.1 + 0.34 * len(summaries)
+    figure, panels = _panels(len(shown), columns=4, size=(3.1, height), sharex=False, sharey=True)
+    rows = np.arange(len(summaries))
+    for axes, (name, title, scale) in zip(panels, shown, strict=True):
+        for row, summary in enumerate(summaries.values()):
+            if name not in summary.mean:
+                continue
+            value = summary.mean[name] * scale
+            half = summary.ci95.get(name, 0.0) * scale
+            colour = COLOURS[row % len(COLOURS)]
+            axes.errorbar(value, row, xerr=half, fmt="o", color=colour, markersize=6, capsize=3)
+        axes.set_yticks(rows, list(summaries))
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        if name == "imbalance":  # differs by factors, from a meaningful 0
+            axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=5)
+        _finish(axes, title, "")
+    return figure
+
+
+def draw_horizons(curves: Sequence[HorizonCurve]) -> Any:
+    """Return imbalance and throughput against the horizon.
+
+    As in paper 000, Figure 4; bands are 95% intervals, dashed lines policies without a horizon.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure, panels = _panels(2, columns=2, size=(5.2, 3.6), sharey=False)
+    for axes, (name, title, scale) in zip(panels, _COMPARED[:2], strict=True):
+        for i, curve in enumerate(curves):
+            colour = COLOURS[i % len(COLOURS)]
+            values = np.array([s.mean.get(name, np.nan) for s in curve.summaries]) * scale
+            half = np.array([s.ci95.get(name, 0.0) for s in curve.summaries]) * scale
+            if len(curve.horizons) == 0:
+                axes.axhline(values[0], color=colour, linestyle="--", label=curve.label)
+                continue
+            axes.fill_between(
+                curve.horizons, values - half, values + half, color=colour, alpha=0.18, linewidth=0
+            )
+            axes.plot(curve.horizons, values, "o-", color=colour, markersize=4.5, label=curve.label)
+        if name == "imbalance" and all(s.mean[name] > 0 for c in curves for s in c.summaries):
+            axes.set_yscale("log")  # it differs by factors
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        _finish(axes, "horizon, steps", title)
+    panels[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG, whole or not at all; return its path."""
+    with replace_file(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    return path
+
+
+def _panels(
+    n: int,
+    columns: int,
+    size: tuple[float, float],
+    sharex: bool = True,
+    sharey: bool = True,
+) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    columns = min(n, columns)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
+    panels = list(grid.flat)
+    for spare in panels[n:]:
+        spare.remove()
+    return figure, panels[:n]
+
+
+def _instance_colours(n: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](np.linspace(0.0, 0.92, n))
+
+
+def _running_mean(values: Any) -> Any:
+    """Return means over a fiftieth of the series, shorter at its ends."""
+    width = max(len(values) // 50, 1)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
+    if x:
+        axes.set_xlabel(x)
+    if y:
+        axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

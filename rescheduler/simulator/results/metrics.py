@@ -1,0 +1,175 @@
+"""The figures of simulated runs, and their means over seeds."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import stdtrit
+
+from rescheduler.simulator.config.simulation_config import SLOConfig
+from rescheduler.simulator.results.run_result import RequestRecords, RunResult
+
+__all__ = ["Summary", "histogram_quantile", "run_metrics", "summarise", "time_per_output_token"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_PERCENTILES = (50, 95, 99)
+_ROUNDING = 1e-9
+"""Seconds by which times are off that batches were formed to meet exactly."""
+
+
+class Summary(NamedTuple):
+    """One policy over its seeds.
+
+    Attributes:
+        mean: of each figure over the runs.
+        ci95: half the width of its 95% confidence interval (Student's t); nothing for one run.
+        runs: number of them.
+    """
+
+    mean: dict[str, float]
+    ci95: dict[str, float]
+    runs: int
+
+
+def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, float]:
+    r"""Return the figures of one run. Times are in seconds, energies in joules.
+
+    ``imbalance`` (:math:`G \max_g L_g - \sum_g L_g`), ``max_minus_min``, ``idle_share`` and
+    ``execution_variance`` (of the instances' step times, in seconds squared) are means over
+    steps; ``kv_peak`` is the most tokens that an instance held; ``throughput`` is tokens and
+    ``requests_per_s`` finished requests per second of ``makespan``; ``offered_per_s`` is all
+    requests over the time in which they arrived. ``latency`` is end − arrival, ``ttft`` is
+    first_token − arrival, ``wait`` is start − arrival, ``tpot`` see `time_per_output_token`,
+    ``tpot_worst`` see `SLOConfig`, ``itl`` the time between two tokens of a request: each a mean,
+    with ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
+    meet both objectives, ``violated`` is the share of those that do not, the ``rejected`` ones
+    among them. ``energy`` reads utilisation as own load / max load, ``energy_mfu`` as mfu /
+    mfu_sat. Figures that the run has no data for are left out.
+
+    Args:
+        result: of the run.
+        slo: the objectives of ``goodput`` and ``violated``, which are left out without them.
+
+    Source: Chen et al. 2026, §6.3, equations (7) to (10).
+    """
+    requests, seconds = result.requests, result.seconds
+    figures = {
+        "imbalance": result.imbalance,
+        "max_minus_min": result.max_minus_min,
+        "idle_share": result.idle_share,
+        "execution_variance": result.execution_variance,
+        "kv_peak": result.most_held,
+    }
+    if seconds > 0:
+        figures["throughput"] = result.tokens / seconds
+        figures["requests_per_s"] = np.count_nonzero(~np.isnan(requests.end)) / seconds
+    last_arrival = requests.arrival.max(initial=0.0)
+    if last_arrival > 0:
+        figures["offered_per_s"] = len(requests.number) / last_arrival
+    ttft = requests.first_token - requests.arrival
+    tpot = time_per_output_token(requests, result.prefilled_first_token)
+    figures |= _distribution("latency", requests.end - requests.arrival)
+    figures |= _distribution("ttft", ttft)
+    figures |= _distribution("tpot", tpot)
+    figures |= _distribution("tpot_worst", requests.tpot_worst)
+    figures |= _inter_token_latency(result)
+    figures |= _distribution("wait", requests.start - requests.arrival)
+    if slo is not None and seconds > 0:
+        figures |= _within(slo, ttft, tpot if slo.tpot == "mean" else requests.tpot_worst, seconds)
+    figures |= {
+        "rejected": int(np.count_nonzero(np.isnan(requests.end))),
+        "preemptions": result.preemptions,
+        "migrations": result.migrations,
+        "decisions": result.decisions,
+        "energy": result.energy_load_joules,
+        "energy_mfu": result.energy_mfu_joules,
+        "makespan": seconds,
+        "steps": result.steps,
+    }
+    return {name: float(value) for name, value in figures.items()}
+
+
+def time_per_output_token(requests: RequestRecords, prefilled_first_token: bool) -> FloatArray:
+    """Return each request's seconds per output token, [n].
+
+    Args:
+        requests: [n] finished.
+        prefilled_first_token: whether the first token came of a simulated prefill. If so, the
+            time is (end − first_token) / (output − 1), and NaN for requests of one token; else
+            every token is decoded, and it is (end − start) / output.
+
+    Source: Chen et al. 2026, §6.3, equation (9), for the second reading.
+    """
+    if not prefilled_first_token:
+        return (requests.end - requests.start) / requests.output
+    tpot = np.full(len(requests.end), np.nan)
+    several = requests.output > 1
+    np.divide(requests.end - requests.first_token, requests.output - 1, out=tpot, where=several)
+    return tpot
+
+
+def histogram_quantile(
+    histogram: npt.NDArray[np.int64], edges: FloatArray, levels: npt.ArrayLike
+) -> FloatArray:
+    """Return quantiles of counted values, log-linear within a bin.
+
+    Args:
+        histogram: [bins] counts, not all 0.
+        edges: [bins + 1] ascending, above 0.
+        levels: in [0, 1].
+    """
+    below = np.concatenate([[0.0], np.cumsum(histogram)])
+    filled = histogram > 0  # flat parts of the distribution have no inverse
+    keep = np.concatenate([[False], filled]) | np.concatenate([filled, [False]])
+    wanted = np.asarray(levels, dtype=np.float64) * below[-1]
+    return np.asarray(np.exp(np.interp(wanted, below[keep], np.log(edges[keep]))))
+
+
+def summarise(runs: Sequence[dict[str, float]]) -> Summary:
+    r"""Return means over runs, with :math:`t_{0.975, n-1}\, s / \sqrt n` beside them.
+
+    Args:
+        runs: figures of each, at least one; only figures that all have are summarised.
+    """
+    names = [name for name in runs[0] if all(name in run for run in runs)]
+    values = np.array([[run[name] for name in names] for run in runs])
+    n = len(runs)
+    ci95: dict[str, float] = {}
+    if n > 1:
+        half = stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
+        ci95 = dict(zip(names, half.tolist(), strict=True))
+    return Summary(dict(zip(names, values.mean(axis=0).tolist(), strict=True)), ci95, n)
+
+
+def _within(slo: SLOConfig, ttft: FloatArray, tpot: FloatArray, seconds: float) -> dict[str, float]:
+    # A request of one token has no time between tokens that could be too long; one that was
+    # turned away has no first token, which is never in time.
+    longest = slo.ttft_s + _ROUNDING, slo.tpot_s + _ROUNDING
+    met = np.count_nonzero((ttft <= longest[0]) & ~(tpot > longest[1]))
+    return {"goodput": met / seconds, "violated": 1 - met / len(ttft)}
+
+
+def _distribution(name: str, values: FloatArray) -> dict[str, float]:
+    values = values[~np.isnan(values)]
+    if len(values) == 0:
+        return {}
+    quantiles = np.quantile(values, [percentile / 100 for percentile in _PERCENTILES])
+    return {name: values.mean()} | _named(name, quantiles)
+
+
+def _inter_token_latency(result: RunResult) -> dict[str, float]:
+    histogram, edges = result.itl_histogram, result.itl_edges
+    if histogram.sum() == 0:
+        return {}
+    mean = np.average(np.sqrt(edges[1:] * edges[:-1]), weights=histogram)
+    levels = [percentile / 100 for percentile in _PERCENTILES]
+    return {"itl": mean} | _named("itl", histogram_quantile(histogram, edges, levels))
+
+
+def _named(name: str, quantiles: npt.NDArray[np.floating[Any]]) -> dict[str, float]:
+    return {
+        f"{name}_p{percentile}": value
+        for percentile, value in zip(_PERCENTILES, quantiles, strict=True)
+    }

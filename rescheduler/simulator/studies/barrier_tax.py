@@ -1,0 +1,196 @@
+r"""`headway study barrier-tax`: what routing is worth, for several step-time models.
+
+The EP Barrier Tax (Li 2026) counts arrivals in decode steps: its gains for different overheads b
+differ as :math:`(\max_g L_g + b \bar L)` of the same loads does (12.0, 9.4, 8.2 and 6.2% for b = 0,
+0.3, 0.5 and 1 are one maximum of 1.23 and one of 1.10 times the mean), and arrivals in seconds
+would give every policy the throughput that arrives. So the loads are simulated with a step a
+second, and the seconds of the model are put in afterwards, exactly:
+
+.. math:: T_b = a \sum_t \max_g L_g(t) + b \sum_t \bar L(t)
+             = \frac{a}{G} \big(n_{steps} \cdot I + W\big) + \frac{b}{G} W, \qquad
+          W = \sum_i \Big(o_i p_i + \frac{o_i (o_i - 1)}{2}\Big)
+
+with the mean imbalance I, and W, the context tokens of all steps of all requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rescheduler.simulator.config.config_parser import config_parser, parsed_config, read_config
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.results.figures import save_figure
+from rescheduler.simulator.results.metrics import Summary, summarise
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.sweeps.study_cases import CaseRow, compute_cases, write_study
+
+__all__ = ["barrier_tax", "barrier_tax_command", "gains", "retimed_throughput"]
+
+_DESCRIPTION = """Compare routing policies behind a barrier, with arrivals counted in steps, for
+several overheads b of the step time max(L) + b · mean(L)."""
+
+
+class _TraceTotals(NamedTuple):
+    """What a trace adds up to.
+
+    Attributes:
+        tokens: generated.
+        token_steps: W, context tokens of all steps of all requests.
+    """
+
+    tokens: int
+    token_steps: int
+
+
+def barrier_tax_command(arguments: list[str]) -> int:
+    """Run the study with a command line; return the exit status."""
+    parser = config_parser("study barrier-tax", _DESCRIPTION)
+    parser.add_function_arguments(barrier_tax, skip={"config"})
+    given = parser.parse_args(arguments)
+    config = parsed_config(parser, given)
+    return barrier_tax(config, given.out, given.cases, given.overheads, given.workers)
+
+
+def barrier_tax(
+    config: SimulationConfig,
+    out: Path,
+    cases: dict[str, dict[str, Any]],
+    overheads: list[float],
+    workers: int | None = None,
+) -> int:
+    """Simulate all cases, write table, JSON and figure; return the exit status.
+
+    Args:
+        config: what all cases share; a step must take a second, and the first policy is the one
+            that the others are compared with.
+        out: folder; run it again to resume.
+        cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 1.8}``.
+        overheads: b / a of the step-time models.
+        workers: processes at once; one a core when not given.
+
+    Raises:
+        ValueError: steps of another length, preemption, or a key or value that means nothing.
+    """
+    if config.step_time != {"name": "moe", "a": 0.0, "b": 0.0, "constant": 1.0}:
+        raise ValueError("step_time: {name: moe, a: 0.0, b: 0.0, constant: 1.0}, a step a second")
+    if config.drift != [1] or config.max_steps is not None:
+        raise ValueError("drift, max_steps: every request must run to its end, a token a step")
+    rows = compute_cases(config, cases, {}, out, "study barrier-tax", workers)
+    found = gains(rows, overheads)
+    save_figure(_draw(found, overheads), out / "barrier_tax.png")
+    plain = [
+        {"case": case, "policy": label, **summary.mean, "ci95": summary.ci95}
+        for (case, label), summary in found.items()
+    ]
+    write_study(out, "study barrier-tax", config, plain, _table(found, overheads))
+    return 0
+
+
+def retimed_throughput(
+    figures: Mapping[str, float], n_instances: int, totals: tuple[int, int], overhead: float
+) -> float:
+    """Return tokens per unit of time a = 1, for a step time of max L + b · mean L.
+
+    Args:
+        figures: of a run behind a barrier that ended every request; ``steps`` and ``imbalance``.
+        n_instances: G.
+        totals: tokens generated, and W.
+        overhead: b / a.
+    """
+    tokens, token_steps = totals
+    highest = figures["steps"] * figures["imbalance"] + token_steps
+    return tokens * n_instances / (highest + overhead * token_steps)
+
+
+def gains(rows: Sequence[CaseRow], overheads: Sequence[float]) -> dict[tuple[str, str], Summary]:
+    """Return for each case and policy, over the seeds, gains in throughput and imbalances.
+
+    The figures are ``gain_B`` for each overhead B, the throughput over that of the case's first
+    policy less 1, on the same requests; ``max_minus_min`` and ``imbalance`` in tokens, and
+    ``idle_share``.
+    """
+    found: dict[tuple[str, str], Summary] = {}
+    base: dict[str, CaseRow] = {}
+    totals: dict[str, _TraceTotals] = {}
+    for row in rows:
+        first = base.setdefault(row.case, row)
+        runs = []
+        for cell, figures, reference in zip(row.cells, row.runs, first.runs, strict=True):
+            described = _trace_key(cell.config, cell.seed)
+            if described not in totals:
+                totals[described] = _totals(cell.config, cell.seed)
+            of_trace = totals[described]
+            n_instances = cell.config["cluster"]["instances"]
+            kept = {name: figures[name] for name in ("imbalance", "max_minus_min", "idle_share")}
+            for b in overheads:
+                own = retimed_throughput(figures, n_instances, of_trace, b)
+                other = retimed_throughput(reference, n_instances, of_trace, b)
+                kept[f"gain_{b:g}"] = own / other - 1
+            runs.append(kept)
+        found[row.case, row.policy] = summarise(runs)
+    return found
+
+
+def _trace_key(config: Mapping[str, Any], seed: int) -> str:
+    """Return what tells the traces of cells apart."""
+    return f"{sorted(config['trace'].items())} {seed}"
+
+
+def _totals(config: dict[str, Any], seed: int) -> _TraceTotals:
+    setup = run_setup(read_config(config))
+    tokens = token_steps = 0
+    for block in setup.trace.blocks(np.random.default_rng(seed)):
+        output = block.output
+        tokens += int(output.sum())
+        token_steps += int((output * block.prompt + output * (output - 1) // 2).sum())
+    return _TraceTotals(tokens, token_steps)
+
+
+def _table(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> list[str]:
+    heads = " | ".join(f"b = {b:g}" for b in overheads)
+    lines = [
+        f"| case | policy | {heads} | max − min, tokens | idle share |",
+        "|---|---|" + "---:|" * (len(overheads) + 2),
+    ]
+    for (case, label), summary in found.items():
+        mean, half = summary.mean, summary.ci95
+        cells = []
+        for b in overheads:
+            name = f"gain_{b:g}"
+            interval = f" ± {half[name]:.1%}" if half.get(name) else ""
+            cells.append(f"{mean[name]:+.1%}{interval}".replace("-", "−"))
+        lines.append(
+            f"| {case} | {label} | {' | '.join(cells)} | {mean['max_minus_min']:,.0f} | "
+            f"{mean['idle_share']:.1%} |"
+        )
+    return [*lines, "", "Throughput against the first policy, on the same requests."]
+
+
+def _draw(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> Any:
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(case for case, _ in found))
+    labels = list(dict.fromkeys(label for _, label in found))[1:]
+    figure = Figure(figsize=(1.6 + 2.9 * len(overheads), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(overheads), sharey=True, squeeze=False)[0]
+    colours = colormaps["viridis"](np.linspace(0.0, 0.9, len(labels)))
+    places = np.arange(len(cases))
+    for axes, b in zip(panels, overheads, strict=True):
+        for i, label in enumerate(labels):
+            name = f"gain_{b:g}"
+            known = [found.get((case, label)) for case in cases]
+            values = [100 * s.mean[name] if s else np.nan for s in known]
+            half = [100 * s.ci95.get(name, 0.0) if s else 0.0 for s in known]
+            at = places + 0.12 * (i - (len(labels) - 1) / 2)
+            axes.errorbar(at, values, half, fmt="o", color=colours[i], markersize=4, label=label)
+        axes.axhline(0.0, color="0.5", linewidth=0.8)
+        axes.set_xticks(places, cases)
+        axes.set_title(f"b = {b:g} a", fontsize="medium")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("throughput against the first policy, %")
+    panels[0].legend(frameon=False, fontsize="small")
+    return figure

@@ -1,0 +1,1 @@
+"""Many settings at once, on many processes, resumable."""

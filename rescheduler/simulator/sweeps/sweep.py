@@ -1,0 +1,200 @@
+"""`headway sweep`: simulations over every combination of some settings, on all cores."""
+
+import csv
+import io
+import json as json_format
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from data_collection.atomic_file import write_text_atomically
+from rescheduler.simulator.config.config_parser import config_parser, parsed_config
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons, save_figure
+from rescheduler.simulator.results.metrics import Summary, summarise
+from rescheduler.simulator.results.report import about, main_columns
+from rescheduler.simulator.run_setup import create_contenders, run_setup
+from rescheduler.simulator.sweeps.cell_results import cell_folder, compute_cells, finished_cells
+from rescheduler.simulator.sweeps.sweep_cells import Group, cells_of, groups
+
+__all__ = ["sweep", "sweep_command"]
+
+_DESCRIPTION = """Simulate every combination of some settings with every policy and seed.
+Name what varies in the YAML file, as vary: {cluster.instances: [8, 16]}, or on the command line,
+as --vary cluster.instances=[8,16] --vary policies.bfio.horizon=[0,20,40,80]."""
+
+_SHOWN_ROWS = 60
+
+
+def sweep_command(arguments: list[str]) -> int:
+    """Run `sweep` with a command line; return the exit status."""
+    parser = config_parser("sweep", _DESCRIPTION)
+    parser.add_function_arguments(sweep, skip={"config", "overwrite"})
+    parser.add_argument("--overwrite", action="store_true", help="write among other files too")
+    given = parser.parse_args(_spelt_out(arguments))
+    config = parsed_config(parser, given)
+    return sweep(config, given.out, given.vary, given.workers, given.ray, given.overwrite)
+
+
+def sweep(
+    config: SimulationConfig,
+    out: Path,
+    vary: dict[str, list[Any]] | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Simulate every combination, and write them as a table; return the exit status.
+
+    Each policy with each seed in each combination is a cell of its own, kept as soon as it is
+    finished. Run it again to resume, or to add values, policies or seeds: what is there is not
+    computed again.
+
+    Args:
+        config: what does not vary.
+        out: folder for the cells, sweep.csv, sweep.json, and, where a horizon varies, a picture.
+        vary: key -> values. A policy is named by its label: policies.bfio.horizon.
+        workers: processes at once; one a core when not given.
+        ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
+        overwrite: write to ``out`` whatever else is in it.
+
+    Raises:
+        ValueError: a key that does not exist, a value that it refuses, or a folder that is not
+            to be overwritten.
+        RuntimeError: there is no Ray, or no such cluster.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
+    create_contenders(run_setup(config))
+    found = groups(config, vary or {})
+    cells = cells_of(found)
+    folder = cell_folder(out, "sweep", "sweep.json", overwrite)
+    results = finished_cells(folder, cells)
+    failed, interrupted = compute_cells(cells, folder, results, workers, ray)
+    rows = _rows(found, results)
+    if rows:
+        _write(rows, config, vary or {}, out)
+        Console().print(_table(rows))
+        if len(rows) > _SHOWN_ROWS:
+            print(f"and {len(rows) - _SHOWN_ROWS} more in {out / 'sweep.csv'}")
+    for cell, what in failed:
+        print(f"headway sweep: {cell.title}: {what}", file=sys.stderr)
+    if failed or interrupted:
+        left = len(cells) - len(results)
+        print(f"headway sweep: {left} of {len(cells)} cells are missing", file=sys.stderr)
+    return 130 if interrupted else int(bool(failed))
+
+
+def _spelt_out(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with ``--vary KEY=VALUES`` as ``--vary.KEY VALUES``."""
+    spelt: list[str] = []
+    for argument in arguments:
+        if spelt and spelt[-1] == "--vary" and not argument.startswith(("{", "-")):
+            key, separator, values = argument.partition("=")
+            if not separator:
+                raise ValueError(f"--vary {argument}: it is KEY=[VALUE, ...]")
+            spelt[-1:] = [f"--vary.{key}", values]
+        else:
+            spelt.append(argument)
+    return spelt
+
+
+Row = tuple[Group, Summary]
+
+
+def _rows(found: Iterable[Group], results: Mapping[str, dict[str, float]]) -> list[Row]:
+    rows = []
+    for group in found:
+        runs = [results[cell.key] for cell in group.cells if cell.key in results]
+        if runs:
+            rows.append((group, summarise(runs)))
+    return rows
+
+
+def _write(
+    rows: Sequence[Row], config: SimulationConfig, vary: Mapping[str, list[Any]], out: Path
+) -> None:
+    flat = [
+        {"policy": group.policy, **group.varied, "runs": summary.runs, **summary.mean}
+        | {f"{name}_ci95": half for name, half in summary.ci95.items()}
+        for group, summary in rows
+    ]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    write_text_atomically(out / "sweep.csv", text.getvalue())
+    document = {
+        "_about": about("sweep", config) | {"vary": dict(vary)},
+        "rows": [
+            {
+                "policy": group.policy,
+                "varied": group.varied,
+                "runs": summary.runs,
+                **summary.mean,
+                "ci95": summary.ci95,
+            }
+            for group, summary in rows
+        ],
+    }
+    write_text_atomically(out / "sweep.json", json_format.dumps(document, indent=1) + "\n")
+    curves = _horizon_curves(rows, config)
+    if curves:
+        save_figure(draw_horizons(curves), out / "horizon.png")
+
+
+def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[HorizonCurve]:
+    """Return a curve for each policy and each combination of whatever else varies.
+
+    Only of policies whose horizon varies; the others are drawn as they are.
+    """
+    labels = [choice.label for choice in config.policy_choices()]
+    varied = list(rows[0][0].varied)
+    horizon_of = {}
+    for key in varied:
+        section, _, path = key.partition(".")
+        policy, _, option = path.rpartition(".")
+        if section == "policies" and option == "horizon":
+            horizon_of[policy if policy in labels else labels[int(policy)]] = key
+    if not horizon_of:
+        return []
+    curves: dict[str, list[tuple[float, Summary]]] = {}
+    looking_ahead: set[str] = set()
+    for group, summary in rows:
+        own = horizon_of.get(group.policy)
+        rest = {k: v for k, v in group.varied.items() if k not in horizon_of.values()}
+        label = ", ".join([group.policy, *(f"{k} = {v}" for k, v in rest.items())])
+        points = curves.setdefault(label, [])
+        if own is None:
+            points[:] = [(0.0, summary)]
+        else:
+            looking_ahead.add(label)
+            point = (float(group.varied[own]), summary)
+            if point[0] not in [horizon for horizon, _ in points]:
+                points.append(point)
+    drawn = []
+    for label, points in curves.items():
+        points.sort(key=lambda point: point[0])
+        horizons = [horizon for horizon, _ in points] if label in looking_ahead else []
+        drawn.append(HorizonCurve(label, horizons, [summary for _, summary in points]))
+    return drawn
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    columns = main_columns([summary for _, summary in rows])
+    varied = list(rows[0][0].varied)
+    table.add_column("policy", no_wrap=True)
+    for name in varied:
+        table.add_column(name.replace(".", ".\n"), justify="right")
+    for title in columns:
+        table.add_column(title.replace(", ", "\n"), justify="right", no_wrap=True)
+    for i, (group, _) in enumerate(rows[:_SHOWN_ROWS]):
+        values = [str(group.varied[name]) for name in varied]
+        table.add_row(group.policy, *values, *(cells[i] for cells in columns.values()))
+    return table

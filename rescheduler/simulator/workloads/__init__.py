@@ -1,0 +1,1 @@
+"""Traces: read from files, resampled, generated from published lengths."""

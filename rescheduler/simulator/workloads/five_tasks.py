@@ -1,0 +1,146 @@
+"""Requests like those of paper 001: five tasks with lengths of their own, whose mix may drift."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtri
+
+from rescheduler.simulator.workloads.length_generators import LengthGenerator, whole_tokens
+from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
+
+__all__ = ["TASKS", "FiveTasks", "LengthsOfATask"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class LengthsOfATask(NamedTuple):
+    """What Table 3 says of a task.
+
+    Attributes:
+        samples: how many requests it has in the paper's dataset.
+        mean_prompt: tokens.
+        mean_output: tokens.
+        heavy: share of outputs whose decode is heavy.
+    """
+
+    samples: int
+    mean_prompt: float
+    mean_output: float
+    heavy: float
+
+    def output_lognormal(self, heavy_decode: float) -> tuple[float, float]:
+        r"""Return μ and σ of the log-normal with that mean and that share from a length on.
+
+        .. math:: \mu + \tfrac12 \sigma^2 = \ln m, \qquad \mu - z \sigma = \ln h, \qquad
+                  \sigma = -z - \operatorname{sgn}(\ln \tfrac hm) \sqrt{z^2 - 2 \ln \tfrac hm}
+
+        with :math:`z` the normal quantile of the share; of two solutions the narrower.
+
+        Raises:
+            ValueError: no log-normal has both.
+        """
+        z, apart = ndtri(self.heavy), np.log(heavy_decode / self.mean_output)
+        root = z * z - 2 * apart
+        if root < 0:
+            raise ValueError(
+                f"no log-normal of mean {self.mean_output} has {self.heavy:.2%} from "
+                f"{heavy_decode} tokens on"
+            )
+        sigma = -z - (1.0 if apart > 0 else -1.0) * np.sqrt(root)
+        return float(np.log(self.mean_output) - sigma * sigma / 2), float(sigma)
+
+
+TASKS = {
+    "translation": LengthsOfATask(7351, 29.09, 61.76, 0.0918),
+    "qna": LengthsOfATask(6988, 29.83, 334.40, 0.5818),
+    "sentiment": LengthsOfATask(6564, 211.54, 142.53, 0.4101),
+    "in_context_qna": LengthsOfATask(7122, 125.16, 220.02, 0.4795),
+    "entities": LengthsOfATask(3304, 26.41, 64.10, 0.0871),
+}
+"""Table 3: Books, ELI5, IMDb, SQuAD and WNUT, with Llama-2-7B's answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiveTasks(LengthGenerator):
+    """Requests of five tasks, as Table 3 of paper 001 counts them.
+
+    Outputs are log-normal with the mean and the share of heavy decodes that the table has of their
+    task. A decode is heavy there from 5 s of estimated time on, at an average batch time which is
+    not published. At 250 tokens (0.02 s a batch, its minimum) no log-normal has sentiment's mean
+    and share, nor translation's; up to 146 tokens all five exist, and 125 are 0.04 s a batch.
+    Of prompts only the means are known: log-normal here, with ``prompt_sigma``, cut at 1,000 (C.5).
+
+    Source: Performance Aware LLM Load Balancer for Mixed Workloads (Jain et al. 2025), Table 3.
+
+    Attributes:
+        shares: of the tasks, in the order of `TASKS`; the table's when None. Need not sum to 1.
+        drift_to: shares at the end of the trace, reached linearly; None for a mix that stays.
+        heavy_decode: tokens from which a decode is heavy.
+        prompt_sigma: standard deviation of the logarithm of a task's prompts.
+        longest_prompt: longer prompts have this length.
+        longest: tokens of the model's context, at which outputs are cut.
+    """
+
+    name: ClassVar[str] = "five_tasks"
+
+    requests: int = 2000
+    shares: tuple[float, ...] | None = None
+    drift_to: tuple[float, ...] | None = None
+    heavy_decode: float = 125.0
+    prompt_sigma: float = 0.6
+    longest_prompt: int = 1000
+    longest: int = 4096
+
+    def __post_init__(self) -> None:
+        """Refuse shares that are none, and lengths that do not exist."""
+        super().__post_init__()
+        self.at_least(1, "heavy_decode", "longest_prompt", "longest")
+        self.at_least(0, "prompt_sigma")
+        for option in ("shares", "drift_to"):
+            given = getattr(self, option)
+            if given is not None and (
+                len(given) != len(TASKS) or min(given) < 0 or not sum(given) > 0
+            ):
+                raise ValueError(
+                    f"five_tasks: {option} are {len(TASKS)} numbers from 0, one for each of "
+                    f"{', '.join(TASKS)}, not {list(given)}"
+                )
+        if self.longest_prompt >= self.longest:
+            raise ValueError("five_tasks: longest must exceed longest_prompt")
+        self._outputs()
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
+        first = _normalised(self.shares or [task.samples for task in TASKS.values()])
+        last = first if self.drift_to is None else _normalised(self.drift_to)
+        mean_prompt = np.array([task.mean_prompt for task in TASKS.values()])
+        mu, sigma = self._outputs()
+        drawn = 0
+        for size in block_sizes(self.requests):
+            along = (drawn + np.arange(size)) / max(self.requests - 1, 1)
+            drawn += size
+            upto = np.cumsum(first + along[:, None] * (last - first), axis=1)
+            task = (generator.random(size)[:, None] > upto[:, :-1]).sum(axis=1)
+            prompt_mu = np.log(mean_prompt[task]) - self.prompt_sigma**2 / 2
+            prompt = whole_tokens(
+                generator.lognormal(prompt_mu, self.prompt_sigma), self.longest_prompt
+            )
+            output = np.ceil(generator.lognormal(mu[task], sigma[task])).astype(np.int64)
+            yield lengths_block(prompt, np.clip(output, 1, self.longest - prompt))
+
+    def _outputs(self) -> tuple[FloatArray, FloatArray]:
+        try:
+            found = [task.output_lognormal(self.heavy_decode) for task in TASKS.values()]
+        except ValueError as error:
+            raise ValueError(f"five_tasks: heavy_decode: {error}") from error
+        return np.array([mu for mu, _ in found]), np.array([sigma for _, sigma in found])
+
+
+def _normalised(shares: object) -> FloatArray:
+    numbers = np.array(shares, dtype=np.float64)
+    normalised: FloatArray = numbers / numbers.sum()
+    return normalised

@@ -1,0 +1,183 @@
+"""Lengths like those of published workloads, from the statistics that are known of them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.simulator.workloads.length_generators import (
+    IndependentLengths,
+    lognormal,
+    whole_tokens,
+)
+
+__all__ = ["BurstGPTLike", "StarLengths"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class _Quantiles(NamedTuple):
+    """A distribution known by some quantiles.
+
+    Attributes:
+        levels: ascending from 0.
+        tokens: lengths at those levels; the first is the shortest.
+        longest: the model's context, where lengths are cut.
+    """
+
+    levels: tuple[float, ...]
+    tokens: tuple[float, ...]
+    longest: int
+
+    def draw(self, generator: np.random.Generator, n: int) -> IntArray:
+        """Draw lengths: log-uniform between quantiles, and past the last an exponential tail.
+
+        The tail decays as it does between the last two quantiles.
+        """
+        u = generator.random(n)
+        length = np.exp(np.interp(u, self.levels, np.log(self.tokens)))
+        (before, last), (low, high) = self.levels[-2:], self.tokens[-2:]
+        decay = (high - low) / np.log((1 - before) / (1 - last))
+        in_tail = u > last
+        length[in_tail] = high - decay * np.log((1 - u[in_tail]) / (1 - last))
+        return whole_tokens(length, self.longest)
+
+
+def _of_successes(level: float, failures: int) -> float:
+    """Return a level among all requests of BurstGPT_1.csv as one among those with a length."""
+    return (level * 1_429_737 - failures) / (1_429_737 - failures)
+
+
+_BURSTGPT = {
+    "all": (
+        _Quantiles(
+            (0.0, *(_of_successes(level, 25_427) for level in (0.5, 0.75, 0.9, 0.95))),
+            (60, 251, 758, 1796, 2461),
+            8192,
+        ),
+        _Quantiles(
+            (0.0, *(_of_successes(level, 25_443) for level in (0.5, 0.75, 0.9, 0.95))),
+            (1, 34, 134, 272, 460),
+            4096,
+        ),
+    ),
+    "gpt4_conversation": (
+        _Quantiles((0.0, 0.5, 0.8, 0.95, 0.99), (55, 582, 1427, 2345, 3549), 8192),
+        _Quantiles((0.0, 0.5, 0.8, 0.95, 0.99), (22, 243, 434, 669, 964), 4096),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurstGPTLike(IndependentLengths):
+    """Lengths with the published quantiles of BurstGPT, when its files are not at hand.
+
+    BurstGPT (Wang et al. 2024, arXiv:2401.17644) logs ChatGPT and GPT-4 of a regional Azure
+    OpenAI service. What is known of the lengths, in tokens:
+
+    - ``all``: of the 1,429,737 rows of BurstGPT_1.csv (SHA-256 46fc9480…), as measured in
+      github.com/David-Wu1119/tracebench, configs/trace-calibration.json (403d691): prompts
+      P50/P75/P90/P95 = 251/758/1796/2461, 25,427 of them 0; outputs 34/134/272/460, 25,443 of
+      them 0 (failures, left out here). Standard deviations of the logarithms 1.13 and 1.82.
+    - ``gpt4_conversation``: mean and P50/P80/P95/P99, from Llumnix (Sun et al., OSDI 2024),
+      Table 1: prompts 830 and 582/1427/2345/3549; outputs 271 and 243/434/669/964.
+
+    Between these quantiles lengths are log-uniform, past the last one the tail is exponential
+    and goes on as between the last two. The shortest length is what meets the deviation of the
+    logarithms (``all``) or the mean. Prompt and output are independent here; how they depend on
+    each other is not published as numbers. With the files, give their path instead.
+
+    Attributes:
+        subset: of the log: ``all`` or ``gpt4_conversation``.
+    """
+
+    name: ClassVar[str] = "burstgpt_like"
+
+    subset: Literal["all", "gpt4_conversation"] = "all"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown subset."""
+        super().__post_init__()
+        if self.subset not in _BURSTGPT:
+            raise ValueError(
+                f"burstgpt_like: subset is {' or '.join(_BURSTGPT)}, not {self.subset!r}"
+            )
+
+    def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
+        """Return prompt and output tokens of n requests, [n] each."""
+        prompts, outputs = _BURSTGPT[self.subset]
+        return prompts.draw(generator, n), outputs.draw(generator, n)
+
+
+class _StarModel(NamedTuple):
+    """Parameters of `StarLengths`, fitted to STAR's Table 2; see there."""
+
+    p_cap: float
+    input_median: float
+    input_sigma: float
+    mu1: float
+    w: float = 0.9542
+    sigma1: float = 0.6375
+    mu2: float = 10.1805
+    sigma2: float = 0.6
+
+    def body(self, generator: np.random.Generator, n: int, longest: int) -> FloatArray:
+        """Draw n lengths of requests that end by themselves, each component truncated."""
+        first = generator.random(n) < self.w
+        mu = np.where(first, self.mu1, self.mu2)
+        sigma = np.where(first, self.sigma1, self.sigma2)
+        lengths = np.full(n, np.inf)
+        while (over := lengths > longest).any():
+            lengths[over] = generator.lognormal(mu[over], sigma[over])
+        return lengths
+
+
+_STAR = {
+    "sharegpt": _StarModel(0.173, 67.1, 1.6, 7.1192),
+    "alpaca": _StarModel(0.2214, 25.0, 0.8, 6.6089),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StarLengths(IndependentLengths):
+    r"""Outputs of a reasoning model, a sixth of which run into the context's limit.
+
+    .. math:: o = \begin{cases} 32768 - 6 - s & \text{with probability } p_{cap} \\
+        X & \text{else} \end{cases} \qquad
+        X \sim w\,LN(\mu_1, \sigma_1) + (1 - w)\,LN(\mu_2, \sigma_2)
+
+    with both components truncated at 30,000 tokens, and prompts :math:`s \sim LN(\ln m, \sigma)`,
+    also where the limit is not met, of which nothing is published. Fitted to STAR (Wang et al.
+    2026), Table 2, of DeepSeek-R1-Distill-Qwen-7B: to ShareGPT's mean, standard deviation, P50,
+    P90 and shares below 1K and above 30K, and to Alpaca's mean and P50. Alpaca's shape is an
+    assumption: ShareGPT's with another :math:`\mu_1` and :math:`p_{cap}`.
+
+    Attributes:
+        dataset: ``sharegpt`` or ``alpaca``.
+    """
+
+    name: ClassVar[str] = "star"
+
+    dataset: Literal["sharegpt", "alpaca"] = "sharegpt"
+
+    CONTEXT: ClassVar[int] = 32_768
+    TEMPLATE: ClassVar[int] = 6
+    BODY_MAX: ClassVar[int] = 30_000
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown dataset."""
+        super().__post_init__()
+        if self.dataset not in _STAR:
+            raise ValueError(f"star: dataset is {' or '.join(_STAR)}, not {self.dataset!r}")
+
+    def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
+        """Return prompt and output tokens of n requests, [n] each."""
+        model, room = _STAR[self.dataset], self.CONTEXT - self.TEMPLATE
+        inputs = lognormal(generator, model.input_median, model.input_sigma, n)
+        prompt = whole_tokens(inputs, room - 1)
+        body = model.body(generator, n, self.BODY_MAX)
+        at_limit = generator.random(n) < model.p_cap
+        output = np.where(at_limit, room - prompt, whole_tokens(body, self.BODY_MAX))
+        return prompt, np.minimum(output, room - prompt)

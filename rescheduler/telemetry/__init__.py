@@ -1,0 +1,1 @@
+"""What the engines publish, received and kept as one view."""

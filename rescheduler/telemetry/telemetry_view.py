@@ -1,0 +1,356 @@
+"""What running engines tell: the latest view of each."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from predictor.forecasts.forecast import SurvivalForecast
+from predictor.live.telemetry_messages import (
+    TOPIC,
+    Finished,
+    FinishedEvent,
+    Gauges,
+    Message,
+    RequestForecast,
+    Snapshot,
+    TelemetryError,
+    decode_message,
+    decode_survival,
+)
+
+__all__ = [
+    "FinishedForecasts",
+    "InstanceKey",
+    "InstanceView",
+    "KeptForecast",
+    "RunningRequest",
+    "TelemetryView",
+]
+
+_KEPT_FORECASTS = 256
+"""Forecasts kept of a running request, beyond which every second one goes."""
+
+_KEPT_FINISHED = 20_000
+_KEPT_VANISHED = 1_000
+_KEPT_GAPS = 1_000
+
+
+class InstanceKey(NamedTuple):
+    """An engine, or one data-parallel rank of it."""
+
+    name: str
+    rank: int
+
+
+class KeptForecast(NamedTuple):
+    """A forecast as it was received.
+
+    Attributes:
+        forecast_at: generated tokens n when it was made.
+        tokens_left: tokens to ``max_tokens`` from there.
+        survival: the curve at the grid's edges, coded.
+    """
+
+    forecast_at: int
+    tokens_left: int
+    survival: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedForecasts:
+    """A request that ended, with the forecasts that had been received for it.
+
+    Attributes:
+        instance: where it ran.
+        model: name of the serving model; empty when no snapshot had come yet.
+        checkpoint: fingerprint of the predictor; empty likewise.
+        event: how it ended.
+        edges: [n_edges] grid of the curves, in tokens; empty when no forecast had come.
+        forecasts: oldest first; evenly thinned when there were more than a few hundred.
+    """
+
+    instance: InstanceKey
+    model: str
+    checkpoint: str
+    event: FinishedEvent
+    edges: tuple[int, ...]
+    forecasts: list[KeptForecast]
+
+    def forecast(self) -> SurvivalForecast:
+        """Return the forecasts as they were made, [n_forecasts], each capped by its own limit."""
+        return _decoded_forecast(self.edges, self.forecasts)
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A running request.
+
+    Attributes:
+        latest: what was told of it last.
+        seq: number of the message that told it.
+        forecasts: what was forecast so far, oldest first.
+    """
+
+    latest: RequestForecast
+    seq: int
+    forecasts: list[KeptForecast] = field(default_factory=list)
+    _stride: int = 1
+    _skipped: int = 0
+
+    def tell(self, told: RequestForecast, seq: int) -> None:
+        """Take what a message tells, and keep its forecast when it is a new one."""
+        newest = self.latest.forecast_at if self.forecasts else -1
+        self.latest, self.seq = told, seq
+        if told.forecast_at <= newest:
+            return
+        self._skipped += 1
+        if self.forecasts and self._skipped < self._stride:
+            return
+        self._skipped = 0
+        self.forecasts.append(KeptForecast(told.forecast_at, told.tokens_left, told.survival))
+        if len(self.forecasts) > _KEPT_FORECASTS:
+            del self.forecasts[1::2]
+            self._stride *= 2
+
+
+class _SequenceNumbers:
+    """Which message numbers came, in any order.
+
+    Attributes:
+        lost: numbers between the smallest and the largest that did not come.
+    """
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self._low, self._high = 0, -1
+        self._gaps: list[tuple[int, int]] = []  # [first, last] missing, ascending
+
+    def add(self, seq: int) -> bool:
+        """Note a number; return whether it is new."""
+        if self._low > self._high:
+            self._low = self._high = seq
+        elif seq > self._high:
+            self._add_gap(len(self._gaps), self._high + 1, seq - 1)
+            self._high = seq
+        elif seq < self._low:
+            self._add_gap(0, seq + 1, self._low - 1)
+            self._low = seq
+        else:
+            at = bisect_right(self._gaps, seq, key=lambda gap: gap[0]) - 1
+            if at < 0 or seq > self._gaps[at][1]:
+                return False
+            first, last = self._gaps.pop(at)
+            self.lost -= last - first + 1
+            self._add_gap(at, seq + 1, last)
+            self._add_gap(at, first, seq - 1)
+        del self._gaps[:-_KEPT_GAPS]  # the oldest stay lost
+        return True
+
+    def _add_gap(self, at: int, first: int, last: int) -> None:
+        if first <= last:
+            self._gaps.insert(at, (first, last))
+            self.lost += last - first + 1
+
+
+@dataclass(slots=True)
+class InstanceView:
+    """The latest of one engine since it started.
+
+    Attributes:
+        epoch: nanoseconds since 1970 at which its publisher started.
+        received: when a message last came, seconds on this machine's monotonic clock.
+        seq: number of the newest message.
+        step: engine steps by then.
+        gauges: state of the engine at the last snapshot.
+        model: name of the serving model; empty before the first snapshot.
+        checkpoint: fingerprint of its predictor; empty before the first snapshot.
+        k: steps between two predictions; 0 before the first snapshot.
+        edges: [n_edges] grid of its curves in tokens; empty before the first.
+        requests: those that run and have a forecast, by id.
+        snapshot_seq: number of the last snapshot; -1 before the first.
+    """
+
+    epoch: int
+    received: float
+    seq: int = -1
+    step: int = 0
+    gauges: Gauges = field(default_factory=Gauges)
+    model: str = ""
+    checkpoint: str = ""
+    k: int = 0
+    edges: tuple[int, ...] = ()
+    requests: dict[str, RunningRequest] = field(default_factory=dict)
+    snapshot_seq: int = -1
+    _received_seqs: _SequenceNumbers = field(default_factory=_SequenceNumbers)
+    _finished: dict[str, None] = field(default_factory=dict)
+    _vanished: dict[str, RunningRequest] = field(default_factory=dict)
+
+
+class TelemetryView:
+    """What is known of all engines, from the messages in whatever order they come.
+
+    Nothing here has a clock or a socket: the caller says what came, and when.
+
+    Args:
+        stale_after: seconds without a message after which an engine is stale.
+        forget_after: seconds without a message after which it is forgotten.
+
+    Attributes:
+        instances: the latest of each engine.
+        malformed: messages that are none of this schema; their numbers also count as lost.
+        duplicated: messages that came before.
+        outdated: messages that newer ones had overtaken: of an engine before its restart, or
+            snapshots and forecasts older than the last snapshot.
+        vanished: requests that a snapshot no longer had and whose end was not told.
+    """
+
+    def __init__(self, stale_after: float = 3.0, forget_after: float = 300.0) -> None:
+        self.instances: dict[InstanceKey, InstanceView] = {}
+        self.malformed = self.duplicated = self.outdated = self.vanished = 0
+        self._stale_after, self._forget_after = stale_after, forget_after
+        self._lost_before = 0
+
+    @property
+    def lost(self) -> int:
+        """Messages that were numbered and never came, between the first and the last that did."""
+        current = (view._received_seqs.lost for view in self.instances.values())
+        return self._lost_before + sum(current)
+
+    def receive(self, frames: Sequence[bytes], now: float) -> list[FinishedForecasts]:
+        """Take one ZMQ message; what is no telemetry is counted, never raised.
+
+        Args:
+            frames: of the message.
+            now: seconds on a monotonic clock.
+
+        Returns:
+            The requests whose end it tells for the first time.
+        """
+        for key in [k for k, v in self.instances.items() if now - v.received > self._forget_after]:
+            self.forget(key)
+        message = _decoded(frames)
+        if message is None:
+            self.malformed += 1
+            return []
+        key = InstanceKey(message.instance, message.rank)
+        view = self.instances.get(key)
+        if view is not None and message.epoch < view.epoch:
+            self.outdated += 1
+            return []
+        if view is None or message.epoch > view.epoch:
+            self.forget(key)
+            view = self.instances[key] = InstanceView(message.epoch, now)
+        if not view._received_seqs.add(message.seq):
+            self.duplicated += 1
+            return []
+        view.received = now
+        if message.seq > view.seq:
+            view.seq, view.step = message.seq, message.step
+        if isinstance(message, Finished):
+            return [
+                self._finish(key, view, event)
+                for event in message.requests
+                if event.request_id not in view._finished
+            ]
+        if message.seq <= view.snapshot_seq:
+            self.outdated += 1
+        elif view.edges not in ((), tuple(message.edges)):
+            self.malformed += 1  # a publisher has one grid
+        else:
+            view.edges = tuple(message.edges)
+            if isinstance(message, Snapshot):
+                self._take_snapshot(view, message)
+            for told in message.requests:
+                self._tell(view, told, message.seq)
+        return []
+
+    def forecast(self, key: InstanceKey) -> tuple[list[str], SurvivalForecast]:
+        """Return the running requests of an engine, and what is expected of them by now.
+
+        Returns:
+            Ids [n_requests], and forecasts aged by the tokens since they were made.
+
+        Raises:
+            KeyError: no such engine is known.
+        """
+        view = self.instances[key]
+        latest = [request.latest for request in view.requests.values()]
+        kept = [KeptForecast(r.forecast_at, r.tokens_left, r.survival) for r in latest]
+        ages = [request.generated_tokens - request.forecast_at for request in latest]
+        return list(view.requests), _decoded_forecast(view.edges, kept).aged(ages)
+
+    def is_stale(self, key: InstanceKey, now: float) -> bool:
+        """Return whether an engine has told nothing for too long."""
+        return now - self.instances[key].received > self._stale_after
+
+    def forget(self, key: InstanceKey) -> None:
+        """Drop an engine, if it is known; what it lost stays counted."""
+        view = self.instances.pop(key, None)
+        if view is not None:
+            self._lost_before += view._received_seqs.lost
+
+    def _take_snapshot(self, view: InstanceView, snapshot: Snapshot) -> None:
+        """Take the state of an engine, and drop what it no longer runs."""
+        view.snapshot_seq = snapshot.seq
+        view.gauges, view.k = snapshot.gauges, snapshot.k
+        view.model, view.checkpoint = snapshot.model, snapshot.checkpoint
+        told = {request.request_id for request in snapshot.requests}
+        for name, request in list(view.requests.items()):
+            if name not in told and request.seq < snapshot.seq:  # else it began afterwards
+                view._vanished[name] = view.requests.pop(name)
+                self.vanished += 1
+        _keep_newest(view._vanished, _KEPT_VANISHED)
+
+    def _tell(self, view: InstanceView, told: RequestForecast, seq: int) -> None:
+        """Add or update a running request, unless what is known of it is newer."""
+        name = told.request_id
+        if name in view._finished:
+            return
+        request = view.requests.get(name)
+        if request is None:
+            request = view._vanished.pop(name, None)
+            self.vanished -= request is not None
+        elif seq < request.seq or told.forecast_at < request.latest.forecast_at:
+            return
+        if request is None:
+            request = RunningRequest(told, seq)
+        request.tell(told, seq)
+        view.requests[name] = request
+
+    def _finish(
+        self, key: InstanceKey, view: InstanceView, event: FinishedEvent
+    ) -> FinishedForecasts:
+        name = event.request_id
+        view._finished[name] = None
+        _keep_newest(view._finished, _KEPT_FINISHED)
+        request = view.requests.pop(name, None)
+        if request is None and name in view._vanished:
+            request = view._vanished.pop(name)
+            self.vanished -= 1
+        forecasts = request.forecasts if request else []
+        return FinishedForecasts(key, view.model, view.checkpoint, event, view.edges, forecasts)
+
+
+def _decoded(frames: Sequence[bytes]) -> Message | None:
+    if len(frames) != 2 or frames[0] != TOPIC:
+        return None
+    try:
+        return decode_message(frames[1])
+    except (TelemetryError, RecursionError):  # the decoder's own of a deeply nested field
+        return None
+
+
+def _decoded_forecast(edges: Sequence[int], kept: Iterable[KeptForecast]) -> SurvivalForecast:
+    rows = list(kept)
+    if not rows:
+        return SurvivalForecast.new([0, 1], np.empty((0, 2)))
+    curves = decode_survival([row.survival for row in rows], len(edges))
+    return SurvivalForecast.new(edges, curves, [row.tokens_left for row in rows])
+
+
+def _keep_newest(entries: dict[str, None] | dict[str, RunningRequest], limit: int) -> None:
+    while len(entries) > limit:
+        del entries[next(iter(entries))]

@@ -1,0 +1,362 @@
+"""An engine that speaks vLLM's HTTP and our control socket, and misbehaves when it is told to.
+
+No real engine hangs at a given token, or disagrees about one, when it is asked to: the proxy's
+answers to such faults are tested with this, what clients are promised with real engines in
+`tests/e2e`.
+
+Each token is a hash of all tokens before it, so that one lost or repeated token changes every
+token that follows. Blocks are not simulated, but what is kept for other engines is.
+"""
+
+import asyncio
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from aiohttp import web
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rescheduler.engines.deployment import Instance
+from rescheduler.transfer.control_messages import (
+    EngineState,
+    Freeze,
+    Frozen,
+    GetState,
+    NotFrozen,
+    Release,
+    Released,
+    Reply,
+    Snapshot,
+    Unfreeze,
+    Unfrozen,
+)
+from rescheduler.transfer.control_server import Asked, ControlServer
+
+__all__ = ["Running", "ScriptedEngine", "reference"]
+
+_BLOCKS = 1000
+_BLOCK = 16
+
+
+def next_token(context: list[int]) -> int:
+    """A printable token decided by all before it."""
+    return 1000 + zlib.crc32(json.dumps(context).encode()) % 2000
+
+
+def reference(prompt: list[int], tokens: int) -> list[int]:
+    """What any engine generates after a prompt."""
+    context = list(prompt)
+    for _ in range(tokens):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+@dataclass
+class Running:
+    """A request on an engine."""
+
+    id: str
+    hop: int
+    context: list[int]
+    prompt_length: int
+    freezing: Asked | None = None
+    left: int | None = None
+    given: int = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.context[self.prompt_length :]
+
+
+@dataclass
+class ScriptedEngine:
+    """One engine.
+
+    Attributes:
+        hangs: gives no tokens.
+        deaf: does not answer its control socket.
+        full: has no free blocks, says its state.
+        fails: HTTP status of every answer; 0: none.
+        stalls_at: total tokens of a request at which it gives no more.
+        breaks_at: total tokens of a request at which its connection breaks.
+        errs_at: total tokens of a request at which an error follows in the same packet.
+        breaks_after_the_end: its connection breaks right after a request's last token.
+        never_freezes: says "not frozen".
+        lies: tells a token more than it gave, when it freezes.
+        kept: tokens kept for other engines, by id.
+        bodies: every request body.
+        pulled: requests whose context came from elsewhere.
+    """
+
+    name: str
+    role: str
+    tokenizer: Tokenizer
+    engines: dict[str, "ScriptedEngine"]
+    token_seconds: float = 0.002
+    hangs: bool = False
+    deaf: bool = False
+    full: bool = False
+    fails: int = 0
+    stalls_at: int = 0
+    breaks_at: int = 0
+    errs_at: int = 0
+    breaks_after_the_end: bool = False
+    never_freezes: bool = False
+    lies: bool = False
+    kept: dict[str, list[int]] = field(default_factory=dict)
+    running: dict[str, Running] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    pulled: int = 0
+    recomputed: int = 0
+    port: int = 0
+    most_running: int = 0
+
+    async def start(self) -> Instance:
+        """Serve; return what a deployment says of it."""
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.engines[self.name] = self
+        self._control = None
+        endpoint = None
+        if self.role == "decode":
+            self._control = ControlServer("tcp://127.0.0.1:*", None, self._answer)
+            endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
+            self._commands = asyncio.get_running_loop().create_task(self._obey())
+        return Instance(self.name, self.role, f"http://127.0.0.1:{self.port}", endpoint)
+
+    async def stop(self) -> None:
+        """Vanish, connections and all."""
+        if self._control is not None:
+            self._commands.cancel()
+            self._control.close()
+            self._control = None
+        for server in [self._runner.server]:
+            for connection in list(server.connections if server else []):
+                if connection.transport is not None:
+                    connection.transport.abort()
+        await self._runner.cleanup()
+
+    async def _health(self, http: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(60)
+        return web.Response(status=self.fails if self.fails >= 500 else 200)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        self.bodies.append(body)
+        if self.fails and (self.fails != 429 or body.get("model") == "m"):
+            answer = {"error": {"message": "scripted"}}
+            return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
+        params = body.get("kv_transfer_params") or {}
+        if body.get("model") != "m":
+            self._free(params)
+            error = {"message": f"no model {body.get('model')}", "code": 404, "param": "model"}
+            return web.json_response({"error": error}, status=404)
+        chat = http.path.endswith("chat/completions")
+        context = self._context(body, params, chat)
+        if params.get("do_remote_decode"):
+            return await self._prefill(context)
+        headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
+        if params.get("do_remote_prefill"):
+            source = self.engines.get(params["remote_engine_id"])
+            found = source.kept.pop(params["remote_request_id"], None) if source else None
+            self.pulled += found is not None
+            self.recomputed += found is None
+        generated = headway.get("generated", 0)
+        running = Running(headway["id"], headway["hop"], context, len(context) - generated)
+        self.running[running.id] = running
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            if not body.get("stream"):
+                await self._all(running, body, chat)
+                return web.json_response(self._whole(running, http, body, chat))
+            return await self._stream(running, http, body, chat)
+        finally:
+            if self.running.get(running.id) is running:
+                del self.running[running.id]
+            if running.freezing is not None:
+                self._reply(running.freezing, NotFrozen(number=0, reason="it has ended"))
+
+    def _context(self, body: dict[str, Any], params: dict[str, Any], chat: bool) -> list[int]:
+        if chat:
+            if "prompt_token_ids" in params:
+                return list(params["prompt_token_ids"])
+            return self.tokenizer.encode(json.dumps(body["messages"])).ids
+        prompt = body["prompt"]
+        return list(prompt) if isinstance(prompt, list) else self.tokenizer.encode(prompt).ids
+
+    async def _prefill(self, context: list[int]) -> web.Response:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        id = uuid4().hex
+        self.kept[id] = context
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.name,
+            "remote_request_id": id,
+        }
+        usage = {"prompt_tokens": len(context), "completion_tokens": 1}
+        return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
+
+    def _free(self, params: dict[str, Any]) -> None:
+        if params.get("do_remote_prefill"):
+            self.engines[params["remote_engine_id"]].kept.pop(params["remote_request_id"], None)
+
+    async def _next(self, running: Running) -> int:
+        while self.hangs or (self.stalls_at and len(running.output) >= self.stalls_at):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(self.token_seconds)
+        token = next_token(running.context)
+        running.context.append(token)
+        running.given += 1
+        return token
+
+    async def _all(self, running: Running, body: dict[str, Any], chat: bool) -> None:
+        for _ in range(body.get("max_tokens") or 16):
+            await self._next(running)
+
+    def _whole(
+        self, running: Running, http: web.Request, body: dict[str, Any], chat: bool
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "text": self.tokenizer.decode(running.output)}
+        return {**self._head(http, chat), "choices": [choice] * body.get("n", 1)}
+
+    def _head(self, http: web.Request, chat: bool) -> dict[str, Any]:
+        kind = "chatcmpl" if chat else "cmpl"
+        name = http.headers.get("X-Request-Id")
+        return {"id": f"{kind}-{name}", "object": kind, "created": self.port, "model": "m"}
+
+    async def _stream(
+        self, running: Running, http: web.Request, body: dict[str, Any], chat: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        head, prompt = self._head(http, chat), list(running.context)
+        text = DecodeStream(ids=prompt, skip_special_tokens=True)
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        most = 100_000 if most is None and chat else most or 16
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        await response.prepare(http)
+
+        async def write(chunk: dict[str, Any], more: bytes = b"") -> None:
+            data = json.dumps({**head, **chunk}, separators=(",", ":"))
+            await response.write(f"data: {data}\n\n".encode() + more)
+
+        if chat:
+            delta = {"role": "assistant", "content": ""}
+            role = {"index": 0, "delta": delta, "finish_reason": None}
+            await write({"choices": [role], "prompt_token_ids": prompt})
+        while True:
+            token = await self._next(running)
+            if self.breaks_at and len(running.output) >= self.breaks_at:
+                http.transport.abort()  # type: ignore[union-attr]
+                return response
+            if running.left is not None:
+                running.left -= 1
+            ended = running.given >= most or running.left == 0
+            choice: dict[str, Any] = {"index": 0}
+            said = text.step(self.tokenizer, token) or ""
+            choice.update({"delta": {"content": said}} if chat else {"text": said})
+            choice["finish_reason"] = "length" if ended else None
+            choice["token_ids"] = [token]
+            if not chat:
+                choice["prompt_token_ids"] = prompt if running.given == 1 else None
+            if ended:
+                self._end(running, frozen=running.given < most)
+            if self.errs_at and len(running.output) >= self.errs_at:
+                error = b'data: {"error": {"message": "scripted", "code": 500}}\n\n'
+                await write({"choices": [choice]}, error)
+                return response
+            await write({"choices": [choice]})
+            if ended:
+                break
+        if self.breaks_after_the_end:
+            await asyncio.sleep(0.05)
+            http.transport.abort()  # type: ignore[union-attr]
+            return response
+        if (body.get("stream_options") or {}).get("include_usage"):
+            counts = {"prompt_tokens": len(prompt), "completion_tokens": running.given}
+            total = len(prompt) + running.given
+            await write({"choices": [], "usage": {**counts, "total_tokens": total}})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _end(self, running: Running, frozen: bool) -> None:
+        del self.running[running.id]
+        asked, running.freezing = running.freezing, None
+        if asked is None:
+            return
+        if not frozen:
+            self._reply(asked, NotFrozen(number=0, reason="it has ended"))
+            return
+        self.kept[running.id] = running.context
+        params = {
+            "do_remote_prefill": True,
+            "remote_engine_id": self.name,
+            "remote_request_id": running.id,
+        }
+        output = running.output + ([7] if self.lies else [])
+        self._reply(asked, Frozen(number=0, output_token_ids=output, params=params))
+
+    def _answer(self, command: Any) -> Reply | None:
+        if not isinstance(command, GetState) or self.deaf:
+            return None
+        return EngineState(
+            number=command.number,
+            version="scripted",
+            block_size=_BLOCK,
+            max_num_seqs=64,
+            max_model_len=100_000,
+            num_blocks=_BLOCKS,
+            free_blocks=0 if self.full else _BLOCKS - len(self.running),
+            running=len(self.running),
+            waiting=0,
+            frozen=list(self.kept),
+        )
+
+    async def _obey(self) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            for asked in self._control.take() if self._control else ():
+                if not self.deaf:
+                    self._carry_out(asked)
+
+    def _carry_out(self, asked: Asked) -> None:
+        command = asked.command
+        running = self.running.get(getattr(command, "id", ""))
+        if isinstance(command, Freeze):
+            if running is None or running.hop != command.hop or self.never_freezes:
+                self._reply(asked, NotFrozen(number=0, reason="unknown"))
+            else:
+                running.freezing, running.left = asked, 2
+        elif isinstance(command, Unfreeze):
+            done = running is not None and running.freezing is not None
+            if running is not None:
+                running.freezing = running.left = None
+            self._reply(asked, Unfrozen(number=0, done=done))
+        elif isinstance(command, Release):
+            done = self.kept.pop(command.id, None) is not None
+            self._reply(asked, Released(number=0, done=done))
+
+    def _reply(
+        self, asked: Asked, reply: Frozen | NotFrozen | Released | Unfrozen | Snapshot
+    ) -> None:
+        if self._control is not None:
+            values = {key: getattr(reply, key) for key in reply.__struct_fields__}
+            numbered = type(reply)(**{**values, "number": asked.command.number})
+            self._control.reply(asked.peer, numbered)

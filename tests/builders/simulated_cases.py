@@ -1,0 +1,134 @@
+"""Small clusters and traces, drawn at random, for the engine and for the reference alike."""
+
+from math import inf
+from typing import Any, Literal
+
+import numpy as np
+from hypothesis import strategies as st
+from reference_simulator import NO_LIMIT, ReferenceConfig
+
+from rescheduler.simulator.config.simulation_config import (
+    AdmissionConfig,
+    ArrivalsConfig,
+    ClusterConfig,
+    PoolConfig,
+    PrefillConfig,
+    SimulationConfig,
+    SLOConfig,
+)
+from rescheduler.simulator.engine.energy import power_model
+from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, Oracle
+from rescheduler.simulator.run_setup import RunSetup
+from rescheduler.simulator.workloads.trace import TraceBlock
+from rescheduler.step_time.step_time import StepTime
+
+Requests = list[tuple[float | None, int, int]]
+"""Arrival in seconds (None: as the pool empties), prompt tokens, output tokens."""
+
+
+class ListedTrace:
+    """Requests as given, a few at a time."""
+
+    name = "listed"
+
+    def __init__(self, requests: Requests, block: int = 5) -> None:
+        self.requests, self.block = requests, block
+
+    @property
+    def has_arrivals(self) -> bool:
+        return any(arrival is not None for arrival, _, _ in self.requests)
+
+    def blocks(self, generator: np.random.Generator) -> Any:
+        for start in range(0, len(self.requests), self.block):
+            part = self.requests[start : start + self.block]
+            yield TraceBlock(
+                arrival=np.array([np.nan if a is None else a for a, _, _ in part]),
+                prompt=np.array([prompt for _, prompt, _ in part], dtype=np.int64),
+                output=np.array([output for _, _, output in part], dtype=np.int64),
+                template=np.full(len(part), -1, dtype=np.int64),
+            )
+
+
+def engine_setup(
+    reference: ReferenceConfig,
+    requests: Requests,
+    forecast: ForecastSource | None = None,
+    tpot: Literal["mean", "worst", "deadline"] = "mean",
+) -> RunSetup:
+    """Return the engine's set-up of the same cluster."""
+    revelation = requests[0][0] is None
+    limit = min(reference.pool_limit, 1000)
+    config = SimulationConfig(
+        cluster=ClusterConfig(
+            reference.instances,
+            reference.slots,
+            None if reference.capacity == NO_LIMIT else reference.capacity,
+        ),
+        clock=reference.clock,
+        dispatch=reference.dispatch,
+        pool=PoolConfig(None if revelation else limit),
+        prefill=PrefillConfig(
+            reference.prefill,
+            reference.n_prefill,
+            reference.max_batched_tokens,
+            reference.formation,  # type: ignore[arg-type]
+            reference.token_budget,
+        ),
+        admission=AdmissionConfig(reference.turns_away, reference.whole_steps, reference.forecasts),
+        slo=None
+        if reference.ttft == inf
+        else SLOConfig(
+            reference.ttft,
+            reference.tpot,
+            tpot,
+            "first_token" if reference.from_first else "arrival",
+        ),
+        batching=reference.batching,
+        drift=list(reference.drift),
+        arrivals=ArrivalsConfig("revelation", limit) if revelation else ArrivalsConfig("trace"),
+    )
+    none = np.empty(0)
+    step_time = StepTime(
+        reference.a,
+        reference.b,
+        reference.c,
+        reference.mean_context,
+        none,
+        none,
+        np.empty((0, 0)),
+    )
+    return RunSetup(
+        config, ListedTrace(requests), forecast or Oracle(), step_time, power_model(config.power)
+    )
+
+
+@st.composite
+def reference_cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, Requests]:
+    """Draw a cluster with the given fields, and requests that it can serve."""
+    lengths = draw(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, max_size=14)
+    )
+    arrivals = sorted(draw(st.lists(st.integers(0, 12), min_size=14, max_size=14)))
+    chosen: dict[str, Any] = {
+        "instances": draw(st.integers(1, 3)),
+        "slots": draw(st.integers(1, 4)),
+        "clock": draw(st.sampled_from(["barrier", "independent"])),
+        "dispatch": draw(st.sampled_from(["pool", "instant"])),
+        "pool_limit": draw(st.sampled_from([1, 3, NO_LIMIT])),
+        "prefill": draw(st.sampled_from(["none", "chunked", "stage"])),
+        "n_prefill": draw(st.integers(1, 2)),
+        "max_batched_tokens": draw(st.integers(1, 16)),
+        "batching": draw(st.sampled_from(["fcfs", "bin_packing", "least_work_left"])),
+        "drift": tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))),
+        "a": draw(st.sampled_from([0.25, 1.0])),
+        "b": draw(st.sampled_from([0.0, 0.125])),
+        "c": draw(st.sampled_from([0.0, 0.0625])),
+        "mean_context": draw(st.sampled_from([0.0, 0.25])),
+    } | fixed
+    can_reveal = chosen["dispatch"] == "pool" and chosen["prefill"] != "stage"
+    revealed = can_reveal and draw(st.booleans())
+    needed = max([p + max(1, o * max(chosen["drift"])) for p, o in lengths])
+    capacity = draw(st.sampled_from([needed, needed + 7, 2 * needed, NO_LIMIT]))
+    times = [None if revealed else 0.5 * arrival for arrival in arrivals]
+    requests = [(time, p, o) for time, (p, o) in zip(times, lengths, strict=False)]
+    return ReferenceConfig(capacity=capacity, **chosen), requests

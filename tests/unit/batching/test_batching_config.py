@@ -1,0 +1,57 @@
+"""What the scheduler reads of ``--additional-config``, and what the worker leaves to it."""
+
+from typing import Any
+
+import pytest
+
+from data_collection.capture.capture_config import CaptureConfig, read_capture_config
+from predictor.live.live_config import LiveConfig
+from rescheduler.batching.batching_config import read_batching_config
+
+
+def section(**batching: Any) -> dict[str, Any]:
+    return {"headway": {"batching": batching}}
+
+
+def test_the_defaults_are_fairbatching_with_a_profile() -> None:
+    config = read_batching_config(section(profile="profile.yaml"))
+    assert config.formation == "fairbatching" and not config.admission
+    assert config.objectives == (2.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("batching", "message"),
+    [
+        ({"formatoin": "vllm"}, "unknown field `formatoin`.*Known keys: formation, profile"),
+        ({"formation": "fifo"}, "no formation 'fifo'; there are fairbatching, .*, vllm"),
+        ({}, "formation 'fairbatching' needs to know how long.*headway profile"),
+        ({"formation": "fairbatching_fixed"}, "'fairbatching_fixed' needs to know"),
+        ({"formation": "sarathi", "admission": True}, "admission needs to know how long"),
+        ({"formation": "vllm", "tpot_s": 0}, "tpot_s must be seconds from 0.0001 to 60, not 0"),
+        ({"formation": "sarathi", "token_budget": 0}, "`int` >= 1.*token_budget"),
+        ({"formation": "vllm", "reserve": 1.0}, "`float` < 1.*reserve"),
+        ({"formation": "vllm", "reserve": -0.1}, "`float` >= 0.*reserve"),
+        ({"profile": "p.yaml", "use_forecasts": True}, "use_forecasts: nothing forecasts"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(batching: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_batching_config(section(**batching))
+
+
+@pytest.mark.parametrize("formation", ["vllm", "sarathi", "prefill_first"])
+def test_formations_that_count_tokens_need_no_profile(formation: str) -> None:
+    assert read_batching_config(section(formation=formation)).profile is None
+
+
+@pytest.mark.parametrize("additional", [{}, {"headway": {"k": 20}}, {"headway": None}])
+def test_a_missing_section_shows_one(additional: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"no 'batching' in its 'headway' section; give"):
+        read_batching_config(additional)
+
+
+@pytest.mark.parametrize("kind", [CaptureConfig, LiveConfig])
+def test_the_worker_leaves_batching_to_the_scheduler(kind: type[CaptureConfig]) -> None:
+    both = {"headway": {"k": 5, "batching": {"profile": "profile.yaml"}}}
+    assert read_capture_config(both, kind).k == 5
+    assert "batching" in both["headway"]

@@ -1,0 +1,102 @@
+"""Which rows are due: by a request's own tokens, or for all requests in every k-th step."""
+
+import torch
+
+from data_collection.capture.capture_hook import CaptureHook
+from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
+
+K = 4
+
+
+class Listener:
+    """Keeps what it is given."""
+
+    def __init__(self, cadence: Cadence) -> None:
+        self.cadence = cadence
+        self.rows: list[CapturedRows] = []
+        self.ended: list[str] = []
+
+    def on_rows(self, rows: CapturedRows) -> None:
+        self.rows.append(rows)
+
+    def on_finished(self, finished: list[FinishedRequest]) -> None:
+        self.ended += [request.request_id for request in finished]
+
+    def close(self) -> None:
+        pass
+
+    def captured(self) -> list[tuple[int, str, int]]:
+        return [
+            (rows.step, name, n)
+            for rows in self.rows
+            for name, n in zip(rows.request_ids, rows.generated_tokens, strict=True)
+        ]
+
+
+def run(hook: CaptureHook, steps: list[dict[str, int]], prompts: dict[str, int]) -> None:
+    """Run decode steps: request id -> n in that step, each after a whole prefill."""
+    for step in steps:
+        for name, n in step.items():
+            if n == 0:
+                hook.request_added(name, prompts[name], max_tokens=50)
+                hook.request_scheduled(name, 0, prompts[name], 0)
+            else:
+                hook.request_scheduled(name, prompts[name] + n - 1, 1, n)
+        hook.step_done(list(step), lambda positions: torch.zeros(len(positions), 2), [])
+
+
+def staggered() -> tuple[Listener, Listener, dict[str, int]]:
+    by_request, by_step = Listener("request"), Listener("step")
+    generated: dict[str, int] = {}
+    hook = CaptureHook(K, [by_request, by_step], generated)
+    steps = [{"a": i, **({"b": i - 2} if i >= 2 else {})} for i in range(9)]
+    run(hook, steps, {"a": 7, "b": 3})
+    return by_request, by_step, generated
+
+
+def test_a_requests_own_tokens_decide_for_datasets() -> None:
+    by_request, _, _ = staggered()
+    assert by_request.captured() == [
+        (1, "a", 0),
+        (3, "b", 0),
+        (5, "a", 4),
+        (7, "b", 4),
+        (9, "a", 8),
+    ]
+
+
+def test_every_kth_step_takes_all_requests_for_forecasts_and_every_prefill_its_own() -> None:
+    _, by_step, generated = staggered()
+    assert by_step.captured() == [
+        (1, "a", 0),
+        (3, "b", 0),
+        (4, "a", 3),
+        (4, "b", 1),
+        (8, "a", 7),
+        (8, "b", 5),
+    ]
+    assert generated == {"a": 8, "b": 6}
+    assert by_step.rows[0].max_tokens == [50]
+
+
+def test_parts_of_a_chunked_prefill_and_of_a_recomputation_are_not_rows() -> None:
+    by_step, generated = Listener("step"), {}
+    hook = CaptureHook(1, [by_step], generated)
+    hook.request_added("a", 10, max_tokens=50)
+    hook.request_scheduled("a", 0, 6, 0)  # the first part of the prompt
+    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    assert by_step.captured() == [] and generated == {}
+    hook.request_scheduled("a", 6, 4, 0)
+    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    hook.request_scheduled("a", 0, 12, 5)  # preempted at n = 5, recomputed in parts
+    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    assert by_step.captured() == [(2, "a", 0)]
+
+
+def test_ended_requests_are_forgotten() -> None:
+    by_request, generated = Listener("request"), {}
+    hook = CaptureHook(K, [by_request], generated)
+    run(hook, [{"a": 0}], {"a": 3})
+    end = FinishedRequest("a", "stop", 3, 1, 50, None, [], {})
+    hook.step_done([], lambda positions: torch.zeros(0, 2), [end])
+    assert by_request.ended == ["a"] and generated == {}

@@ -1,0 +1,109 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from data_collection.workload.prompts import PromptError, load_prompts
+
+
+def write(path: Path, *lines: object) -> str:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def test_the_starter_set_is_bundled() -> None:
+    assert len(load_prompts("starter")) >= 500
+    assert [prompt.source for prompt in load_prompts("starter", limit=3)] == ["starter"] * 3
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz"])
+def test_jsonl_is_read_in_order_with_defaults(tmp_path: Path, name: str) -> None:
+    source = write(
+        tmp_path / name,
+        {"id": "x", "prompt": "Hello", "source": "me", "task": "greet"},
+        "",
+        {"prompt": "Grüß dich"},
+        {"id": None, "prompt": "Bye", "task": None},
+    )
+    first, second, third = load_prompts(source)
+    assert (first.id, first.source, first.task) == ("x", "me", "greet")
+    assert first.messages == [{"role": "user", "content": "Hello"}]
+    assert (second.id, second.source, second.task) == ("1", name, "")
+    assert second.messages[0]["content"] == "Grüß dich"
+    assert (third.id, third.task) == ("2", "")
+
+
+def test_conversations_keep_roles_and_contents_only(tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": "Ann"},
+    ]
+    (prompt,) = load_prompts(write(tmp_path / "mine.jsonl", {"messages": messages}))
+    assert prompt.messages == [messages[0], {"role": "user", "content": "Hi"}]
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    source = write(tmp_path / "mine.jsonl", {"prompt": "a"}, {"prompt": "b"}, "not JSON")
+    assert len(load_prompts(source, limit=2)) == 2
+    with pytest.raises(PromptError, match="at least 1, not 0"):
+        load_prompts(source, limit=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not JSON", "not JSON"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        ({"text": "Hello"}, "needs 'prompt'.*it has 'text'"),
+        ({"prompt": "  "}, "needs 'prompt'"),
+        ({"prompt": 3}, "needs 'prompt'"),
+        ({"messages": []}, "needs 'prompt'"),
+        ({"messages": [{"role": "user"}]}, "needs 'prompt'"),
+        ({}, "it has nothing"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: object, message: str) -> None:
+    source = write(tmp_path / "mine.jsonl", {"prompt": "fine"}, "", line)
+    with pytest.raises(PromptError, match=rf"mine\.jsonl, line 3: .*{message}"):
+        load_prompts(source)
+
+
+def test_an_id_that_appears_twice_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.jsonl", {"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"})
+    with pytest.raises(PromptError, match=r"m\.jsonl, line 2: the id 'x' appeared before"):
+        load_prompts(source)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"mine\.jsonl: no prompts in it"):
+        load_prompts(write(tmp_path / "mine.jsonl"))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"absent\.jsonl: cannot be read: No such file"):
+        load_prompts(str(tmp_path / "absent.jsonl"))
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Hello")
+    with pytest.raises(PromptError, match="prompt files are JSON Lines"):
+        load_prompts(str(tmp_path / "prompts.txt"))
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl.gz"
+    whole = gzip.compress(json.dumps({"prompt": "a" * 1000}).encode())
+    for damaged in (whole[:-12], b"no gzip", whole[:12] + b"\xff" * 30):
+        path.write_bytes(damaged)
+        with pytest.raises(PromptError, match=r"mine\.jsonl\.gz: "):
+            load_prompts(str(path))
+
+
+def test_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
+    with pytest.raises(PromptError, match=r"mine\.jsonl: not UTF-8"):
+        load_prompts(str(path))

@@ -1,0 +1,361 @@
+"""Errors and coverage of the forecasts that engines told, and what mends them."""
+
+import json
+import threading
+import urllib.request
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_telemetry import Engine, frames
+
+from predictor.forecasts.recalibration import Recalibration
+from predictor.forecasts.survival_grid import survival_edges
+from predictor.live.telemetry_messages import FinishedEvent, Message, encode_survival
+from predictor.models.checkpoint import export_checkpoint, load_predictor
+from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.survival_mlp import SurvivalMLP
+from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
+from rescheduler.monitoring.forecast_quality import ForecastQuality
+from rescheduler.monitoring.quality_exporter import QualityExporter
+from rescheduler.monitoring.recalibrate import recalibrate
+from rescheduler.telemetry.telemetry_view import (
+    FinishedForecasts,
+    InstanceKey,
+    KeptForecast,
+    TelemetryView,
+)
+
+EDGES = survival_edges(4096)
+K = 20
+MAX_TOKENS = 600
+IDENTITY = Recalibration([0.0, 1.0], [0.0, 1.0])
+
+
+def finished_requests(
+    n: int,
+    wrong_by: float = 1.0,
+    seed: int = 0,
+    served_with: Recalibration = IDENTITY,
+    reason: str | None = None,
+) -> list[FinishedForecasts]:
+    """Requests that end without memory, so that their true curve is known at any age.
+
+    Args:
+        n: how many.
+        wrong_by: the forecast mean length is so many times the true one; 1 is calibrated.
+        seed: of lengths.
+        served_with: recalibration of the forecasts.
+        reason: how all of them ended; truly when None.
+    """
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(n):
+        mean = rng.choice([40, 150, 400])
+        length = int(rng.geometric(1 / mean))
+        total = min(length, MAX_TOKENS)
+        true_reason = "stop" if length <= MAX_TOKENS else "length"
+        curve = served_with.apply((1 - 1 / (mean * wrong_by)) ** EDGES[None])
+        (coded,) = encode_survival(curve)
+        requests.append(
+            FinishedForecasts(
+                instance=InstanceKey("gpu0", 0),
+                model="acme/small",
+                checkpoint="",
+                event=FinishedEvent(f"request-{i}", reason or true_reason, 9, total, MAX_TOKENS),
+                edges=tuple(EDGES.tolist()),
+                forecasts=[KeptForecast(at, MAX_TOKENS - at, coded) for at in range(0, total, K)],
+            )
+        )
+    return requests
+
+
+def quality_of(requests: list[FinishedForecasts]) -> ForecastQuality:
+    quality = ForecastQuality()
+    for request in requests:
+        quality.add(request)
+    return quality
+
+
+def test_calibrated_forecasts_cover_what_they_say() -> None:
+    quality = quality_of(finished_requests(500))
+    coverage = quality.coverage()
+    assert coverage is not None
+    for level, share in coverage.items():
+        assert share == pytest.approx(level / 100, abs=0.05)
+    assert quality.alarm() is None
+    assert (quality.scored, quality.unscored, quality.in_window) == (500, 0, 500)
+
+
+@pytest.mark.parametrize("wrong_by", [4.0, 0.25])
+def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
+    quality = quality_of(finished_requests(49, wrong_by))
+    assert quality.alarm() is None  # too few
+    quality.add(finished_requests(1, wrong_by, seed=7)[0])
+    alarm = quality.alarm()
+    assert alarm is not None
+    assert "headway recalibrate" in alarm
+    assert "too narrow" in alarm
+    bias = quality.bias_by_age()
+    assert all((tokens > 0) == (wrong_by > 1) for tokens in bias.values())
+
+
+def test_the_figures_are_of_the_window() -> None:
+    quality = ForecastQuality(window=60, min_requests=50)
+    for request in [*finished_requests(200, wrong_by=5.0), *finished_requests(60, seed=3)]:
+        quality.add(request)
+    fresh = quality_of(finished_requests(60, seed=3))
+    assert quality.coverage() == fresh.coverage()
+    assert quality.mae() == fresh.mae()
+    assert (quality.scored, quality.in_window) == (260, 60)
+
+
+def test_errors_are_of_the_capped_median_by_age() -> None:
+    (coded,) = encode_survival(np.array([[1.0, 0.5, 0.0]]))  # median 100
+    event = FinishedEvent("a", "stop", 9, 150, 200)
+    forecasts = [KeptForecast(0, 200, coded), KeptForecast(130, 70, coded)]
+    request = FinishedForecasts(InstanceKey("e", 0), "m", "", event, (0, 100, 1000), forecasts)
+    quality = ForecastQuality()
+    scored = quality.add(request)
+    assert scored is not None
+    np.testing.assert_allclose(scored.medians, [100, 70], atol=0.1)  # the second is capped
+    np.testing.assert_allclose(scored.remaining, [150, 20])
+    np.testing.assert_allclose(scored.levels, [0.5 + 0.5 * 49.5 / 900, 0.5 * 0.195], atol=1e-4)
+    assert quality.bias_by_age() == pytest.approx({"0": -50, "128-511": 50}, abs=0.1)
+    assert quality.mae_by_age() == pytest.approx({"0": 50, "128-511": 50}, abs=0.1)
+    assert quality.mae() == pytest.approx(50, abs=0.1)
+
+
+def test_only_requests_that_ran_to_their_end_are_scored() -> None:
+    quality = quality_of(finished_requests(5, reason="abort"))
+    never_forecast = finished_requests(1)[0]
+    never_forecast.forecasts.clear()
+    assert quality.add(never_forecast) is None
+    assert (quality.scored, quality.unscored) == (0, 6)
+    assert (quality.mae(), quality.coverage(), quality.alarm()) == (None, None, None)
+    assert (quality.bias_by_age(), quality.mae_by_age()) == ({}, {})
+
+
+@pytest.mark.parametrize("wrong", [{"window": 10}, {"min_requests": 0}, {"band": 0.0}])
+def test_an_impossible_window_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        ForecastQuality(**wrong)
+
+
+def write_log(path: Path, requests: list[FinishedForecasts], served_by: Path | None = None) -> None:
+    served = load_predictor(str(served_by)) if served_by else None
+    checkpoint = served.fingerprint() if isinstance(served, SurvivalMLP) else ""
+    quality = ForecastQuality()
+    with closing(FinishedLog(path)) as log:
+        for request in requests:
+            scored = quality.add(replace(request, checkpoint=checkpoint))
+            if scored is not None:
+                log.append(scored)
+
+
+def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path, requests = tmp_path / "finished.jsonl", finished_requests(20)
+    write_log(path, [*requests[:10], *finished_requests(3, reason="abort")])
+    write_log(path, requests[10:])
+    read = list(read_finished_log(path))
+    assert len(read) == len(path.read_text().splitlines()) == 20
+    for logged, request in zip(read, requests, strict=True):
+        assert (logged.request_id, logged.instance, logged.model) == (
+            request.event.request_id,
+            "gpu0",
+            "acme/small",
+        )
+        assert logged.generated == list(range(0, request.event.total_tokens, K))
+        assert logged.cut == (logged.finish_reason == "length")
+        scored = ForecastQuality().add(request)
+        assert scored is not None
+        np.testing.assert_allclose(logged.levels, scored.levels, atol=1e-6)
+        np.testing.assert_allclose(logged.medians, scored.medians, atol=0.051)
+
+
+def test_half_a_line_at_the_end_is_ignored_and_overwritten(tmp_path: Path) -> None:
+    path, requests = tmp_path / "finished.jsonl", finished_requests(4)
+    write_log(path, requests[:3])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert len(list(read_finished_log(path))) == 2
+    write_log(path, requests[3:])
+    assert [logged.request_id for logged in read_finished_log(path)] == [
+        "request-0",
+        "request-1",
+        "request-3",
+    ]
+    path.write_bytes(whole[:8])  # not even one
+    write_log(path, requests[:1])
+    assert len(list(read_finished_log(path))) == 1
+
+
+@pytest.mark.parametrize("content", ["a diary", "a diary\n", '{"request_id": "a"}\n'])
+def test_another_file_is_not_appended_to(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "diary.txt"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"diary.txt.*no log of finished requests"):
+        FinishedLog(path)
+    assert path.read_text() == content
+
+
+def test_a_broken_line_of_a_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "finished.jsonl"
+    write_log(path, finished_requests(2))
+    first, second = path.read_text().splitlines()
+    entry = json.loads(second)
+    entry["levels"].append(0.5)
+    path.write_text(f"{first}\n{json.dumps(entry)}\n")
+    with pytest.raises(ValueError, match=r"line 2.*as many of"):
+        list(read_finished_log(path))
+    with pytest.raises(ValueError, match="headway watch --log"):
+        list(read_finished_log(tmp_path / "none.jsonl"))
+
+
+def survival_checkpoint(folder: Path) -> Path:
+    predictor = SurvivalMLP(
+        EDGES.tolist(),
+        model="acme/small",
+        model_revision="r",
+        hidden_size=4,
+        k=K,
+        widths=[8],
+    )
+    export_checkpoint(predictor, folder, {"commit": "abc", "dataset": "demo"})
+    return folder
+
+
+def coverage_80_of(recalibration: Recalibration, wrong_by: float) -> float:
+    """Return the coverage on requests that nothing was fitted to."""
+    fresh = finished_requests(500, wrong_by, seed=99, served_with=recalibration)
+    coverage = quality_of(fresh).coverage()
+    assert coverage is not None
+    return coverage[80]
+
+
+def test_recalibrating_mends_the_coverage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
+    (checkpoint / "dataset_card.md").write_text("about the data")
+    assert coverage_80_of(IDENTITY, wrong_by=4.0) < 0.7
+    write_log(log, finished_requests(500, wrong_by=4.0), checkpoint)
+    recalibrate(str(checkpoint), log, tmp_path / "mended")
+    printed = capsys.readouterr().out
+    assert "flatters" in printed
+    assert all(f"{level}%" in printed for level in (50, 80, 90))
+
+    mended = load_predictor(str(tmp_path / "mended"))
+    assert isinstance(mended, SurvivalMLP)
+    assert coverage_80_of(mended.recalibration, wrong_by=4.0) == pytest.approx(0.8, abs=0.06)
+    assert mended.provenance["commit"] == "abc"
+    assert mended.provenance["recalibrated"]["requests"] == 500
+    card = (tmp_path / "mended" / "README.md").read_text()
+    assert "| recalibrated |" in card
+    assert (tmp_path / "mended" / "dataset_card.md").read_text() == "about the data"
+
+    # The length of answers changes once more, under the mended predictor.
+    again, served_with = tmp_path / "again.jsonl", mended.recalibration
+    served = finished_requests(500, wrong_by=0.5, served_with=served_with)
+    write_log(again, served, tmp_path / "mended")
+    recalibrate(str(tmp_path / "mended"), again, tmp_path / "mended twice")
+    twice = load_predictor(str(tmp_path / "mended twice"))
+    assert isinstance(twice, SurvivalMLP)
+    assert coverage_80_of(twice.recalibration, wrong_by=0.5) == pytest.approx(0.8, abs=0.06)
+
+
+def test_only_the_last_requests_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
+    requests = [*finished_requests(50, wrong_by=5.0), *finished_requests(40, seed=1)]
+    write_log(log, requests, checkpoint)
+    recalibrate(str(checkpoint), log, tmp_path / "out", last=40)
+    assert "40 requests" in capsys.readouterr().out
+
+
+def test_what_cannot_be_recalibrated_is_refused(tmp_path: Path) -> None:
+    checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
+    new = tmp_path / "new"
+    write_log(log, finished_requests(29), checkpoint)
+    with pytest.raises(ValueError, match="29 requests ran to their end, at least 30"):
+        recalibrate(str(checkpoint), log, new)
+    with pytest.raises(ValueError, match="last must be at least 30"):
+        recalibrate(str(checkpoint), log, new, last=10)
+    with pytest.raises(ValueError, match="is there already"):
+        recalibrate(str(checkpoint), log, checkpoint)
+    other, elsewhere = survival_checkpoint(tmp_path / "other"), tmp_path / "elsewhere.jsonl"
+    write_log(elsewhere, finished_requests(40), other)
+    with pytest.raises(ValueError, match="was forecast by the predictor"):
+        recalibrate(str(checkpoint), elsewhere, new)
+    with log.open("a") as file:
+        line = log.read_text().splitlines()[0].replace("acme/small", "other/large")
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"request-0 ran on other/large.*reads acme/small"):
+        recalibrate(str(checkpoint), log, new)
+    regression = RemainingLengthMLP(
+        model="acme/small", model_revision="r", hidden_size=4, k=K, widths=[8]
+    )
+    export_checkpoint(regression, tmp_path / "regression", {})
+    with pytest.raises(ValueError, match="no probabilities to recalibrate"):
+        recalibrate(str(tmp_path / "regression"), log, new)
+    assert not new.exists()
+
+
+def test_prometheus_reads_what_is_watched() -> None:
+    view, quality, now = TelemetryView(), quality_of(finished_requests(60, wrong_by=5.0)), [10.0]
+    engine = Engine()
+    engine.start()  # lost
+    told: list[Message] = [engine.finish(name="a"), engine.start()]
+    snapshot = engine.snapshot()
+    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5)
+    snapshot = msgspec.structs.replace(snapshot, gauges=gauges)
+    for message in (told[0], snapshot, snapshot):
+        view.receive(frames(message), 10.0)
+    view.receive([b"junk"], 10.0)
+    exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
+    with closing(exporter.serve(0)) as server:
+        with pytest.raises(ValueError, match=rf"127.0.0.1:{server.port}: the port is in use"):
+            exporter.serve(server.port)
+
+        def scrape() -> dict[str, float]:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+                samples = [sample for family in families for sample in family.samples]
+            return {f"{s.name}{list(s.labels.values()) or ''}": s.value for s in samples}
+
+        first = scrape()
+        view.receive(frames(told[1]), 10.0)  # late, no longer lost
+        now[0] = 14.0
+        second = scrape()
+    coverage = quality.coverage()
+    assert coverage is not None
+    assert first["headway_forecast_mae_tokens"] == quality.mae()
+    assert first["headway_forecast_coverage_ratio['80']"] == coverage[80]
+    assert first["headway_forecast_bias_tokens['1-127']"] == quality.bias_by_age()["1-127"]
+    assert first["headway_forecast_coverage_alarm"] == 1
+    assert first["headway_forecast_scored_requests_total"] == 60
+    messages = [
+        first[f"headway_telemetry_messages_total['{kind}']"]
+        for kind in ("malformed", "lost", "duplicated", "outdated")
+    ]
+    assert messages == [1, 1, 1, 0]
+    assert first["headway_instance_running['gpu0', '0']"] == 2
+    assert first["headway_instance_waiting['gpu0', '0']"] == 2
+    assert first["headway_instance_kv_usage['gpu0', '0']"] == 0.25
+    assert first["headway_instance_prefill_budget_tokens['gpu0', '0']"] == 96.5
+    assert first["headway_instance_stale['gpu0', '0']"] == 0
+    assert second["headway_instance_stale['gpu0', '0']"] == 1
+    assert second["headway_telemetry_messages_total['lost']"] == 1  # a counter never falls
+
+
+def test_prometheus_finds_no_figures_before_the_first_request() -> None:
+    exporter = QualityExporter(TelemetryView(), ForecastQuality(), threading.Lock())
+    samples = [sample for metric in exporter.collect() for sample in metric.samples]
+    assert {sample.name for sample in samples} == {
+        "headway_forecast_coverage_alarm",
+        "headway_forecast_scored_requests_total",
+        "headway_telemetry_messages_total",
+    }

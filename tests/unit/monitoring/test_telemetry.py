@@ -1,0 +1,621 @@
+"""Telemetry, however it arrives: what runs is told right, and no end is told twice."""
+
+import random
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.forecasts.forecast import SurvivalForecast
+from predictor.live.curve_keys import (
+    apply_curve,
+    create_keys,
+    is_loopback,
+    refuse_open_endpoint,
+)
+from predictor.live.telemetry_messages import (
+    TOPIC,
+    Finished,
+    FinishedEvent,
+    Forecasts,
+    Gauges,
+    Message,
+    RequestForecast,
+    Snapshot,
+    TelemetryError,
+    decode_message,
+    decode_survival,
+    encode_message,
+    encode_survival,
+)
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, TelemetryView
+
+EDGES = [0, 1, 5, 20, 100, 400]
+KEY = InstanceKey("gpu0", 0)
+MAX_TOKENS = 400
+
+
+def coded_curve(mean: float) -> bytes:
+    return encode_survival(np.exp(-np.array(EDGES) / mean)[None])[0]
+
+
+class Engine:
+    """An engine that tells truly what it does, one message at a time."""
+
+    def __init__(self, epoch: int = 1, max_tokens: int = MAX_TOKENS) -> None:
+        self.epoch, self.seq, self.step, self.started = epoch, 0, 0, 0
+        self.max_tokens = max_tokens
+        self.running: dict[str, RequestForecast] = {}
+        self.generated: dict[str, int] = {}
+
+    def start(self) -> Forecasts:
+        self.started += 1
+        name = f"request-{self.started}"
+        self.running[name] = RequestForecast(name, 7, 0, 0, self.max_tokens, coded_curve(30.0))
+        self.generated[name] = 0
+        return Forecasts(**self._header(), edges=EDGES, requests=[self.running[name]])
+
+    def decode(self, steps: int = 3) -> None:
+        self.step += steps
+        self.generated = {name: n + steps for name, n in self.generated.items()}
+
+    def snapshot(self, predicts: bool = True) -> Snapshot:
+        for name, n in self.generated.items():
+            told = self.running[name]
+            at, curve = told.forecast_at, told.survival
+            if predicts:
+                at, curve = n, coded_curve(30.0 + n)
+            self.running[name] = RequestForecast(name, 7, n, at, self.max_tokens - at, curve)
+        return Snapshot(
+            **self._header(),
+            gauges=Gauges(len(self.running), 2, 0.25, 1_000),
+            model="acme/small",
+            checkpoint="0123456789ab",
+            k=3,
+            edges=EDGES,
+            requests=list(self.running.values()),
+        )
+
+    def finish(self, reason: str = "stop", name: str | None = None) -> Finished:
+        name = name or next(iter(self.running), f"never-told-{self.seq}")
+        self.running.pop(name, None)
+        n = self.generated.pop(name, 0)
+        event = FinishedEvent(name, reason, 7, n, self.max_tokens)
+        return Finished(**self._header(), requests=[event])
+
+    def _header(self) -> dict[str, str | int | float]:
+        seq, self.seq = self.seq, self.seq + 1
+        header = {"instance": "gpu0", "rank": 0, "epoch": self.epoch, "seq": seq}
+        return header | {"step": self.step, "time": 0.0}
+
+
+def frames(message: Message) -> list[bytes]:
+    return [TOPIC, encode_message(message)]
+
+
+actions = st.sampled_from(["start", "start", "finish", "snapshot", "idle snapshot", "restart"])
+
+
+def life(chosen: list[str]) -> tuple[Engine, list[Message]]:
+    """Return an engine at the end of its life so far, and all it told."""
+    engine, told = Engine(), list[Message]()
+    for action in chosen:
+        engine.decode()
+        if action == "restart":
+            engine = Engine(engine.epoch + 1)
+        elif action == "start":
+            told.append(engine.start())
+        elif action == "finish":
+            told.append(engine.finish())
+        else:
+            told.append(engine.snapshot(predicts=action == "snapshot"))
+    return engine, told
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[Engine, list[Message]]:
+    """What an engine told, with any message dropped, doubled and out of place."""
+    engine, told = life(draw(st.lists(actions, min_size=2, max_size=20)))
+    copies = draw(st.lists(st.integers(0, 2), min_size=len(told), max_size=len(told)))
+    came = [message for message, n in zip(told, copies, strict=True) for _ in range(n)]
+    return engine, draw(st.one_of(st.just(came), st.permutations(came)))
+
+
+@settings(deadline=None)
+@given(arrivals())
+def test_the_next_snapshot_tells_the_truth_whatever_came_before(
+    arrived: tuple[Engine, list[Message]],
+) -> None:
+    engine, messages = arrived
+    view = TelemetryView()
+    for message in messages:
+        view.receive(frames(message), 0.0)
+    view.receive(frames(engine.snapshot()), 1.0)
+    instance = view.instances[KEY]
+    told = {name: request.latest for name, request in instance.requests.items()}
+    assert told == engine.running
+    assert (instance.epoch, instance.seq, instance.step) == (
+        engine.epoch,
+        engine.seq - 1,
+        engine.step,
+    )
+    assert instance.gauges.running == len(engine.running)
+    assert (instance.model, instance.k, instance.received) == ("acme/small", 3, 1.0)
+
+
+@settings(deadline=None)
+@given(arrivals())
+def test_an_end_is_told_once_and_never_taken_back(arrived: tuple[Engine, list[Message]]) -> None:
+    view, ended = TelemetryView(), set[tuple[int, str]]()
+    for message in arrived[1]:
+        for finished in view.receive(frames(message), 0.0):
+            assert (message.epoch, finished.event.request_id) not in ended
+            ended.add((message.epoch, finished.event.request_id))
+            at = [kept.forecast_at for kept in finished.forecasts]
+            assert at == sorted(set(at))
+        instance = view.instances[KEY]
+        assert not {(instance.epoch, name) for name in instance.requests} & ended
+
+
+@settings(deadline=None)
+@given(st.lists(actions, min_size=1, max_size=25), st.randoms(use_true_random=False))
+def test_messages_that_only_get_lost_are_counted(chosen: list[str], rng: random.Random) -> None:
+    _, told = life(chosen)
+    came = [message for message in told if rng.random() < 0.6]
+    view = TelemetryView()
+    for message in came:
+        view.receive(frames(message), 0.0)
+    expected = 0
+    for epoch in {message.epoch for message in came}:
+        numbers = [message.seq for message in came if message.epoch == epoch]
+        expected += numbers[-1] - numbers[0] + 1 - len(numbers)
+    assert view.lost == expected
+    assert (view.duplicated, view.malformed) == (0, 0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=80))
+def test_a_late_message_is_not_lost_and_a_second_one_is_a_duplicate(numbers: list[int]) -> None:
+    engine, view = Engine(), TelemetryView()
+    told = [engine.finish(name=f"request-{i}") for i in range(41)]
+    for number in numbers:
+        view.receive(frames(told[number]), 0.0)
+    assert view.lost == max(numbers) - min(numbers) + 1 - len(set(numbers))
+    assert view.duplicated == len(numbers) - len(set(numbers))
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrivals(), st.data())
+def test_no_bytes_raise(arrived: tuple[Engine, list[Message]], data: st.DataObject) -> None:
+    view = TelemetryView()
+    for message in arrived[1]:
+        whole = frames(message)
+        payload = bytearray(whole[1])
+        for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=3)):
+            payload[at] = data.draw(st.integers(0, 255))
+        torn = bytes(payload[: data.draw(st.integers(0, len(payload)))])
+        some = st.sampled_from([whole, [TOPIC, bytes(payload)], [TOPIC, torn]])
+        for finished in view.receive(data.draw(st.one_of(some, st.lists(st.binary()))), 0.0):
+            finished.forecast().median()
+        for key in view.instances:
+            names, forecast = view.forecast(key)
+            assert len(names) == len(forecast) == len(forecast.mean())
+
+
+def test_what_is_no_telemetry_is_counted() -> None:
+    view, good = TelemetryView(), frames(Engine().snapshot())
+    nested = b"\x81\xa4junk" + b"\x91" * 100_000
+    bad = [[], [TOPIC], [*good, b""], [b"headway/2", good[1]], [TOPIC, b""], [TOPIC, good[1][:-1]]]
+    for message in [*bad, [TOPIC, nested]]:
+        assert view.receive(message, 0.0) == []
+    assert view.malformed == len(bad) + 1
+    assert view.instances == {}
+    engine = Engine()
+    view.receive(frames(engine.start()), 0.0)
+    other = engine.start()
+    other.edges[-1] += 1
+    view.receive(frames(other), 0.0)  # another grid in one life of the engine
+    assert view.malformed == len(bad) + 2
+    assert set(view.instances[KEY].requests) == {"request-1"}
+
+
+def test_a_restart_drops_what_ran_and_the_old_engine_is_not_heard_again() -> None:
+    old, new, view = Engine(epoch=5), Engine(epoch=6), TelemetryView()
+    view.receive(frames(old.start()), 0.0)
+    late = [old.finish(), old.snapshot()]
+    view.receive(frames(new.snapshot()), 1.0)
+    assert view.instances[KEY].requests == {}
+    for message in late:
+        assert view.receive(frames(message), 2.0) == []
+    assert (view.outdated, view.vanished, view.instances[KEY].received) == (2, 0, 1.0)
+    view.receive(frames(new.start()), 3.0)  # of the same id as one that ended before
+    assert set(view.instances[KEY].requests) == {"request-1"}
+
+
+def test_ranks_are_engines_of_their_own() -> None:
+    view, engine = TelemetryView(), Engine()
+    snapshot = engine.snapshot()
+    view.receive(frames(snapshot), 0.0)
+    view.receive([TOPIC, encode_message(snapshot).replace(b"\xa4rank\x00", b"\xa4rank\x01")], 0.0)
+    assert set(view.instances) == {KEY, InstanceKey("gpu0", 1)}
+
+
+def test_forecasts_age_with_the_tokens_since() -> None:
+    engine, view = Engine(), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    engine.decode(12)
+    view.receive(frames(engine.snapshot(predicts=False)), 0.0)
+    names, forecast = view.forecast(KEY)
+    (curve,) = decode_survival([coded_curve(30.0)], len(EDGES))
+    whole = SurvivalForecast.new(EDGES, curve[None], MAX_TOKENS)
+    h = np.arange(0, 420)
+    assert names == ["request-1"]
+    np.testing.assert_allclose(forecast.at(h), whole.aged(12).at(h), atol=1e-12)
+    conditional = whole.uncapped().at(h + 12.0) / whole.at(12.0)[:, None]
+    np.testing.assert_allclose(forecast.at(h)[:, :388], conditional[:, :388], atol=1e-12)
+    assert (forecast.at(h)[:, 388:] == 0).all()  # max_tokens
+    assert view.forecast(KEY)[1].median()[0] < MAX_TOKENS
+
+
+def test_a_request_that_ends_brings_its_forecasts_with_it() -> None:
+    engine, view = Engine(), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    for predicts in (True, False, True):
+        engine.decode(10)
+        view.receive(frames(engine.snapshot(predicts)), 0.0)
+    (finished,) = view.receive(frames(engine.finish("length")), 0.0)
+    assert [kept.forecast_at for kept in finished.forecasts] == [0, 10, 30]
+    assert [kept.tokens_left for kept in finished.forecasts] == [400, 390, 370]
+    assert (finished.instance, finished.model, finished.edges) == (KEY, "acme/small", tuple(EDGES))
+    assert finished.event.total_tokens == 30
+    np.testing.assert_array_equal(
+        finished.forecast().at(20.0),
+        decode_survival([coded_curve(30.0 + n) for n in (0, 10, 30)], len(EDGES))[:, 3],
+    )
+
+
+def test_many_forecasts_are_thinned_evenly() -> None:
+    engine, view = Engine(max_tokens=4_000), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    for _ in range(2_000):
+        engine.decode(1)
+        view.receive(frames(engine.snapshot()), 0.0)
+    (finished,) = view.receive(frames(engine.finish()), 0.0)
+    at = [kept.forecast_at for kept in finished.forecasts]
+    assert 128 <= len(at) <= 256
+    assert len(set(np.diff(at))) == 1
+    assert at[0] == 0
+    assert at[-1] > 2_000 - 16
+
+
+def test_a_vanished_request_may_still_be_told_to_have_ended() -> None:
+    engine, view = Engine(), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    end = engine.finish()
+    view.receive(frames(engine.snapshot()), 0.0)
+    assert (view.vanished, view.instances[KEY].requests) == (1, {})
+    (finished,) = view.receive(frames(end), 0.0)
+    assert len(finished.forecasts) == 1
+    assert view.vanished == 0
+
+
+def test_late_messages_do_not_bring_an_ended_request_back() -> None:
+    engine, view = Engine(), TelemetryView()
+    first, early, end = engine.start(), engine.snapshot(), engine.finish()
+    assert len(view.receive(frames(end), 0.0)) == 1
+    for late in (first, early):
+        view.receive(frames(late), 0.0)
+        assert view.instances[KEY].requests == {}
+    again = engine.finish(name="request-1")
+    assert view.receive(frames(again), 0.0) == []
+
+
+def test_late_messages_do_not_undo_a_snapshot() -> None:
+    engine, view = Engine(), TelemetryView()
+    first, early = engine.start(), engine.snapshot()
+    engine.finish()  # lost
+    view.receive(frames(engine.snapshot()), 0.0)
+    for late in (first, early):
+        view.receive(frames(late), 0.0)
+        assert view.instances[KEY].requests == {}
+        assert view.instances[KEY].gauges.running == 0
+    assert view.outdated == 2
+
+
+def test_gauges_of_engines_that_reckon_no_prefill_budget_can_be_read() -> None:
+    snapshot = Engine().snapshot()
+    told = msgspec.msgpack.decode(encode_message(snapshot))
+    assert told["gauges"] == [0, 2, 0.25, 1_000, None]
+    told["gauges"].pop()  # as engines told it that knew of no such thing
+    assert decode_message(msgspec.msgpack.encode(told)) == snapshot
+    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=-12.5)
+    tight = msgspec.structs.replace(snapshot, gauges=gauges)
+    assert decode_message(encode_message(tight)) == tight
+
+
+def test_late_forecasts_do_not_replace_newer_ones() -> None:
+    engine, view = Engine(), TelemetryView()
+    first = engine.start()
+    (begun,) = first.requests
+    moved = msgspec.structs.replace(begun, generated_tokens=6)
+    predicted = msgspec.structs.replace(begun, generated_tokens=9, forecast_at=9)
+    told = [
+        msgspec.structs.replace(first, seq=seq, requests=[request])
+        for seq, request in ((1, moved), (0, begun), (3, predicted), (4, moved))
+    ]
+    shown = []
+    for message in told:
+        view.receive(frames(message), 0.0)
+        shown.append(view.instances[KEY].requests["request-1"].latest)
+    assert shown == [moved, moved, predicted, predicted]
+
+
+def test_a_vanished_request_may_come_back() -> None:
+    engine, view = Engine(), TelemetryView()
+    view.receive(frames(engine.start()), 0.0)
+    whole = engine.snapshot()
+    without = msgspec.structs.replace(whole, requests=[])
+    view.receive(frames(without), 0.0)
+    assert view.vanished == 1
+    view.receive(frames(engine.snapshot()), 0.0)
+    assert set(view.instances[KEY].requests) == {"request-1"}
+    assert view.vanished == 0
+
+
+def test_a_late_snapshot_keeps_requests_that_began_after_it() -> None:
+    engine, view = Engine(), TelemetryView()
+    late, first = engine.snapshot(), engine.start()
+    view.receive(frames(first), 0.0)
+    view.receive(frames(late), 0.0)
+    assert set(view.instances[KEY].requests) == {"request-1"}
+    assert view.vanished == 0
+
+
+def test_a_silent_engine_is_stale_and_later_forgotten() -> None:
+    engine, view = Engine(), TelemetryView(stale_after=3.0, forget_after=60.0)
+    view.receive(frames(engine.snapshot()), 100.0)
+    assert not view.is_stale(KEY, 103.0)
+    assert view.is_stale(KEY, 103.1)
+    view.receive([b"junk"], 161.0)
+    assert view.instances == {}
+
+
+def until(condition: Callable[[], bool], send: Callable[[], object]) -> None:
+    """Send again and again until a condition holds, as ZMQ connects when it pleases."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came"
+        send()
+        time.sleep(0.01)
+
+
+@contextmanager
+def publisher(keys: Path | None = None, bind: bool = False) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    sender = context.socket(zmq.PUB)
+    authenticator = apply_curve(sender, keys, "engine", bind) if keys else None
+    if bind:
+        sender.bind("tcp://127.0.0.1:*")
+    try:
+        yield sender
+    finally:
+        sender.close(linger=0)
+        if authenticator is not None:
+            authenticator.stop()
+        context.term()
+
+
+def endpoint_of(sender: zmq.Socket[bytes]) -> str:
+    last = sender.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(last, bytes)
+    return last.rstrip(b"\0").decode()
+
+
+def messages_in(subscriber: TelemetrySubscriber) -> int:
+    with subscriber.lock:
+        return subscriber.view.instances[KEY].seq if subscriber.view.instances else -1
+
+
+def test_telemetry_crosses_a_socket_and_garbage_does_no_harm() -> None:
+    engine = Engine()
+    with publisher(bind=True) as sender, TelemetrySubscriber(endpoint_of(sender)) as subscriber:
+        until(
+            lambda: messages_in(subscriber) >= 0,
+            lambda: sender.send_multipart(frames(engine.snapshot())),
+        )
+        for garbage in ([b"headway/2", b"x"], [TOPIC], [TOPIC, b"x"], [TOPIC, b"", b""]):
+            sender.send_multipart(garbage)
+        sender.send_multipart(frames(engine.start()))
+        sender.send_multipart(frames(engine.finish()))
+        finished: list[FinishedForecasts] = []
+        until(lambda: bool(finished), lambda: finished.extend(subscriber.take_finished()))
+        assert [request.event.request_id for request in finished] == ["request-1"]
+        assert subscriber.view.malformed == 4
+    subscriber.close()  # a second time
+
+
+def test_engines_may_connect_to_a_watcher_that_binds() -> None:
+    engine = Engine()
+    with TelemetrySubscriber(bind="tcp://127.0.0.1:*") as subscriber, publisher() as sender:
+        sender.connect(subscriber.endpoints[0])
+        until(
+            lambda: messages_in(subscriber) >= 0,
+            lambda: sender.send_multipart(frames(engine.snapshot())),
+        )
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path) -> tuple[Path, Path]:
+    create_keys(tmp_path / "ours")
+    create_keys(tmp_path / "theirs")
+    return tmp_path / "ours", tmp_path / "theirs"
+
+
+def test_an_engine_with_keys_is_heard_with_its_watchers_keys_only(
+    two_folders: tuple[Path, Path],
+) -> None:
+    ours, theirs = two_folders
+    mixed = theirs.parent / "mixed"  # knows the engine, and is not admitted by it
+    mixed.mkdir()
+    (mixed / "watcher.key_secret").write_bytes((theirs / "watcher.key_secret").read_bytes())
+    (mixed / "engine.key").write_bytes((ours / "engine.key").read_bytes())
+    engine = Engine()
+    with (
+        publisher(ours, bind=True) as sender,
+        TelemetrySubscriber(endpoint_of(sender), keys=ours) as good,
+        TelemetrySubscriber(endpoint_of(sender), keys=theirs) as wrong,
+        TelemetrySubscriber(endpoint_of(sender), keys=mixed) as not_admitted,
+        TelemetrySubscriber(endpoint_of(sender)) as without,
+    ):
+        until(
+            lambda: messages_in(good) >= 50,
+            lambda: sender.send_multipart(frames(engine.snapshot())),
+        )
+        assert [messages_in(s) for s in (wrong, not_admitted, without)] == [-1, -1, -1]
+
+
+def test_a_watcher_with_keys_hears_its_engines_only(two_folders: tuple[Path, Path]) -> None:
+    ours, theirs = two_folders
+    good, bad = Engine(epoch=1), Engine(epoch=2)
+    with (
+        TelemetrySubscriber(bind="tcp://127.0.0.1:*", keys=ours) as subscriber,
+        publisher(ours) as admitted,
+        publisher(theirs) as refused,
+        publisher() as plain,
+    ):
+        for sender in (admitted, refused, plain):
+            sender.connect(subscriber.endpoints[0])
+
+        def send() -> None:
+            admitted.send_multipart(frames(good.snapshot()))
+            for sender in (refused, plain):
+                sender.send_multipart(frames(bad.snapshot()))
+
+        until(lambda: messages_in(subscriber) >= 50, send)
+        with subscriber.lock:
+            assert subscriber.view.instances[KEY].epoch == good.epoch
+
+
+def test_without_its_handler_of_keys_a_socket_admits_nobody(
+    two_folders: tuple[Path, Path],
+) -> None:
+    ours, _ = two_folders
+    context, engine = zmq.Context(), Engine()
+    receiver = context.socket(zmq.SUB)
+    receiver.setsockopt(zmq.SUBSCRIBE, b"")
+    authenticator = apply_curve(receiver, ours, "watcher", serves=True)
+    assert authenticator is not None
+    authenticator.stop()
+    receiver.bind("tcp://127.0.0.1:*")
+    with publisher(ours) as sender:
+        sender.connect(endpoint_of(receiver))
+        for _ in range(50):
+            sender.send_multipart(frames(engine.snapshot()))
+            assert not receiver.poll(10)
+    receiver.close(linger=0)
+    context.term()
+
+
+def test_one_context_has_one_handler_of_keys(two_folders: tuple[Path, Path]) -> None:
+    context = zmq.Context()
+    sockets = [context.socket(zmq.SUB) for _ in range(2)]
+    authenticator = apply_curve(sockets[0], two_folders[0], "watcher", serves=True)
+    with pytest.raises(TelemetryError, match="a context of its own"):
+        apply_curve(sockets[1], two_folders[0], "watcher", serves=True)
+    for opened in sockets:
+        opened.close()
+    assert authenticator is not None
+    authenticator.stop()
+    context.term()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://127.8.8.8:*", True),
+        ("tcp://localhost:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc://telemetry", True),
+        ("inproc://headway", True),
+        ("tcp://0.0.0.0:5557", False),
+        ("tcp://*:5557", False),
+        ("tcp://[::]:5557", False),
+        ("tcp://eth0:5557", False),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://127.0.0.1.example.org:5557", False),
+        ("tcp://localhost.example.org:5557", False),
+        ("tcp://127.0.0.1:0;10.0.0.1:5557", False),
+        ("udp://127.0.0.1:5557", False),
+        ("127.0.0.1:5557", False),
+    ],
+)
+def test_telemetry_leaves_the_machine_with_keys_only(endpoint: str, local: bool) -> None:
+    assert is_loopback(endpoint) is local
+    refuse_open_endpoint(endpoint, keys=Path("keys"))
+    if local:
+        refuse_open_endpoint(endpoint, keys=None)
+        return
+    for arguments in ({"connect": endpoint}, {"bind": endpoint}):
+        with pytest.raises(TelemetryError, match="headway keys") as refused:
+            TelemetrySubscriber(**arguments)
+        assert str(refused.value).startswith(endpoint)
+
+
+def test_an_endpoint_that_cannot_be_used_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(TelemetryError, match=f"{endpoint}: the port is in use"):
+            TelemetrySubscriber(bind=endpoint)
+    with pytest.raises(TelemetryError, match="no ZMQ endpoint"):
+        TelemetrySubscriber("tcp://127.0.0.1:none")
+    with pytest.raises(TelemetryError, match="some to connect to"):
+        TelemetrySubscriber([])
+
+
+def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    create_keys(folder)
+    names = ["engine.key", "engine.key_secret", "watcher.key", "watcher.key_secret"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for name in ("engine.key_secret", "watcher.key_secret"):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+    before = (folder / "engine.key_secret").read_bytes()
+    with pytest.raises(TelemetryError, match="not empty"):
+        create_keys(folder)
+    assert (folder / "engine.key_secret").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("watcher.key_secret", None, "watcher.key_secret: no such key.*headway keys"),
+        ("engine.key", None, "engine.key: no such key"),
+        ("engine.key", "nothing", "engine.key: a damaged key"),
+        ("watcher.key_secret", 'public-key = "x"', "holds no secret key"),
+        ("watcher.key_secret", 'public-key = "x"\nsecret-key = "y"', "damaged keys of the watcher"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    folder = tmp_path / "keys"
+    create_keys(folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(TelemetryError, match=message):
+        TelemetrySubscriber("tcp://127.0.0.1:5557", keys=folder)

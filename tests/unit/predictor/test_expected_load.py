@@ -1,0 +1,232 @@
+"""The expected load is the plain sum over `Forecast.at`, however it was reached."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from predictor.forecasts.expected_load import ExpectedLoad, expected_load
+from predictor.forecasts.forecast import Forecast, ForecastError, PointForecast, SurvivalForecast
+
+EDGES = [0, 1, 2, 5, 10, 40, 200]
+N_INSTANCES = 3
+
+IntArray = npt.NDArray[np.int64]
+
+compiling = settings(deadline=None)  # the first example compiles
+
+tokens = st.integers(0, 250)
+limits = st.one_of(st.just(np.inf), st.integers(1, 300).map(float))
+
+
+def lists_of(n: int, elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[float]]:
+    return st.lists(elements, min_size=n, max_size=n)
+
+
+@st.composite
+def survival_forecasts(draw: st.DrawFn, n: int) -> SurvivalForecast:
+    hazards = draw(arrays(np.float64, (n, len(EDGES) - 1), elements=st.floats(0, 1)))
+    curves = np.concatenate([np.ones((n, 1)), np.cumprod(1 - hazards, axis=1)], axis=1)
+    kept = curves.astype(draw(st.sampled_from([np.float32, np.float64])))
+    return SurvivalForecast.new(EDGES, kept, draw(lists_of(n, limits)))
+
+
+@st.composite
+def point_forecasts(draw: st.DrawFn, n: int) -> PointForecast:
+    return PointForecast.new(draw(lists_of(n, st.floats(-5, 300))), draw(lists_of(n, limits)))
+
+
+@st.composite
+def running_requests(draw: st.DrawFn) -> tuple[Forecast, IntArray, IntArray]:
+    n = draw(st.integers(0, 6))
+    forecast: Forecast = draw(st.one_of(survival_forecasts(n), point_forecasts(n)))
+    instance = draw(arrays(np.int64, n, elements=st.integers(0, N_INSTANCES - 1)))
+    context = draw(arrays(np.int64, n, elements=st.integers(0, 10_000)))
+    return forecast.aged(draw(lists_of(n, tokens))), instance, context
+
+
+def plain_sum(
+    forecast: Forecast, instance: IntArray, context: IntArray, horizon: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    mean, variance = np.zeros((2, N_INSTANCES, horizon + 1))
+    for h in range(horizon + 1):
+        survival = forecast.at(h)
+        np.add.at(mean[:, h], instance, survival * (context + h))
+        np.add.at(variance[:, h], instance, survival * (1 - survival) * (context + h) ** 2)
+    return mean, variance
+
+
+def assert_loads_agree(load: ExpectedLoad, mean: npt.ArrayLike, variance: npt.ArrayLike) -> None:
+    np.testing.assert_allclose(load.mean, mean, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(load.variance, variance, rtol=1e-9, atol=1e-6)
+    assert (load.mean >= 0).all()
+    assert (load.variance >= 0).all()
+
+
+@compiling
+@given(running_requests(), st.integers(0, 260))
+def test_the_load_is_the_plain_sum(
+    requests: tuple[Forecast, IntArray, IntArray], horizon: int
+) -> None:
+    load = expected_load(*requests, N_INSTANCES, horizon)
+    assert_loads_agree(load, *plain_sum(*requests, horizon))
+    np.testing.assert_array_equal(load.mean[:, 0], np.bincount(requests[1], requests[2], 3))
+    assert (load.variance[:, 0] == 0).all()
+    np.testing.assert_array_equal(load.requests, np.bincount(requests[1], minlength=3))
+
+
+@compiling
+@given(
+    st.one_of(survival_forecasts(5), point_forecasts(5)),
+    st.integers(0, 80),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 5_000), tokens)),
+)
+def test_any_sequence_of_updates_equals_recomputation(
+    forecast: Forecast, horizon: int, events: list[tuple[int, int, int, int]]
+) -> None:
+    load = expected_load(
+        forecast.select(np.arange(0)), np.arange(0), np.arange(0), N_INSTANCES, horizon
+    )
+    running: dict[int, tuple[int, int, int]] = {}  # request: its instance, context and age
+    for request, instance, context, generated in events:
+        one = forecast.select(np.array([request]))
+        if request not in running:
+            load.add(instance, context, one.aged(generated))
+            running[request] = (instance, context, generated)
+        elif generated % 2:
+            where, held, age = running[request]
+            load.advance(where, held, one.aged(age), generated)
+            running[request] = (where, held + generated, age + generated)
+        else:
+            where, held, age = running.pop(request)
+            load.remove(where, held, one.aged(age))
+    table = np.array(list(running.values()), dtype=np.int64).reshape(-1, 3)
+    rows = np.array(list(running), dtype=np.int64)
+    current = forecast.select(rows).aged(table[:, 2])
+    again = expected_load(current, table[:, 0], table[:, 1], N_INSTANCES, horizon)
+    assert_loads_agree(load, again.mean, again.variance)
+    np.testing.assert_array_equal(load.requests, again.requests)
+    empty = load.requests == 0
+    assert (load.mean[empty] == 0).all()
+    assert (load.variance[empty] == 0).all()
+
+
+def test_a_hand_computed_load() -> None:
+    forecast = SurvivalForecast.new([0, 2, 4], [[1.0, 0.5, 0.0], [1.0, 0.8, 0.2]], [np.inf, 3])
+    load = expected_load(forecast, np.array([1, 1]), np.array([10, 100]), 2, 4)
+    # S is 1, .75, .5, .25, 0 and, cut before its third token, 1, .9, .8, 0, 0.
+    assert load.mean[0].tolist() == [0, 0, 0, 0, 0]
+    assert load.mean[1] == pytest.approx([110, 8.25 + 90.9, 6 + 81.6, 3.25, 0])
+    assert load.variance[1] == pytest.approx(
+        [0, 0.1875 * 121 + 0.09 * 101**2, 0.25 * 144 + 0.16 * 102**2, 0.1875 * 169, 0]
+    )
+    # Two tokens later the first request expects .5, 0 of 13, 14 tokens, the other is cut at 1.
+    load.advance(1, 10, forecast.select(np.array([0])), 2)
+    load.advance(1, 100, forecast.select(np.array([1])), 2)
+    assert load.mean[1] == pytest.approx([114, 6.5, 0, 0, 0], abs=1e-9)
+    assert load.variance[1] == pytest.approx([0, 0.25 * 169, 0, 0, 0], abs=1e-9)
+
+
+def test_long_contexts_on_many_instances_keep_their_digits() -> None:
+    generator = np.random.default_rng(0)
+    edges = np.unique(np.geomspace(1, 8192, 60).round()) - 1
+    hazards = generator.uniform(0, 0.2, (3000, len(edges) - 1))
+    curves = np.cumprod(np.concatenate([np.ones((3000, 1)), 1 - hazards], axis=1), axis=1)
+    forecast = SurvivalForecast.new(edges, curves).aged(generator.integers(0, 9000, 3000))
+    context = generator.integers(0, 130_000, 3000)
+    instance = generator.integers(0, N_INSTANCES, 3000)
+    load = expected_load(forecast, instance, context, N_INSTANCES, 500)
+    mean, variance = plain_sum(forecast, instance, context, 500)
+    np.testing.assert_allclose(load.mean, mean, rtol=1e-12)
+    np.testing.assert_allclose(load.variance, variance, rtol=1e-9, atol=1e-2)  # of up to 1e12
+
+
+def test_arrays_may_be_read_only_strided_or_of_half_precision() -> None:
+    curves = np.array([[1.0, 0.5, 0.25], [1.0, 0.75, 0.0]])
+    edges, ages, unlimited = np.array([0.0, 8.0, 64.0]), np.array([3.0, 9.0]), np.full(2, np.inf)
+    where, context = np.array([0, 2]), np.array([7, 11])
+    expected = plain_sum(SurvivalForecast(edges, curves, ages, unlimited), where, context, 20)
+    read_only = curves.copy()
+    read_only.flags.writeable = False
+    for same in (read_only, np.asfortranarray(curves), curves.astype(np.float16)):
+        forecast = SurvivalForecast(edges, same, ages, unlimited)
+        unsigned, strided = where.astype(np.uint8), np.repeat(context, 2)[::2]
+        assert_loads_agree(expected_load(forecast, unsigned, strided, 3, 20), *expected)
+
+
+def test_a_copy_shares_nothing() -> None:
+    one = PointForecast.new([3.0])
+    load = expected_load(one, np.array([0]), np.array([5]), 1, 4)
+    copied = load.copy()
+    copied.add(0, 7, one)
+    assert load.mean.tolist() == [[5, 6, 7, 0, 0]]
+    assert load.requests.tolist() == [1]
+    assert copied.mean.tolist() == [[12, 14, 16, 0, 0]]
+
+
+def test_a_cluster_without_requests_has_no_load() -> None:
+    nobody = np.arange(0)
+    for forecast in (PointForecast.new([]), SurvivalForecast.new([0, 5], np.ones((0, 2)))):
+        load = expected_load(forecast, nobody, nobody, 2, 3)
+        assert load.mean.tolist() == load.variance.tolist() == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("instance", "context", "n_instances", "horizon", "message"),
+    [
+        ([0], [1, 2], 2, 4, r"instance has shape \(1,\), the forecast is of 2"),
+        ([0, 1], [1], 2, 4, r"context_tokens has shape \(1,\)"),
+        ([[0, 1]], [1, 2], 2, 4, "instance has shape"),
+        ([0, 2], [1, 2], 2, 4, "instance 2 is not one of 2"),
+        ([-1, 0], [1, 2], 2, 4, "instance -1 is not one of 2"),
+        ([0, 1], [1, -2], 2, 4, "context of -2 tokens"),
+        ([0, 1], [1.0, 2.0], 2, 4, "context_tokens must be integers, not float64"),
+        ([0, 1], [1, 2], 2, -1, "over -1 steps"),
+        ([0, 1], [1, 2], -1, 4, "load of -1 instances"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(
+    instance: list[int], context: list[int], n_instances: int, horizon: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        expected_load(
+            PointForecast.new([3.0, 4.0]),
+            np.array(instance),
+            np.array(context),
+            n_instances,
+            horizon,
+        )
+
+
+def test_curves_that_do_not_fit_their_ages_are_refused() -> None:
+    forecast = SurvivalForecast(np.array([0.0, 5.0]), np.ones((1, 3)), np.zeros(1), np.ones(1))
+    with pytest.raises(ForecastError, match="2 edges, 1 ages and 1 limits"):
+        expected_load(forecast, np.array([0]), np.array([0]), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda load, one: load.add(2, 5, one), "instance 2 is not one of 2"),
+        (lambda load, one: load.add(-1, 5, one), "instance -1 is not one of 2"),
+        (lambda load, one: load.add(0, -5, one), "context of -5 tokens"),
+        (lambda load, one: load.add(0, 5, PointForecast.new([1, 2])), "forecast is of 2"),
+        (lambda load, one: load.remove(0, 5, PointForecast.new([])), "forecast is of 0"),
+        (lambda load, one: load.remove(1, 5, one), "no request is on instance 1"),
+        (lambda load, one: load.advance(1, 5, one, 1), "no request is on instance 1"),
+        (lambda load, one: load.advance(0, 5, one, -1), "cannot be negative"),
+    ],
+)
+def test_a_refused_update_changes_nothing(
+    misuse: Callable[[ExpectedLoad, Forecast], None], message: str
+) -> None:
+    one = PointForecast.new([3.0])
+    load = expected_load(one, np.array([0]), np.array([5]), 2, 4)
+    with pytest.raises(ValueError, match=message):
+        misuse(load, one)
+    assert load.mean.tolist() == [[5, 6, 7, 0, 0], [0] * 5]
+    assert load.requests.tolist() == [1, 0]

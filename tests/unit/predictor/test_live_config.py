@@ -1,0 +1,64 @@
+"""What an engine with forecasts refuses before it serves."""
+
+import time
+from typing import Any
+
+import pytest
+import zmq
+
+from data_collection.capture.capture_config import read_capture_config
+from data_collection.capture.captured_rows import FinishedRequest
+from predictor.live.live_config import LiveConfig, TelemetryConfig
+from predictor.live.telemetry_messages import (
+    Finished,
+    Gauges,
+    Snapshot,
+    TelemetryError,
+    decode_message,
+)
+from predictor.live.telemetry_publisher import TelemetryPublisher
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"k": 0}, r"section 'headway': .*`\$\.k`"),
+        ({"k": 20, "forecasts": {}}, "forecasts.*Keys known to this worker: .*forecast"),
+        ({"forecast": {}}, "checkpoint"),
+        ({"forecast": {"checkpoint": "c", "telemetry": {"snapshot_seconds": 0}}}, "seconds"),
+    ],
+)
+def test_a_section_that_means_nothing_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_capture_config({"headway": section}, LiveConfig)
+    with pytest.raises(ValueError, match="no 'headway' section"):
+        read_capture_config({}, LiveConfig)
+
+
+def test_an_endpoint_that_another_has_is_refused() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as occupied:
+        port = occupied.bind_to_random_port("tcp://127.0.0.1")
+        config = TelemetryConfig(bind=f"tcp://127.0.0.1:{port}")
+        with pytest.raises(TelemetryError, match=f"cannot bind tcp://127.0.0.1:{port}"):
+            TelemetryPublisher(config, 0, "model", "checkpoint", 20, [0, 1], {})
+
+
+def test_an_engine_that_has_become_idle_tells_it_at_once() -> None:
+    """Routers wait for what it then can take on; the next regular telling is an hour away."""
+    running = {"a": 3}
+    config = TelemetryConfig(bind="tcp://127.0.0.1:*", snapshot_seconds=3600.0)
+    publisher = TelemetryPublisher(config, 0, "model", "checkpoint", 20, [0, 1], running)
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.connect(publisher.endpoint)
+        time.sleep(0.3)  # until it is known there
+        running.clear()
+        publisher.at_step(5, Gauges(running=0, prefill_budget=100.0))
+        publisher.finished([FinishedRequest("a", "stop", 4, 2, 16, [1], [2, 3], {})])
+        told = []
+        while len(told) < 2 and subscriber.poll(20_000):
+            told.append(decode_message(subscriber.recv_multipart()[1]))
+        publisher.close()
+    ended, idle = told
+    assert isinstance(ended, Finished) and isinstance(idle, Snapshot)
+    assert idle.gauges == Gauges(running=0, prefill_budget=100.0)

@@ -1,0 +1,212 @@
+"""The demonstration's load, figures and screen; the whole of it is in the end-to-end tests."""
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from rescheduler.demo.demo import skewed_load
+from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, Piece, ServedRequest
+from rescheduler.demo.demo_moves import Move
+from rescheduler.demo.demo_phase import Phase
+from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
+from rescheduler.engines.deployment import EngineOptions
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.transfer.control_messages import EngineState
+
+
+def request(name: str = "long-0", arrives: float = 0.0) -> LoadRequest:
+    return LoadRequest(name, "Tell me.", max_tokens=4, seed=3, arrives=arrives)
+
+
+def served(
+    times: list[float], sent: float = 0.0, error: str = "", name: str = "long-0"
+) -> ServedRequest:
+    """A request whose n-th token came at the n-th time."""
+    pieces = [Piece(n, f"w{n} ", time) for n, time in enumerate(times, 1)]
+    return ServedRequest(request(name), sent, pieces, "" if error else "stop", error)
+
+
+def phase_of(one: ServedRequest, moves: list[Move], state: EngineState) -> Phase:
+    deployment = local_deployment("smollm2", EngineOptions())
+    run = LoadRun("http://127.0.0.1:1", "smollm2", [one.request], "salt")
+    run.served[one.request.name] = one
+    return Phase("with rescheduling", deployment, [one.request], run, moves, {"decode-0": state}, 2)
+
+
+def test_times_are_those_that_the_client_saw() -> None:
+    one = served([1.5, 1.6, 1.7, 2.9], sent=1.0)
+    assert one.ttft == pytest.approx(0.5)
+    assert one.tpot == pytest.approx(1.4 / 3)
+    assert one.longest_gap == pytest.approx(1.2)
+    assert one.gap_after(3) == pytest.approx(1.2)
+    assert one.gap_after(4) is None, "nothing has come after it yet"
+    assert one.text == "w1 w2 w3 w4 "
+    nothing = ServedRequest(request(), 0.0)
+    assert (nothing.ttft, nothing.tpot, nothing.longest_gap, nothing.tokens) == (None, None, 0, 0)
+
+
+def test_goodput_counts_what_was_in_time() -> None:
+    every = [
+        served([0.5, 0.6, 0.7]),
+        served([0.5, 0.6, 1.1]),  # 0.3 s a token
+        served([1.5, 1.6, 1.7]),  # 1.5 s to the first
+        served([0.5]),  # no second token that could be late
+        served([0.5, 0.6], error="HTTP 503"),
+        ServedRequest(request(), 0.0, error="refused"),
+    ]
+    figures = load_figures(every, 10.0, Objectives(ttft_s=1.0, tpot_s=0.2))
+    assert figures["goodput"] == pytest.approx(0.2)
+    assert figures["met"] == pytest.approx(2 / 6)
+    assert figures["failed"] == 2
+    assert figures["throughput"] == pytest.approx(12 / 10)
+    assert figures["tpot_p50"] == pytest.approx(0.1)
+    assert figures["ttft_p50"] == pytest.approx(0.5)
+
+
+def test_the_stream_is_marked_where_it_moved() -> None:
+    one = served([1.0, 1.1, 1.2, 1.9, 2.0])
+    moves = [
+        Move("another", "decode-0", "decode-1", 1, 1.1),
+        Move("long-0", "decode-0", "decode-1", 3, 1.9),
+        Move("long-0", "decode-1", "decode-0", 4, 2.0),
+    ]
+    assert str(stream_text(one, moves)) == (
+        "w1 w2 w3  ⟪decode-0→decode-1⟫ w4  ⟪decode-1→decode-0⟫ w5 "
+    )
+    state = EngineState(
+        number=0,
+        version="0.32.0",
+        block_size=32,
+        max_num_seqs=8,
+        max_model_len=1024,
+        num_blocks=100,
+        free_blocks=25,
+        running=3,
+        waiting=1,
+        frozen=[],
+    )
+    shown = phase_of(one, moves, state)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(screen(shown))
+    text = console.export_text()
+    assert "⟪decode-0→decode-1⟫" in text
+    assert "2,400 of 3,200" in text
+    assert "2 preempted" in text
+    assert "after 3 tokens, paused 700 ms" in move_line(shown, moves[1])
+    assert "decode-0: KV 75%, 3 running, 1 waiting; 1 of 1 answered, 2 preempted, 3 moved" in (
+        summary_line(shown)
+    )
+
+
+@pytest.mark.parametrize("width", range(20, 61))
+def test_no_end_of_a_line_tears_a_mark(width: int) -> None:
+    move = Move("long-0", "decode-0", "decode-1", 9, 1.0)
+    stream = stream_text(served([0.1 * i for i in range(30)]), [move])
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(stream)
+    assert "⟪decode-0→decode-1⟫" in console.export_text()
+
+
+def test_the_load_puts_all_long_answers_on_every_second_place() -> None:
+    load = skewed_load()
+    assert load == skewed_load(), "the same in both phases"
+    assert len({one.name for one in load}) == len(load)
+    assert len({one.prompt for one in load[::2]}) == len(load) // 2
+    assert {one.max_tokens for one in load[::2]} == {400}
+    assert {one.max_tokens for one in load[1::2]} == {40}
+    assert [one.arrives for one in load] == sorted(one.arrives for one in load)
+
+
+def with_server(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    client: Callable[[str], Awaitable[Any]],
+) -> Any:
+    """What a client gets of an OpenAI-compatible server that answers like this."""
+
+    async def body() -> Any:
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", answer), web.get("/metrics", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            return await client(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(body())
+
+
+def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        asked.append({**body, "name": http.headers["X-Request-Id"]})
+        if body["seed"] == 9:
+            return web.Response(status=503, text="no room")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"delta": {"role": "assistant"}}], "usage": {"completion_tokens": 0}},
+            {"choices": [{"delta": {"content": "Once"}}], "usage": {"completion_tokens": 1}},
+            {"choices": [{"delta": {"content": ""}}], "usage": {"completion_tokens": 2}},
+            {"choices": [{"delta": {"content": " é"}}], "usage": {"completion_tokens": 3}},
+            {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+            {"choices": [], "usage": {"completion_tokens": 3}},
+        ]
+        if body["seed"] == 8:
+            del chunks[3:]
+        for chunk in chunks:
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    load = [
+        LoadRequest("a", "Hello", 7, 1, 0.0),
+        LoadRequest("b", "Hello", 7, 9, 0.05),
+        LoadRequest("c", "Hello", 7, 8, 0.1),
+    ]
+    answers = with_server(answer, lambda url: LoadRun(url, "smollm2", load, "salt").run())
+    good, refused, broken = answers
+    assert (good.text, good.tokens, good.finish_reason, good.error) == ("Once é", 3, "stop", "")
+    assert "503: no room" in refused.error
+    assert broken.error == "the stream ended before its request"
+    assert broken.tokens == 2
+    assert [one["name"] for one in asked] == ["a", "b", "c"]
+    first = asked[0]
+    assert first["messages"] == [{"role": "user", "content": "Hello"}]
+    assert (first["max_tokens"], first["seed"], first["cache_salt"]) == (7, 1, "salt")
+
+
+def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
+    run = LoadRun("http://127.0.0.1:1", "smollm2", [request()], "salt")
+    (answer,) = asyncio.run(run.run())
+    assert "ClientConnectorError" in answer.error
+
+
+def test_a_metric_is_summed_over_its_labels() -> None:
+    text = (
+        "# TYPE vllm:num_preemptions_total counter\n"
+        'vllm:num_preemptions_total{engine="0"} 3.0\n'
+        'vllm:num_preemptions_total{engine="1"} 4.0\n'
+        "vllm:num_preemptions_total_other 9.0\n"
+    )
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        return web.Response(text=text)
+
+    async def ask(url: str) -> tuple[float, float]:
+        name = "vllm:num_preemptions_total"
+        every = await asyncio.to_thread(metric_total, f"{url}/metrics", name)
+        return every, await asyncio.to_thread(metric_total, f"{url}/metrics", name, engine="1")
+
+    assert with_server(answer, ask) == (7.0, 4.0)

@@ -1,0 +1,190 @@
+"""The commands of engines: every flag and variable, and a shell that takes them back."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, read_deployment
+from rescheduler.engines.engine_command import EngineCommand, engine_command
+
+PREFILL = Instance("prefill-0", "prefill", "http://127.0.0.1:8100")
+DECODE = Instance(
+    "decode-0",
+    "decode",
+    "http://127.0.0.1:8110",
+    control="tcp://127.0.0.1:8111",
+    telemetry="tcp://127.0.0.1:8112",
+)
+ON_CPU = EngineOptions(
+    dtype="float32", max_model_len=2048, enforce_eager=True, checkpoint="checkpoints/mine"
+)
+
+
+def deployment(*instances: Instance, engine: EngineOptions = ON_CPU, **fields: Any) -> Deployment:
+    return Deployment(
+        model="smollm2", instances=[*instances] or [PREFILL, DECODE], engine=engine, **fields
+    )
+
+
+def after(command: EngineCommand, flag: str) -> str:
+    return command.arguments[command.arguments.index(flag) + 1]
+
+
+def test_a_prefill_engine_on_a_cpu() -> None:
+    command = engine_command(deployment(), PREFILL, "/models/smollm2", "/venv/bin/python")
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "rescheduler.transfer.vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"headway": {"keys": None, "time_to_live": 15.0}},
+    }
+    forecasts = {"k": 20, "forecast": {"checkpoint": "checkpoints/mine", "telemetry": None}}
+    assert command.arguments == [
+        *("/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", "/models/smollm2", "--served-model-name", "smollm2"),
+        *("--host", "127.0.0.1", "--port", "8100", "--dtype", "float32"),
+        *("--max-model-len", "2048", "--max-num-seqs", "16", "--block-size", "32"),
+        *("--enforce-eager", "--max-num-batched-tokens", "32768"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"),
+        *("--scheduler-cls", "predictor.live.vllm_scheduler.LiveHeadwayScheduler"),
+        *("--additional-config", json.dumps({"headway": forecasts})),
+    ]
+    assert command.environment == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "UCX_TLS": "tcp,shm,self,cma",
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
+def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts() -> None:
+    command = engine_command(deployment(), DECODE, "/models/smollm2", "/venv/bin/python")
+    transfer = json.loads(after(command, "--kv-transfer-config"))
+    assert transfer["kv_role"] == "kv_consumer"
+    assert transfer["kv_connector_extra_config"]["headway"]["control"] == "tcp://127.0.0.1:8111"
+    forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
+    assert forecast["telemetry"] == {
+        "bind": "tcp://127.0.0.1:8112",
+        "instance": "decode-0",
+        "keys": None,
+    }
+    assert command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+
+
+def test_keys_reach_the_control_socket_and_telemetry() -> None:
+    command = engine_command(deployment(keys="runs/keys"), DECODE, "m", "python")
+    transfer = json.loads(after(command, "--kv-transfer-config"))
+    assert transfer["kv_connector_extra_config"]["headway"]["keys"] == "runs/keys"
+    forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
+    assert forecast["telemetry"]["keys"] == "runs/keys"
+
+
+def test_on_gpus_nothing_of_the_cpu_remains() -> None:
+    decode = replace(DECODE, devices=[2, 3], arguments=["--tensor-parallel-size", "2"])
+    engine = EngineOptions(arguments=["--enable-prefix-caching"], environment={"UCX_TLS": "all"})
+    command = engine_command(deployment(PREFILL, decode, engine=engine), decode, "me/model", None)
+    assert command.arguments[:3] == ["vllm", "serve", "me/model"]
+    assert command.arguments[-3:] == ["--enable-prefix-caching", "--tensor-parallel-size", "2"]
+    assert command.environment == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601",
+        "CUDA_VISIBLE_DEVICES": "2,3",
+        "UCX_TLS": "all",
+    }
+    left_out = (
+        "--max-model-len",
+        "--max-num-batched-tokens",
+        "--enforce-eager",
+        "--num-gpu-blocks-override",
+        "--worker-cls",
+    )
+    assert not set(left_out) & set(command.arguments)
+
+
+def test_transfers_stay_on_the_loopback_only_where_all_engines_are_on_it() -> None:
+    far = Instance("decode-1", "decode", "http://10.0.0.2:8110", "tcp://10.0.0.2:8111")
+    command = engine_command(deployment(PREFILL, far, keys="k"), PREFILL, "m", "python")
+    assert not {"UCX_TLS", "UCX_NET_DEVICES"} & set(command.environment)
+    command = engine_command(deployment(PREFILL, far, keys="k"), far, "m", "python")
+    assert command.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.2"
+    assert after(command, "--host") == "10.0.0.2"
+
+
+def test_a_data_parallel_rank_listens_where_the_deployment_says() -> None:
+    """vLLM and the telemetry add the rank to the ports they are given."""
+    second = replace(DECODE, data_parallel_rank=1)
+    command = engine_command(deployment(PREFILL, second), second, "m", None)
+    assert after(command, "--data-parallel-rank") == "1"
+    assert command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600", "5601 with the rank"
+    forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
+    assert forecast["telemetry"]["bind"] == "tcp://127.0.0.1:8111", "8112 with the rank"
+    transfer = json.loads(after(command, "--kv-transfer-config"))
+    control = transfer["kv_connector_extra_config"]["headway"]["control"]
+    assert control == "tcp://127.0.0.1:8110", "8111 with the rank"
+
+
+def test_a_replica_forms_its_batches_and_turns_requests_away() -> None:
+    batching = {"profile": "profile.yaml", "admission": True}
+    described = deployment(DECODE, engine=replace(ON_CPU, batching=batching))
+    command = engine_command(described, DECODE, "m", "python")
+    scheduler = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+    assert after(command, "--scheduler-cls") == scheduler
+    assert after(command, "--middleware") == "rescheduler.batching.admission.AdmissionMiddleware"
+    assert after(command, "--worker-cls") == "predictor.live.vllm_worker.LiveHeadwayWorker"
+    section = json.loads(after(command, "--additional-config"))["headway"]
+    assert section["batching"] == batching
+    assert section["forecast"]["telemetry"]["bind"] == DECODE.telemetry
+    assert "--max-num-batched-tokens" not in command.arguments
+    without = engine_command(
+        deployment(DECODE, engine=EngineOptions(batching=batching)), DECODE, "m", "python"
+    )
+    assert "--worker-cls" not in without.arguments
+    assert after(without, "--scheduler-cls") == scheduler
+    assert json.loads(after(without, "--additional-config")) == {"headway": {"batching": batching}}
+
+
+def test_a_small_kv_cache_is_asked_for_in_blocks() -> None:
+    engine = EngineOptions(kv_blocks=64, block_size=16, kv_cache_gb=2, threads=4)
+    command = engine_command(deployment(engine=engine), DECODE, "m", "python")
+    assert after(command, "--num-gpu-blocks-override") == "64"
+    assert after(command, "--block-size") == "16"
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert command.environment["OMP_NUM_THREADS"] == "4"
+    assert "VLLM_CPU_CI_ENV" not in command.environment, "compiling needs the warm-up"
+
+
+@pytest.mark.parametrize("python", ["/with space/python", None])
+def test_a_shell_reads_the_same_command(python: str | None) -> None:
+    engine = EngineOptions(environment={"NOTE": "it's $HOME; `ls`"})
+    command = engine_command(deployment(engine=engine), DECODE, "/my models/a'b", python)
+    words = shlex.split(command.shell().replace("\\\n", ""))
+    assigned = [f"{name}={value}" for name, value in command.environment.items()]
+    assert words == [*assigned, *command.arguments]
+
+
+@pytest.mark.parametrize("page", ["deploy.md", "deploy-data-parallel.md"])
+def test_the_pages_deployments_can_be_started(page: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "page.yaml").write_text(block)
+        described = read_deployment(tmp_path / "page.yaml")
+        listening = []
+        for instance in described.instances:
+            command = engine_command(described, instance, described.model, None)
+            side_channel = int(command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+            rank = instance.data_parallel_rank or 0
+            listening += [instance.url, (instance.host, side_channel + rank)]
+        assert len(set(listening)) == len(listening), "no two listen on one port"

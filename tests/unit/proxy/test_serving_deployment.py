@@ -1,0 +1,107 @@
+"""Deployment files: what they say, and what is wrong with one."""
+
+from pathlib import Path
+
+import pytest
+
+from rescheduler.engines.deployment import DeploymentError, read_deployment
+
+LOCAL = Path(__file__).parents[3] / "configs" / "serve" / "local-pd.yaml"
+
+PREFILL = "{name: p, role: prefill, url: 'http://127.0.0.1:1'}"
+DECODE = "{name: d, role: decode, url: 'http://127.0.0.1:2'}"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_local_example_is_one_prefill_and_two_decode_instances() -> None:
+    deployment = read_deployment(LOCAL)
+    assert [instance.name for instance in deployment.prefill] == ["prefill-0"]
+    assert [instance.name for instance in deployment.decode] == ["decode-0", "decode-1"]
+    assert deployment.decode[1].port == 8120
+    assert deployment.served_name == "smollm2"
+    assert deployment.proxy_url == "http://127.0.0.1:8000"
+
+
+def test_the_replicas_example_prefills_and_decodes_in_one_place() -> None:
+    deployment = read_deployment(LOCAL.with_name("local-replicas.yaml"))
+    assert not deployment.prefill
+    assert [instance.name for instance in deployment.decode] == ["replica-0", "replica-1"]
+    assert deployment.routing == {"name": "pab"}
+    assert deployment.engine.batching is not None
+    assert deployment.engine.batching["admission"]
+
+
+def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
+    path = write(tmp_path, f"model: smollm2\ninstances: [{PREFILL}, {DECODE}]")
+    deployment = read_deployment(path)
+    assert deployment.served_name == "smollm2"
+    assert deployment.routing == {"name": "jsq_load"}
+    assert deployment.migration is None
+    assert deployment.proxy.pool == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "no YAML"),
+        ("[1, 2]", "Expected `object`"),
+        (f"model: m\ninstances: [{PREFILL}]", "none with role decode"),
+        (
+            f"model: m\ninstances: [{PREFILL}, {DECODE}]\nengine: {{batching: {{}}}}",
+            "engine.batching: is for engines that prefill and decode; here p prefills",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{admission: true}}}}",
+            "yaml: engine.batching: admission needs to know how long a batch takes",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{profil: a}}}}",
+            "yaml: engine.batching: .*`profil`.*Known keys: .*profile",
+        ),
+        ("model: m\ninstances: [{name: p, role: both, url: x}]", r"instances\[0\].role"),
+        (f"model: m\nports: 1\ninstances: [{PREFILL}, {DECODE}]", "ports"),
+        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nproxy: {{port: 99999}}", "proxy.port"),
+        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nproxy: {{pool: 0}}", "proxy.pool"),
+        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nrouting: {{}}", "routing.name"),
+        (
+            f"model: m\ninstances: [{PREFILL}, {DECODE}]\nmigration: {{name: a, "
+            "interval_seconds: 0}",
+            "migration.interval_seconds",
+        ),
+        (f"model: m\ninstances: [{PREFILL}, {PREFILL}]", r"instances\[1\].name: p is also"),
+        (
+            f"model: m\ninstances: [{PREFILL}, {{name: d, role: decode, url: 'ftp://h:1'}}]",
+            r"instances\[1\].url",
+        ),
+        (
+            f"model: m\ninstances: [{PREFILL}, {{name: d/e, role: decode, url: 'http://h:1'}}]",
+            r"instances\[1\].name",
+        ),
+        (
+            f"model: m\ninstances: [{PREFILL}, {{name: d, role: decode, url: 'http://h:1', "
+            "control: 'tcp://10.0.0.1:5'}]",
+            r"instances\[1\].control: .*headway keys",
+        ),
+        (
+            "model: m\ninstances: [{name: p, role: prefill, url: 'http://h:1', "
+            f"control: 'tcp://127.0.0.1:5'}}, {DECODE}]",
+            r"instances\[0\].control: only decode",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_field(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(DeploymentError, match=message) as caught:
+        read_deployment(write(tmp_path, text))
+    assert "deployment.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_told() -> None:
+    with pytest.raises(DeploymentError, match=r"nowhere.yaml: No such file"):
+        read_deployment("nowhere.yaml")

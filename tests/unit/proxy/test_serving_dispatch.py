@@ -1,0 +1,96 @@
+"""When the proxy asks its routing policy, and which instances it shows."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from router_tasks import checkpoint, random_layers
+from tokenizers import Tokenizer
+
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.proxy import Proxy
+from rescheduler.routing import Needs, RoutingPolicy
+
+EVERY = 0.02
+
+
+@dataclass(frozen=True)
+class OneAtATime(RoutingPolicy):
+    """Sends the first request where there is a slot, and keeps what it was shown."""
+
+    name: ClassVar[str] = "one_at_a_time"
+    needs: ClassVar[Needs] = Needs.COUNTS
+    whole_cluster: ClassVar[bool] = True
+
+    slots: list[list[int]] = field(default_factory=list)
+    decided: list[float] = field(default_factory=list)
+
+    def decide_every(self) -> float:
+        return EVERY
+
+    def assign(self, view: ClusterView) -> Assignment:
+        self.slots.append(view.slots.tolist())
+        self.decided.append(time.monotonic())
+        target = np.full(view.n_waiting, -1)
+        target[:1] = int((view.slots > 0).argmax())
+        return Assignment(target)
+
+
+@pytest.fixture
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+def requests(tokenizer: Tokenizer, n: int) -> list[LiveRequest]:
+    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
+    return [LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, 1) for i in range(n)]
+
+
+def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        options, policy = ProxyOptions(), OneAtATime()
+        states = [
+            InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None)
+            for name in "abc"
+        ]
+        dispatcher = Dispatcher([], states, policy, None, None, options, clock)
+
+        async def place(request: LiveRequest) -> str:
+            return (await dispatcher.place(request)).name
+
+        states[0].draining = True
+        where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4)))
+        assert where == ["b"] * 4, "the one that drains is shown, without slots"
+        assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
+        assert (np.diff(policy.decided) > 0.9 * EVERY).all()
+        states[0].draining = False
+        assert [await place(r) for r in requests(tokenizer, 1)] == ["a"]
+        await asyncio.sleep(2 * EVERY)
+        assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
+
+    asyncio.run(run())
+
+
+def test_a_router_for_other_instances_is_refused_at_the_start(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    checkpoint(random_layers(2)).save(tmp_path / "router")
+    decodes = [Instance(name, "decode", f"http://{name}:1") for name in "abc"]
+    routing = {"name": "rl", "checkpoint": str(tmp_path / "router")}
+
+    async def run() -> None:
+        message = "routing: rl: the router was trained for 2 instances, this cluster has 3"
+        with pytest.raises(DeploymentError, match=message):
+            Proxy(Deployment(model="m", instances=decodes, routing=routing), tokenizer)
+
+    asyncio.run(run())

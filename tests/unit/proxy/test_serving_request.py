@@ -1,0 +1,178 @@
+"""What engines are asked in a client's name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rescheduler.openai.engine_body import decode_body, prefill_body, resumed_body
+from rescheduler.openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    RequestRefusedError,
+    read_request,
+)
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
+
+
+def body_of(raw: bytes) -> dict[str, Any]:
+    value = json.loads(raw)
+    assert isinstance(value, dict)
+    return value
+
+
+def request(path: str = COMPLETIONS, **body: Any) -> Any:
+    return read_request(path, json.dumps({"model": "m", **body}).encode())
+
+
+def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
+    asked = request(
+        prompt="a", max_tokens=50, min_tokens=9, stop=["b"], stream=True, seed=3, logprobs=2
+    )
+    body = body_of(prefill_body(asked, "id"))
+    assert body == {
+        "model": "m",
+        "prompt": "a",
+        "seed": 3,
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "headway": {"id": "id", "hop": 0, "max_tokens": 50},
+        },
+    }
+    chat = body_of(prefill_body(request(CHAT, messages=[], max_tokens=7), "id"))
+    assert chat["max_completion_tokens"] == 1
+    assert "max_tokens" not in chat
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["temperature", "user", "metadata", "x_new_field", "guided", "priority"]),
+        st.one_of(st.integers(-5, 5), st.text(max_size=5), st.lists(st.booleans(), max_size=2)),
+    )
+)
+def test_fields_that_the_proxy_does_not_know_pass_as_they_are(extra: dict[str, Any]) -> None:
+    asked = request(prompt="a", **extra)
+    for raw in (
+        prefill_body(asked, "id"),
+        decode_body(asked, "id", 0, PARAMS),
+        resumed_body(asked, "id", 1, [1], [2], PARAMS),
+    ):
+        assert body_of(raw).items() >= extra.items()
+
+
+def test_the_decode_instance_gets_the_prefills_parameters_and_tells_tokens() -> None:
+    body = body_of(decode_body(request(prompt="a"), "id", 2, PARAMS))
+    assert body["kv_transfer_params"] == {**PARAMS, "headway": {"id": "id", "hop": 2}}
+    assert body["return_token_ids"] is True
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}  # for the answer as a whole
+    streamed = body_of(decode_body(request(prompt="a", stream=True), "id", 0, None))
+    assert "stream_options" not in streamed
+
+
+@settings(deadline=None)
+@given(
+    output=st.lists(st.integers(0, 99), min_size=1, max_size=40),
+    most=st.none() | st.integers(41, 99),
+    least=st.integers(0, 80),
+    chat=st.booleans(),
+)
+def test_a_resumed_request_goes_on_where_it_was(
+    output: list[int], most: int | None, least: int, chat: bool
+) -> None:
+    field = "max_completion_tokens" if chat else "max_tokens"
+    path = CHAT if chat else COMPLETIONS
+    given_ = {"messages": [], "prompt": "a", "min_tokens": least, "stop": ["s"]}
+    asked = request(path, **given_, **({} if most is None else {field: most}))
+    if not chat and most is None and len(output) >= 16:
+        return  # it has ended: the default is 16
+    body = body_of(resumed_body(asked, "id", 3, [7, 8], output, PARAMS))
+    transfer = body["kv_transfer_params"]
+    assert transfer["headway"] == {"id": "id", "hop": 3, "generated": len(output)}
+    assert (transfer["prompt_token_ids"] if chat else body["prompt"]) == [7, 8, *output]
+    if most is not None:
+        assert body[field] == most - len(output)
+    elif chat:
+        assert field not in body
+    else:
+        assert body[field] == 16 - len(output)
+    if least:
+        assert body["min_tokens"] == max(0, least - len(output))
+    assert "stop" not in body  # the proxy looks for it
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("best_of", 3),
+        ("echo", True),
+        ("use_beam_search", True),
+        ("prompt_logprobs", 0),
+        ("suffix", "b"),
+        ("prompt", ["a", "b"]),
+        ("prompt", [[1], [2]]),
+    ],
+)
+def test_some_requests_are_one_engines_alone(field: str, value: Any) -> None:
+    asked = request(**{"prompt": "a", field: value})
+    assert asked.direct == field
+    body = body_of(decode_body(asked, "id", 0, None))
+    assert body == {"model": "m", "prompt": "a", field: value}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("include_reasoning", False),
+        ("thinking_token_budget", 5),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        ),
+    ],
+)
+def test_some_requests_are_prefilled_elsewhere_but_do_not_move(field: str, value: Any) -> None:
+    asked = request(CHAT, **{"messages": [], field: value})
+    assert asked.pinned == field
+    assert not asked.direct
+    assert "return_token_ids" not in body_of(decode_body(asked, "id", 0, PARAMS))
+
+
+def test_ordinary_requests_move() -> None:
+    text = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    for asked in (
+        request(prompt=["one prompt in a list"]),
+        request(prompt=[1, 2, 3]),
+        request(prompt="a", n=1, echo=False, tools=None),
+        request(CHAT, messages=text),
+    ):
+        assert asked.movable
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b"", None),
+        (b'"text"', None),
+        (b'{"max_tokens": "many"}', "max_tokens"),
+        (b'{"stop": [1]}', "stop[0]"),
+        (b'{"stream_options": {"include_usage": "yes"}}', "stream_options.include_usage"),
+        (b'{"kv_transfer_params": {"do_remote_decode": true}}', "kv_transfer_params"),
+        (b'{"ec_transfer_params": {}}', "ec_transfer_params"),
+    ],
+)
+def test_a_body_that_means_nothing_is_refused_by_field(raw: bytes, param: str | None) -> None:
+    with pytest.raises(RequestRefusedError) as caught:
+        read_request(COMPLETIONS, raw)
+    error = body_of(caught.value.body)["error"]
+    assert (error["code"], error["param"]) == (400, param)
+    assert error["message"]

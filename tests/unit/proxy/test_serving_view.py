@@ -1,0 +1,233 @@
+"""What policies see of the proxy's requests."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from tokenizers import Tokenizer
+
+from predictor.live.telemetry_messages import (
+    TOPIC,
+    Finished,
+    FinishedEvent,
+    Gauges,
+    RequestForecast,
+    Snapshot,
+    encode_message,
+    encode_survival,
+)
+from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.migration import create_migration_policy
+from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.prefill_budgets import PrefillBudgets
+from rescheduler.placement.warm_up import crowded_view
+from rescheduler.routing import create_policy
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.transfer.control_messages import EngineState
+
+EDGES = [0, 10, 100, 1000]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+@pytest.fixture
+def publisher() -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.linger = 0
+        yield socket
+
+
+def instance(name: str, control: Any = "a client") -> InstanceState:
+    return InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), control)
+
+
+def request(
+    tokenizer: Tokenizer,
+    name: str,
+    prompt: int,
+    generated: int,
+    at: InstanceState | None = None,
+    **body: Any,
+) -> LiveRequest:
+    client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
+    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1)
+    made.prompt_tokens = prompt
+    made.splicer.output_token_ids = list(range(generated))
+    if at is not None:
+        made.place(at)
+        made.generating = generated > 0
+    return made
+
+
+def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
+    a, b = instance("a"), instance("b")
+    a.engine = EngineState(
+        number=0,
+        version="v",
+        block_size=16,
+        max_num_seqs=8,
+        max_model_len=512,
+        num_blocks=100,
+        free_blocks=90,
+        running=2,
+        waiting=0,
+        frozen=[],
+    )
+    request(tokenizer, "r1", 10, 5, a)
+    request(tokenizer, "r2", 20, 0, a)
+    request(tokenizer, "r3", 30, 7, b)
+    waiting = request(tokenizer, "r4", 40, 0)
+    waiting.waiting_since = 8.0
+    view = cluster_view([a, b], [waiting], None, 10.0, 0.05, 3)
+    assert view.slots.tolist() == [8, UNLIMITED]
+    assert view.kv_capacity.tolist() == [1600, UNLIMITED]
+    assert view.kv_load.tolist() == [35, 37]
+    assert view.running.tolist() == [2, 1]
+    assert view.queued.tolist() == [1, 0]
+    assert view.waiting_prompt_tokens.tolist() == [40]
+    assert view.waited_steps.tolist() == [40]
+    assert view.dispatched == 3
+    assert view.forecast is None
+
+
+def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
+    a, deaf = instance("a"), instance("deaf", control=None)
+    request(tokenizer, "never moved", 10, 5, a)
+    moved = request(tokenizer, "moved", 10, 50, a)
+    moved.generated_at_move = 20
+    request(tokenizer, "has not begun", 10, 0, a)
+    request(tokenizer, "n = 2", 10, 5, a, n=2)
+    request(tokenizer, "without a control socket", 10, 5, deaf)
+    view = cluster_view([a, deaf], [], None, 0.0, 0.05)
+    assert view.since_move is not None
+    assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
+
+
+def test_forecasts_follow_their_requests_and_age(
+    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
+) -> None:
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    curve = np.array([1.0, 0.8, 0.4, 0.0])
+    told = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
+    header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
+    snapshot = Snapshot(
+        instance="a",
+        seq=0,
+        gauges=Gauges(),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=EDGES,
+        requests=[told],
+        **header,
+    )
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
+        unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
+        deadline = time.monotonic() + 20
+        while not telemetry.view.instances and time.monotonic() < deadline:
+            publisher.send_multipart([TOPIC, encode_message(snapshot)])
+            time.sleep(0.05)
+        forecasts.refresh()
+        both = forecasts.forecast([known, unknown])
+        # Ten tokens after its forecast: S(h) = S(10 + h) / S(10).
+        assert both.at([0, 90])[0] == pytest.approx([1.0, 0.4 / 0.8], abs=1e-4)
+        assert both.at([0, 39, 40])[1].tolist()[2] == 0.0  # its max_tokens
+
+        # Its engine has handed it over: the forecast stays until the next engine has its own.
+        event = FinishedEvent("cmpl-r1-0-0123abcd", "moved", 10, 6, 500)
+        finished = Finished(instance="a", seq=1, requests=[event], **header)
+        publisher.send_multipart([TOPIC, encode_message(finished)])
+        time.sleep(0.3)
+        forecasts.refresh()
+        assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
+        later = msgspec.structs.replace(
+            told,
+            request_id="cmpl-r1-0-ffff0000",
+            prompt_tokens=25,
+            generated_tokens=0,
+            forecast_at=0,
+            survival=encode_survival(np.array([[1.0, 0.5, 0.2, 0.0]]))[0],
+        )
+        newer = msgspec.structs.replace(snapshot, instance="b", requests=[later])
+        publisher.send_multipart([TOPIC, encode_message(newer)])
+        time.sleep(0.3)
+        forecasts.refresh()
+        assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
+        forecasts.ended(known, True)
+        assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
+
+
+def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
+    publisher: "zmq.Socket[bytes]",
+) -> None:
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    instances = [instance("a"), instance("b")]
+    told = Snapshot(
+        instance="a",
+        rank=0,
+        epoch=1,
+        step=1,
+        time=0.0,
+        seq=0,
+        gauges=Gauges(prefill_budget=100.5),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=EDGES,
+        requests=[],
+    )
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
+        budgets = PrefillBudgets(telemetry)
+
+        def tell(snapshot: Snapshot) -> None:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                with telemetry.lock:
+                    known = [view.snapshot_seq for view in telemetry.view.instances.values()]
+                if known == [snapshot.seq]:
+                    return
+                publisher.send_multipart([TOPIC, encode_message(snapshot)])
+                time.sleep(0.05)
+            raise AssertionError("no telemetry came")
+
+        assert budgets.left(instances).tolist() == [0.0, 0.0]
+        tell(told)
+        budgets.spend(instances[0], 30)
+        budgets.spend(instances[0], 40)
+        assert budgets.left(instances).tolist() == [100.5, 100.5]  # spent before it had told
+        budgets.spend(instances[0], 30)
+        budgets.spend(instances[0], 90)
+        budgets.spend(instances[1], 20)
+        assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
+        tell(msgspec.structs.replace(told, seq=1, gauges=Gauges(prefill_budget=-3.0)))
+        assert budgets.left(instances).tolist() == [-3.0, -23.0]
+
+
+@pytest.mark.parametrize("prediction", [True, False])
+@pytest.mark.parametrize("name", ["star", "survival"])
+def test_the_cluster_to_warm_up_with_gives_planners_something_to_move(
+    name: str, prediction: bool
+) -> None:
+    options = {"prediction": prediction} if name == "star" else {}
+    assert create_migration_policy(name, **options).plan(crowded_view()).migrations
+
+
+@pytest.mark.parametrize("name", ["fcfs", "vllm", "jsq_load", "fast_phi", "bfio", "pab"])
+def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
+    assert (create_policy(name).assign(crowded_view()).instance >= 0).all()

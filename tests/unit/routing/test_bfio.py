@@ -1,0 +1,427 @@
+"""BF-IO: the exact solver against brute force, the fast one against the exact, and the policy."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.routing import BFIO, Needs, create_policy
+from rescheduler.routing.bfio.exact import imbalance_of, solve_exactly
+from rescheduler.routing.problem import RoutingProblem
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+def cluster(
+    sizes: list[list[int]],
+    waiting: list[int],
+    slots: int | list[int],
+    *,
+    left: list[list[float]] | None = None,
+    waiting_left: list[float] | None = None,
+    room: int | list[int] = UNLIMITED,
+    waited: list[int] | None = None,
+    instant: bool = False,
+) -> ClusterView:
+    """A cluster with so many free slots and so much free room beside the running requests."""
+    running = np.array([size for instance in sizes for size in instance], dtype=np.int64)
+    instance = np.repeat(np.arange(len(sizes)), [len(requests) for requests in sizes])
+    tokens = [1e9] * len(running) if left is None else [n for row in left for n in row]
+    load = np.bincount(instance, weights=running, minlength=len(sizes)).astype(np.int64)
+    free = np.broadcast_to(np.asarray(room, dtype=np.int64), len(sizes))
+    return ClusterView(
+        slots=np.asarray(slots) + np.array([len(requests) for requests in sizes]),
+        kv_capacity=np.where(free == UNLIMITED, UNLIMITED, free + load),
+        queued=np.zeros(len(sizes), dtype=np.int64),
+        instance=instance,
+        prompt_tokens=running,
+        generated_tokens=np.zeros(len(running), dtype=np.int64),
+        forecast=PointForecast.new(tokens),
+        waiting_prompt_tokens=np.array(waiting, dtype=np.int64),
+        waiting_generated_tokens=np.zeros(len(waiting), dtype=np.int64),
+        waiting_forecast=PointForecast.new(waiting_left or [1e9] * len(waiting)),
+        waited_steps=np.array(waited or [0] * len(waiting), dtype=np.int64),
+        instant=instant,
+    )
+
+
+def random_cluster(
+    generator: np.random.Generator,
+    n_instances: int,
+    n_waiting: int,
+    slots: IntArray,
+    *,
+    running: int = 12,
+    curves: bool = False,
+    tight: bool = False,
+) -> ClusterView:
+    """Lognormal contexts, geometric lengths: true ones, or hazards that differ a lot."""
+
+    def forecast(n: int) -> Forecast:
+        if not curves:
+            return PointForecast.new(generator.geometric(1 / 60, n).astype(np.float64))
+        edges = np.arange(129)
+        hazard = np.clip(generator.lognormal(-4, 1, n), 1e-4, 0.5)
+        return SurvivalForecast.new(edges, (1 - hazard[:, None]) ** edges)
+
+    def contexts(n: int) -> IntArray:
+        return np.maximum(generator.lognormal(6, 1, n), 1).astype(np.int64)
+
+    instance = np.repeat(np.arange(n_instances), running)
+    size, waiting = contexts(len(instance)), contexts(n_waiting)
+    load = np.bincount(instance, weights=size, minlength=n_instances).astype(np.int64)
+    room = (generator.uniform(0, 1.5, n_instances) * slots * waiting.mean()).astype(np.int64)
+    return ClusterView(
+        slots=slots + running,
+        kv_capacity=load + room if tight else np.full(n_instances, UNLIMITED),
+        queued=np.zeros(n_instances, dtype=np.int64),
+        instance=instance,
+        prompt_tokens=size,
+        generated_tokens=np.zeros(len(size), dtype=np.int64),
+        forecast=forecast(len(size)),
+        waiting_prompt_tokens=waiting,
+        waiting_generated_tokens=np.zeros(n_waiting, dtype=np.int64),
+        waiting_forecast=forecast(n_waiting),
+        waited_steps=np.zeros(n_waiting, dtype=np.int64),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most_waiting: int) -> ClusterView:
+    """Small clusters of all kinds: crowded or not, with KV room or short of it."""
+    n_instances = draw(st.integers(1, 3))
+    return random_cluster(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        n_instances,
+        draw(st.integers(1, most_waiting)),
+        np.array(draw(st.lists(st.integers(0, 3), min_size=n_instances, max_size=n_instances))),
+        running=draw(st.integers(0, 4)),
+        curves=draw(st.booleans()),
+        tight=draw(st.booleans()),
+    )
+
+
+def problem_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingProblem:
+    policy = BFIO(horizon=horizon, risk=risk)
+    return policy.problem(view)
+
+
+def assigned(view: ClusterView, **options: object) -> IntArray:
+    return create_policy("bfio", **options).assign(view).instance
+
+
+def imbalance(view: ClusterView, instance: IntArray, horizon: int) -> float:
+    """J, written down once more: from the forecasts of single requests."""
+    steps, placed = np.arange(horizon + 1), instance >= 0
+    load = np.zeros((view.n_instances, horizon + 1))
+    assert view.forecast is not None and view.waiting_forecast is not None
+    ahead = view.forecast.at(steps) * (view.context_tokens[:, None] + steps)
+    np.add.at(load, view.instance, ahead)
+    brought = view.waiting_forecast.at(steps) * (view.waiting_prompt_tokens[:, None] + steps)
+    np.add.at(load, instance[placed], brought[placed])
+    return float((len(load) * load.max(axis=0) - load.sum(axis=0)).sum())
+
+
+def feasible(view: ClusterView, instance: IntArray) -> bool:
+    placed = instance[instance >= 0]
+    brought = view.waiting_prompt_tokens[instance >= 0]
+    tokens = np.bincount(placed, weights=brought, minlength=view.n_instances)
+    counts = np.bincount(placed, minlength=view.n_instances)
+    free, room = view.slots - view.running, view.kv_capacity - view.kv_load
+    return bool((counts <= free).all() and (tokens <= room).all())
+
+
+def by_brute_force(view: ClusterView, horizon: int) -> tuple[int, float]:
+    """The most that can be admitted, and the least J with so many."""
+    outcomes = []
+    for choice in product(range(-1, view.n_instances), repeat=view.n_waiting):
+        instance = np.array(choice, dtype=np.int64)
+        if feasible(view, instance):
+            outcomes.append((-int((instance >= 0).sum()), imbalance(view, instance, horizon)))
+    fewest, least = min(outcomes)
+    return -fewest, least
+
+
+def fcfs(view: ClusterView) -> IntArray:
+    """In order of arrival, each on the first instance where it fits."""
+    free, room = view.slots - view.running, view.kv_capacity - view.kv_load
+    instance = np.full(view.n_waiting, -1)
+    for i, size in enumerate(view.waiting_prompt_tokens):
+        fitting = np.flatnonzero((free > 0) & (room >= size))
+        if len(fitting):
+            instance[i] = fitting[0]
+            free[fitting[0]] -= 1
+            room[fitting[0]] -= size
+    return instance
+
+
+@settings(max_examples=60, deadline=None)
+@given(view=clusters(most_waiting=5), horizon=st.sampled_from([0, 1, 7]))
+def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizon: int) -> None:
+    solution = solve_exactly(problem_of(view, horizon))
+    most, least = by_brute_force(view, horizon)
+
+    assert feasible(view, solution.instance)
+    assert (solution.instance >= 0).sum() == most
+    assert solution.objective == pytest.approx(least, abs=0.2)
+    assert solution.objective == pytest.approx(imbalance(view, solution.instance, horizon))
+    assert (solution.status, solution.source) == ("Optimal", "highs")
+    assert solution.gap == 0
+    assert solution.bound <= solution.objective
+
+
+@settings(max_examples=60, deadline=None)
+@given(view=clusters(most_waiting=9), horizon=st.sampled_from([0, 1, 20]))
+def test_the_fast_solver_is_between_fcfs_and_the_exact_one(view: ClusterView, horizon: int) -> None:
+    fast, exact = assigned(view, horizon=horizon), solve_exactly(problem_of(view, horizon))
+    first_come = fcfs(view)
+    admitted, most = (fast >= 0).sum(), (exact.instance >= 0).sum()
+
+    assert feasible(view, fast)
+    assert (first_come >= 0).sum() <= admitted <= most
+    if (view.kv_capacity == UNLIMITED).all():
+        assert admitted == min(view.n_waiting, (view.slots - view.running).sum())
+    reached = imbalance(view, fast, horizon)
+    if admitted == (first_come >= 0).sum():
+        assert reached <= imbalance(view, first_come, horizon) * (1 + 1e-9) + 1e-6
+    if admitted == most:
+        assert reached >= exact.bound - 1e-6
+
+
+def test_the_fast_solver_is_near_the_optimum() -> None:
+    gaps = []
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        n_instances, horizon = int(generator.integers(2, 7)), (0, 5, 20)[seed % 3]
+        slots = generator.integers(0, 4, n_instances)
+        view = random_cluster(
+            generator, n_instances, int(generator.integers(4, 15)), slots, curves=seed % 2 == 0
+        )
+        exact = solve_exactly(problem_of(view, horizon)).objective
+        reached = imbalance(view, assigned(view, horizon=horizon), horizon)
+        gaps.append((reached - exact) / max(exact, n_instances * (horizon + 1)))
+    assert np.mean(gaps) < 0.01
+    assert np.median(gaps) < 1e-6
+
+
+@pytest.mark.parametrize("solver", ["fast", "exact"])
+def test_the_same_view_has_the_same_assignment(solver: str) -> None:
+    generator = np.random.default_rng(3)
+    view = random_cluster(generator, 4, 12, np.array([1, 2, 0, 3]))
+    other = random_cluster(generator, 4, 10, np.array([2, 2, 2, 0]))
+    first = assigned(view, horizon=10, solver=solver)
+    assigned(other, horizon=10, solver=solver)
+
+    np.testing.assert_array_equal(assigned(view, horizon=10, solver=solver), first)
+
+
+@pytest.mark.parametrize("horizon", [0, 12])
+@pytest.mark.parametrize(("n_instances", "slots"), [(2, 3), (4, 8), (8, 16), (5, 40)])
+def test_requests_of_one_length_are_balanced_to_the_largest(
+    n_instances: int, slots: int, horizon: int
+) -> None:
+    """Lemma 1: after a round of admission to an empty cluster, max - min is at most s_max."""
+    for seed in range(3):
+        generator = np.random.default_rng(seed)
+        n_waiting = 2 * n_instances * slots
+        sizes = np.maximum(generator.lognormal(6, 1.2, n_waiting), 1).astype(np.int64)
+        view = cluster([[]] * n_instances, sizes.tolist(), slots)
+        instance = assigned(view, horizon=horizon)
+
+        load = np.bincount(instance[instance >= 0], weights=sizes[instance >= 0])
+        assert (np.bincount(instance[instance >= 0]) == slots).all()
+        assert load.max() - load.min() <= sizes.max()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=5, max_size=12),
+    n_instances=st.integers(2, 3),
+    solver=st.sampled_from(["fast", "exact"]),
+)
+@example([22, 22, 22, 22, 5, 14], 3, "fast")  # two instances share the maximum
+@example([10, 10, 10, 6, 1, 10, 10, 10, 10], 3, "exact")
+def test_lemma_1_holds_whatever_the_sizes(sizes: list[int], n_instances: int, solver: str) -> None:
+    slots = len(sizes) // n_instances
+    view = cluster([[]] * n_instances, sizes, slots)
+    instance = assigned(view, horizon=0, solver=solver)
+
+    brought = np.array(sizes)[instance >= 0]
+    load = np.bincount(instance[instance >= 0], weights=brought)
+    assert load.max() - load.min() <= max(sizes)
+
+
+@pytest.mark.parametrize("solver", ["fast", "exact"])
+def test_looking_ahead_places_where_room_will_be(solver: str) -> None:
+    view = cluster([[100], [90]], [50], slots=1, left=[[2], [1e9]])
+
+    assert assigned(view, horizon=0, solver=solver).tolist() == [1]
+    assert assigned(view, horizon=10, solver=solver).tolist() == [0]
+
+
+def test_of_equal_places_the_least_loaded_and_then_the_first_is_taken() -> None:
+    assert assigned(cluster([[100], [20], [60]], [5], 1), horizon=5).tolist() == [1]
+    assert assigned(cluster([[100], [20], [20]], [5], 1), horizon=5).tolist() == [1]
+    assert assigned(cluster([[], [], []], [5], 1), horizon=0).tolist() == [0]
+
+
+def test_without_risk_the_variance_does_not_matter() -> None:
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        view = random_cluster(generator, 5, 20, generator.integers(0, 3, 5), curves=True)
+        plain = assigned(view, horizon=20)
+        np.testing.assert_array_equal(assigned(view, horizon=20, risk=0.0), plain)
+
+
+def test_risk_avoids_the_instance_whose_load_is_least_certain() -> None:
+    """Both instances expect the same at h = 10, but one will have all of it or nothing."""
+    edges = np.array([0, 10, 20])
+    sure, unsure = [1.0, 1.0, 1.0], [1.0, 0.5, 0.5]
+    view = replace(
+        cluster([[2000], [995] * 1], [400], slots=1),
+        forecast=SurvivalForecast.new(edges, [unsure, sure]),
+        waiting_forecast=SurvivalForecast.new(edges, [sure]),
+        prompt_tokens=np.array([2000, 2000]),
+    )
+    calm, wild = np.array([1]), np.array([0])
+    problem = problem_of(view, 10, risk=2.0)
+    assert imbalance_of(problem, calm, 2.0) < imbalance_of(problem, wild, 2.0)
+    np.testing.assert_array_equal(assigned(view, horizon=10, risk=4.0), calm)
+
+
+def test_the_risk_that_is_asked_for_is_what_is_lowered() -> None:
+    plain, careful = 0.0, 0.0
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        view = random_cluster(generator, 4, 16, generator.integers(0, 3, 4), curves=True)
+        problem = problem_of(view, 30, risk=1.5)
+        plain += imbalance_of(problem, assigned(view, horizon=30), 1.5)
+        careful += imbalance_of(problem, assigned(view, horizon=30, risk=1.5), 1.5)
+    assert careful < plain
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    bound=st.integers(0, 6),
+    arrivals=st.integers(1, 4),
+    solver=st.sampled_from(["fast", "fast", "exact"]),
+)
+def test_nobody_waits_longer_than_the_bound_but_for_those_who_have_too(
+    seed: int, bound: int, arrivals: int, solver: str
+) -> None:
+    generator = np.random.default_rng(seed)
+    sizes, ages = [], []
+    for _ in range(15):
+        sizes += generator.integers(1, 2000, arrivals).tolist()
+        ages += [0] * arrivals
+        loads = generator.integers(1, 5000, 3)
+        slots = generator.integers(0, 3, 3)
+        view = cluster([[int(load)] for load in loads], sizes, slots.tolist(), waited=ages)
+        instance = assigned(view, horizon=0, starvation=bound, solver=solver)
+
+        admitted, waited = instance >= 0, np.array(ages)
+        starving = waited >= bound
+        if (starving & ~admitted).any():
+            assert admitted.sum() == slots.sum()
+            assert waited[admitted].min(initial=10**9) >= waited[starving & ~admitted].max()
+        sizes = [size for size, gone in zip(sizes, admitted, strict=True) if not gone]
+        ages = [age + 1 for age, gone in zip(ages, admitted, strict=True) if not gone]
+
+
+@pytest.mark.parametrize("solver", ["fast", "exact"])
+def test_a_request_that_fits_nobody_waits_until_it_starves(solver: str) -> None:
+    misfit = cluster([[1000], [980]], [5000, 10, 20], slots=[0, 1], waited=[7, 0, 0])
+
+    assert assigned(misfit, horizon=0, solver=solver)[0] == -1
+    assert assigned(misfit, horizon=0, solver=solver, starvation=8)[0] == -1
+    assert assigned(misfit, horizon=0, solver=solver, starvation=7).tolist() == [1, -1, -1]
+
+
+def test_the_exact_solver_ends_at_its_time_limit_no_worse_than_the_fast_one() -> None:
+    view = random_cluster(np.random.default_rng(1), 6, 40, np.full(6, 3))
+    problem = problem_of(view, 20)
+    solution = solve_exactly(problem, time_limit=0.2)
+
+    assert solution.status == "Time limit reached"
+    assert 0 < solution.gap <= 1
+    assert feasible(view, solution.instance)
+    assert (solution.instance >= 0).sum() == 18
+    assert solution.objective <= imbalance(view, assigned(view, horizon=20), 20) + 1e-6
+
+
+def test_all_of_a_pool_is_placed_when_the_cluster_is_empty() -> None:
+    sizes = np.random.default_rng(0).integers(1, 3000, 64)
+    instance = assigned(cluster([[]] * 16, sizes.tolist(), slots=72), horizon=0)
+
+    load = np.bincount(instance, weights=sizes, minlength=16)
+    assert (instance >= 0).all()
+    assert load.max() - load.min() <= sizes.max()
+
+
+def test_of_a_pool_past_all_bounds_the_oldest_are_chosen_from() -> None:
+    sizes = np.random.default_rng(0).integers(1, 3000, 5000)
+    instance = assigned(cluster([[2000], [2500]], sizes.tolist(), slots=2), horizon=0)
+
+    assert (instance >= 0).sum() == 4
+    assert (instance[512:] < 0).all()
+
+
+def test_a_small_request_far_back_in_the_pool_takes_the_room_that_is_left() -> None:
+    view = cluster([[10], [10]], [500] * 2000 + [40], slots=3, room=[50, 30])
+
+    assert assigned(view, horizon=0).tolist() == [-1] * 2000 + [0]
+
+
+def test_at_instant_dispatch_slots_and_room_do_not_matter() -> None:
+    view = cluster([[300], [200], [250]], [90], slots=0, room=0, instant=True)
+
+    assert assigned(view, horizon=4).tolist() == [1]
+
+
+def test_nothing_is_placed_where_there_is_no_place() -> None:
+    assert assigned(cluster([[5], [5]], [3, 4], slots=0), horizon=0).tolist() == [-1, -1]
+    assert assigned(cluster([[5], [5]], [], slots=1), horizon=0).tolist() == []
+    assert assigned(cluster([[5], [5]], [9], slots=1, room=8), horizon=0).tolist() == [-1]
+
+
+def test_only_lookahead_needs_forecasts() -> None:
+    blind = replace(cluster([[100], [50]], [10], 1), forecast=None, waiting_forecast=None)
+
+    assert BFIO(horizon=0).needs == Needs.LOADS
+    assert BFIO(horizon=1).needs == Needs.FORECASTS
+    for solver in ("fast", "exact"):
+        assert assigned(blind, horizon=0, solver=solver, risk=0.0).tolist() == [1]
+        with pytest.raises(ValueError, match="forecasts"):
+            assigned(blind, horizon=5, solver=solver)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "simplex"}, "no solver 'simplex'; known: exact, fast"),
+        ({"horizon": -1}, "horizon must be 0 steps or more, not -1"),
+        ({"time_limit": 0}, "time_limit must be more than 0 seconds"),
+        ({"starvation": -2}, "starvation must be 0 steps or more"),
+        ({"risk": -0.5}, "risk must be 0 or more, not -0.5"),
+        ({"risk": float("nan")}, "risk must be 0 or more, not nan"),
+        ({"solver": "exact", "risk": 1.0}, "use solver fast"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_policy("bfio", **options)
+
+
+def test_the_milp_solver_is_loaded_only_when_it_is_asked() -> None:
+    code = "import sys, rescheduler.routing; sys.exit('highspy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,313 @@
+"""Each routing policy on a case worked out by hand, and its ties."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routing_views import cluster, placed
+
+from rescheduler.routing import BRH, FastPhi, Overflow, create_policy
+from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
+from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
+from rescheduler.routing.balance.subset_sum import fullest_sum, reachable_sums, subset_of_sum
+from rescheduler.routing.heuristics.random_choice import splitmix64
+from rescheduler.routing.problem import empty_target
+
+
+def test_fcfs_fills_workers_in_increasing_index() -> None:
+    view = cluster([[(9, 1)], [], []], [(5, 1)] * 6, slots=[2, 0, 3])
+    assert placed("fcfs", view) == [0, 2, 2, 2, -1, -1]
+
+
+def test_fcfs_lets_no_request_overtake_one_that_fits_nowhere() -> None:
+    view = cluster([[(60, 1)], [(30, 1)]], [(40, 1), (50, 1), (10, 1)], slots=4, capacity=100)
+    assert placed("fcfs", view) == [0, 1, 1]
+    blocked = cluster([[(60, 1)], [(30, 1)]], [(40, 1), (71, 1), (10, 1)], slots=4, capacity=100)
+    assert placed("fcfs", blocked) == [0, -1, -1]
+
+
+def test_fcfs_reads_a_free_place_from_the_queues_when_instances_queue() -> None:
+    busy = [[(10, 9)] * 3, [(10, 9)] * 2, [(10, 9)] * 2]
+    for queued, expected in (([0, 0, 0], 0), ([1, 0, 0], 1), ([2, 1, 1], 1), ([2, 2, 2], 0)):
+        view = cluster(busy, [(5, 1)], instant=True, queued=queued)
+        assert placed("fcfs", view) == [expected]
+    full = cluster([[(90, 9)], [(10, 9)]], [(20, 1)], capacity=100, instant=True)
+    assert placed("fcfs", full) == [1]
+
+
+def test_round_robin_goes_on_where_it_stopped_and_skips_what_is_full() -> None:
+    view = cluster([[], [], []], [(5, 1)] * 4, slots=[2, 1, 2], dispatched=7)
+    assert placed("round_robin", view) == [1, 2, 0, 2]  # turns 1, 2, 0, 1: that one is full
+
+
+def test_random_is_splitmix64_and_about_uniform() -> None:
+    assert splitmix64(np.uint64(0)) == 0xE220A8397B1DCDAF  # the generator's published first number
+    view = [cluster([[]] * 4, [(5, 1)], dispatched=k) for k in range(1000)]
+    chosen = [placed("random", v, seed=3)[0] for v in view]
+    assert np.bincount(chosen, minlength=4).min() > 200
+    assert chosen != [placed("random", v, seed=4)[0] for v in view]
+
+
+def test_power_of_d_takes_the_shorter_queue_of_its_sample() -> None:
+    few_but_large = [(900, 5)]
+    view = cluster([few_but_large, [(10, 5)] * 2, [(10, 5)] * 3], [(5, 1)])
+    assert placed("power_of_d", view, d=3) == [0]
+    assert placed("power_of_d", view, d=9) == [0]
+    assert placed("power_of_d", view, d=3, metric="load") == [1]
+    # With two distinct of three, the longest queue is never the shorter one.
+    for seed in range(40):
+        assert placed("power_of_d", view, d=2, seed=seed)[0] != 2
+    chosen = {placed("power_of_d", view, d=1, seed=seed)[0] for seed in range(40)}
+    assert chosen == {0, 1, 2}
+
+
+def test_jsq_counts_requests_and_jsq_load_tokens() -> None:
+    view = cluster([[(900, 5)], [(10, 5)] * 2], [(5, 1), (5, 1)])
+    assert placed("jsq", view) == [0, 0]  # 1 and 2 requests; then 2 and 2: the lowest index
+    assert placed("jsq_load", view) == [1, 1]  # 900 and 20 tokens
+
+
+def test_vllm_adds_kv_pressure_to_waiting_requests() -> None:
+    # 0: 2 started, 1 queued, KV 90% full: 3 + 6 * 1 * 0.4 = 5.4; 1: 5 started: 5
+    view = cluster([[(300, 5)] * 3, [(20, 5)] * 5], [(5, 1)], capacity=1000, queued=[1, 0])
+    assert placed("vllm", view) == [1]
+    assert placed("vllm", view, version="0.20") == [1]  # 4 + 2 = 6 against 5
+    # KV 45% full: 3 + 0 against 5; version 0.20 does not look: 6 against 5
+    roomy = cluster([[(150, 5)] * 3, [(20, 5)] * 5], [(5, 1)], capacity=1000, queued=[1, 0])
+    assert placed("vllm", roomy) == [0]
+    assert placed("vllm", roomy, version="0.20") == [1]
+
+
+def test_vllm_breaks_ties_in_turn_and_counts_what_it_has_routed() -> None:
+    idle = cluster([[], [], []], [(5, 1)], dispatched=4)
+    assert placed("vllm", idle) == [1]
+    assert placed("vllm", idle, version="0.20") == [0]
+    # Placed ones count 4 each as waiting: 0 then 4 against 3 running
+    view = cluster([[], [(10, 5)] * 3], [(5, 1)] * 3)
+    assert placed("vllm", view, version="0.20") == [0, 1, 0]
+
+
+def test_min_min_places_short_requests_first_and_max_min_long_ones() -> None:
+    view = cluster([[(9, 10)], [(9, 15)]], [(5, 30), (5, 4), (5, 8)])
+    # 4 -> 0 (14), 8 -> 0 (22), 30 -> 1 (45)
+    assert placed("min_min", view) == [1, 0, 0]
+    # 30 -> 0 (40), 8 -> 1 (23), 4 -> 1 (27)
+    assert placed("max_min", view) == [0, 1, 1]
+
+
+def test_min_min_compares_completions_where_each_request_fits() -> None:
+    # The large request fits only on 1, where 3 tokens end at 43; the small one ends at 20 + 9.
+    view = cluster([[(80, 20)], [(10, 40)]], [(50, 3), (5, 9)], slots=[2, 2], capacity=100)
+    assert placed("min_min", view) == [1, 0]
+    assert placed("min_min", cluster([[(80, 20)]], [(50, 3), (5, 9)], capacity=100)) == [-1, 0]
+
+
+def test_throttled_takes_the_first_worker_below_its_limit_or_waits() -> None:
+    view = cluster([[(9, 9)] * 2, [(9, 9)]], [(5, 1)] * 4)
+    assert placed("throttled", view, limit=3) == [0, 1, 1, -1]
+    queueing = cluster([[(9, 9)] * 5, [(9, 9)] * 4], [(5, 1)], instant=True)
+    assert placed("throttled", queueing, limit=3) == [1]
+
+
+def test_max_capacity_takes_most_free_tokens_and_does_not_look_past_the_front() -> None:
+    view = cluster([[(10, 9)], [(150, 9)]], [(45, 1), (60, 1), (1, 1)], capacity=[100, 200])
+    assert placed("max_capacity", view) == [0, -1, -1]  # 90 and 50 free; then 45 and 50
+    unlimited = cluster([[(10, 9)], [(9, 9)]], [(5, 1), (5, 1)])
+    assert placed("max_capacity", unlimited) == [1, 0]
+
+
+def test_max_capacity_keeps_a_reserve_except_on_an_empty_instance() -> None:
+    view = cluster([[(50, 1.0)], []], [(45, 1.0), (40, 1.0), (1, 1.0)], capacity=100)
+    assert placed("max_capacity", view) == [1, 1, 0]
+    # 10 stay free: the second has 55 left after the first, of which 45 may be taken.
+    assert placed("max_capacity", view, reserve=0.1) == [1, 1, 0]
+    assert placed("max_capacity", view, reserve=0.2) == [1, -1, -1]
+    over = replace(cluster([[(150, 1.0)]], [(5, 1.0)], capacity=100), instant=True)
+    assert placed("max_capacity", over) == [0], "without a reserve nobody waits at the router"
+    assert placed("max_capacity", over, reserve=0.1) == [-1]
+    full = cluster([[(50, 1.0)], []], [(95, 1.0)], capacity=100)
+    assert placed("max_capacity", full, reserve=0.2) == [1], "who would never fit waits for nobody"
+    with pytest.raises(ValueError, match=r"reserve must be in \[0, 1\), not 1"):
+        create_policy("max_capacity", reserve=1)
+
+
+def test_decode_balancer_balances_tokens_to_come() -> None:
+    view = cluster([[(900, 5)], [(10, 20)]], [(5, 16), (5, 3), (5, 3)])
+    assert placed("decode_balancer", view) == [0, 1, 0]  # 5|20, 21|20, 21|23
+
+
+def test_dedicated_small_large_keeps_classes_apart() -> None:
+    view = cluster([[], []], [(5, 300), (5, 10), (5, 11), (5, 299)])
+    assert placed("dedicated_small_large", view, heavy_tokens=299) == [0, 1, 1, 0]
+    four = cluster([[], [], [], []], [(5, 300), (5, 10), (5, 10), (5, 10)])
+    assert placed("dedicated_small_large", four, heavy_tokens=299, share=0.25) == [0, 1, 2, 3]
+    full = cluster([[(5, 9)], []], [(5, 300), (5, 10)], slots=1)
+    assert placed("dedicated_small_large", full, heavy_tokens=299) == [-1, 1]
+    assert placed("dedicated_small_large", cluster([[]], [(5, 300), (5, 10)])) == [0, 0]
+
+
+def test_br0_prefers_what_does_not_overflow() -> None:
+    # Loads 1000, 700, 400. Size 500: margins 0, 300, 600; F = -1000, -100, 500.
+    view = cluster([[(1000, 9)], [(700, 9)], [(400, 9)]], [(500, 1)], slots=2)
+    assert placed("br0", view) == [2]
+    # With 2 full: F = -1000 and -100.
+    assert placed("br0", cluster([[(1000, 9)], [(700, 9)], []], [(500, 1)], slots=[2, 2, 0])) == [1]
+
+
+def test_br0_raises_the_envelope_as_it_places() -> None:
+    # 600 goes to 1 (700 of 100 + 600), which is then the heaviest: 100 fits below it on 0.
+    view = cluster([[(500, 9)], [(100, 9)]], [(600, 1), (100, 1)])
+    assert placed("br0", view) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("br0", {}), ("brh", {}), ("overflow", {}), ("fast_phi", {}), ("fast_phi", {"k": 1})],
+)
+def test_scores_that_are_equal_go_to_the_lowest_load_then_index(
+    name: str, options: dict[str, int]
+) -> None:
+    # A request of 10 tokens overflows nowhere but on the heaviest; without the rule it would
+    # always go to the lowest index.
+    heavy, view = [(9000, 900)], [[(50, 900)], [(20, 900)], [(20, 900)]]
+    assert placed(name, cluster([heavy, *view], [(10, 5)]), **options) == [2]
+
+
+def test_decode_balancer_ties_go_to_the_lowest_load_then_index() -> None:
+    view = cluster([[(50, 9)], [(20, 9)], [(20, 9)]], [(10, 5)])
+    assert placed("decode_balancer", view) == [1]
+    assert placed("jsq_load", view) == [1]
+
+
+def test_brh_makes_the_choice_of_the_papers_example() -> None:
+    """The EP Barrier Tax, 'BR-H: Looking Ahead': penalties of about 5,463 and 3,780, B wins."""
+    policy = BRH(alpha=0, beta=8, gamma=0.9, steps=[0, 5, 10, 50])
+    gpu_a = [(1500, 10), (2200, 80), (1700, 5)]
+    view = cluster([gpu_a, [(4000, 900)]], [(500, 60)])
+    problem = policy.problem(view)
+    assert problem.ahead[0].tolist() == [5400, 3710, 2210, 2250]
+    problem.ahead[1] = [4000, 3900, 3800, 3500]  # given in the paper without its requests
+
+    scores = np.empty(2)
+    highest = envelope(problem.ahead)
+    assert highest.tolist() == [5400, 3900, 3800, 3500]
+    weights = discounts(problem.points, policy.gamma)
+    brh_scores(problem.ahead, policy.parameters(), weights, 500.0, highest, scores)
+    assert -scores == pytest.approx([5463, 3780], rel=1e-3)  # the paper rounds the discounts
+
+    target = empty_target(problem)
+    BRH.kernel(problem, policy.parameters(), target)
+    assert target.tolist() == [1]
+
+
+@pytest.mark.parametrize("size", [100, 500, 1500])
+def test_brh_without_a_horizon_is_br0(size: int) -> None:
+    view = cluster([[(1000, 9)], [(700, 9)], [(400, 9)]], [(size, 5)] * 4, slots=3)
+    assert placed("brh", view, horizon=0) == placed("br0", view)
+
+
+def test_overflow_weights_the_steps_by_survival() -> None:
+    # A ends soon, B goes on. One token short-lived: only now counts, where B has the margin;
+    # long-lived: B overflows for most of the request's life.
+    gpus = [[(5000, 3)], [(4000, 500)]]
+    assert placed("overflow", cluster(gpus, [(500, 2)])) == [1]
+    assert placed("overflow", cluster(gpus, [(500, 200)])) == [0]
+
+
+@settings(deadline=None)
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 30)), min_size=1, max_size=4),
+    request=st.tuples(st.integers(1, 400), st.integers(1, 30)),
+)
+def test_the_overflow_cost_is_the_papers_sum(
+    loads: list[tuple[int, int]], request: tuple[int, int]
+) -> None:
+    policy = Overflow(horizon=20)
+    problem = policy.problem(cluster([[r] for r in loads], [request]))
+    costs = np.empty(len(loads))
+    overflow_costs(problem, policy.parameters(), 0, envelope(problem.ahead), costs)
+    size, left = request
+    for g, cost in enumerate(costs):
+        expected = 0.0
+        for h in range(min(left, 21)):
+            load = [context + h if h < end else 0 for context, end in loads]
+            expected += max(size + h - (max(load) - load[g]), 0)
+        assert cost == pytest.approx(expected)
+
+
+def test_fast_phi_takes_quantiles_of_the_output_length() -> None:
+    fitted = FastPhi(k=5).with_lengths(np.arange(1, 101))
+    assert fitted.points().tolist() == [0, 20, 40, 60, 80]
+    assert fitted.with_lengths([10, 10, 10]).points().tolist() == [0, 10]
+    assert FastPhi(k=1).with_lengths([3, 9]).points().tolist() == [0]
+    assert FastPhi(steps=[0, 7]).with_lengths([3, 9]).points().tolist() == [0, 7]
+    assert FastPhi().points().tolist() == [0, 64, 128, 256, 512]
+    with pytest.raises(ValueError, match="output lengths"):
+        FastPhi().with_lengths([])
+
+
+def test_fast_phi_integrates_by_the_trapezoid_rule() -> None:
+    assert trapezoid_weights([0, 20, 60]).tolist() == [10, 30, 20]
+    assert trapezoid_weights([0]).tolist() == [1]
+    points = np.array([0, 3, 10, 40])
+    assert trapezoid_weights(points) @ points == pytest.approx(40**2 / 2)  # exact where linear
+
+
+def test_fast_phi_of_one_point_knows_the_current_load_only() -> None:
+    gpus = [[(5000, 3)], [(4000, 500)]]
+    assert placed("fast_phi", cluster(gpus, [(500, 200)]), k=1) == [1]
+    assert placed("fast_phi", cluster(gpus, [(500, 200)]), steps=[0, 50, 100, 150]) == [0]
+
+
+def test_balance_future_dp_fills_a_margin_with_a_subset() -> None:
+    # Worker 1 is 100 below the heaviest and has two slots: 70 + 30 fills the margin.
+    view = cluster([[(500, 99)], [(400, 99)]], [(70, 9), (60, 9), (30, 9), (45, 9)], slots=[1, 3])
+    assert placed("balance_future_dp", view, horizon=0) == [1, -1, 1, -1]
+    # In steps of two or more tokens, or with less room, the best that can be told apart.
+    assert placed("balance_future_dp", view, horizon=0, resolution=64) == [1, -1, 1, -1]
+    tight = cluster(
+        [[(500, 99)], [(400, 99)]],
+        [(70, 9), (60, 9), (30, 9), (45, 9)],
+        slots=[1, 3],
+        capacity=[500, 495],
+    )
+    assert placed("balance_future_dp", tight, horizon=0) == [-1, 1, 1, -1]
+
+
+def test_balance_future_dp_looks_at_the_least_margin_of_the_horizon() -> None:
+    # The heaviest worker ends after 5 steps: no margin is left for the rest of the horizon, and
+    # what overflows least is placed alone, again and again.
+    view = cluster([[(500, 5)], [(400, 99)]], [(70, 9), (30, 9), (45, 9)], slots=[1, 3])
+    assert placed("balance_future_dp", view, horizon=20) == [-1, 1, 1]
+
+
+def test_balance_future_dp_spreads_single_requests_while_slots_are_many() -> None:
+    # 12 and 11 slots: worker 0 first, with the best F, the largest within its margin of 100;
+    # then 11 and 11: the lighter worker, 0 again; then 1.
+    view = cluster([[(400, 99)], [(500, 99)]], [(30, 9), (90, 9), (120, 9)], slots=[13, 12])
+    assert placed("balance_future_dp", view, horizon=0) == [0, 0, 1]
+
+
+sizes_of_items = st.lists(st.integers(1, 70), min_size=1, max_size=7)
+
+
+@settings(deadline=None)
+@given(sizes_of_items, st.integers(1, 4), st.integers(1, 300), st.integers(0, 300))
+def test_the_bitset_finds_the_sums_that_trying_all_subsets_finds(
+    sizes: list[int], most_items: int, largest: int, safe: int
+) -> None:
+    items = np.array(sizes)
+    masks = [np.array(list(np.binary_repr(m, len(sizes)))) == "1" for m in range(2 ** len(sizes))]
+    reach = reachable_sums(items, most_items, largest)
+    for n_items in range(1, most_items + 1):
+        sums = {int(items[mask].sum()) for mask in masks if mask.sum() == n_items}
+        within = {s for s in sums if s <= largest}
+        best = max((s for s in within if s <= safe), default=min(within, default=-1))
+        found = fullest_sum(reach[-1, n_items], safe, largest)
+        assert found == best
+        if found > 0:
+            taken = subset_of_sum(reach, items, n_items, found)
+            assert taken.sum() == n_items
+            assert items[taken].sum() == found

@@ -1,0 +1,363 @@
+"""What simulated policies are told: sources of forecasts, and recordings of real ones."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from recorded_dataset import change_shard
+
+from data_collection.dataset.split import split_requests
+from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
+from predictor.models.checkpoint import load_predictor
+from predictor.models.survival_mlp import SurvivalMLP
+from predictor.training.row_table import RowTable, load_rows
+from predictor.training.rows_data_module import request_rows
+from rescheduler.simulator.forecasts.forecast_arrays import (
+    ForecastArrays,
+    expected_remaining,
+    survival_row,
+)
+from rescheduler.simulator.forecasts.forecast_recording import ReplayTrace, read_recording
+from rescheduler.simulator.forecasts.forecast_sources import SOURCES, create_forecast
+from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
+from rescheduler.simulator.workloads.trace import first_requests
+from rescheduler.simulator.workloads.trace_files import create_trace
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+POINTS = np.array([0, 1, 3, 10, 40])
+SHIPPED = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-instruct"
+
+
+def arrays(
+    name: str, lengths: IntArray | None = None, seed: int = 0, **options: object
+) -> ForecastArrays:
+    return create_forecast(name, **options).arrays(lengths, seed)
+
+
+def survival(
+    f: ForecastArrays, generated: int, output: int = 0, number: int = 0, template: int = -1
+) -> FloatArray:
+    out = np.empty(len(POINTS))
+    survival_row(f, number, template, generated, output, POINTS, out)
+    return out
+
+
+def remaining(f: ForecastArrays, generated: int, output: int, number: int = 0) -> float:
+    return float(expected_remaining(f, number, -1, generated, output))
+
+
+def test_an_oracle_knows_the_length_and_nothing_is_known_without_one() -> None:
+    oracle = arrays("oracle")
+    for generated in (0, 7, 99):
+        assert remaining(oracle, generated, 100) == 100 - generated
+    assert survival(oracle, 95, 100).tolist() == [1, 1, 1, 0, 0]
+    assert remaining(arrays("none"), 3, 100) == 0
+
+
+def test_an_oracle_that_ages_stays_one() -> None:
+    for k in (1, 20, 100):
+        stale = arrays("interval", k=k)
+        assert [remaining(stale, n, 250) for n in (0, 19, 21, 99, 249)] == [250, 231, 229, 151, 1]
+
+
+def test_noise_is_lognormal_new_at_each_prediction_and_repeatable() -> None:
+    noisy = arrays("noisy", seed=5, sigma=0.4, interval=20)
+    first = np.array([remaining(noisy, 0, 10_000, number) for number in range(4000)])
+    assert np.log(first / 10_000).mean() == pytest.approx(0, abs=0.02)
+    assert np.log(first / 10_000).std() == pytest.approx(0.4, rel=0.04)
+    assert remaining(noisy, 19, 10_000, 3) == pytest.approx(first[3] - 19)  # it ages
+    assert remaining(noisy, 20, 10_000, 3) != pytest.approx(first[3] - 20)  # and is renewed
+    again = arrays("noisy", seed=5, sigma=0.4, interval=20)
+    other = arrays("noisy", seed=6, sigma=0.4, interval=20)
+    assert remaining(again, 0, 10_000, 3) == first[3] != remaining(other, 0, 10_000, 3)
+
+
+def test_bins_are_those_of_the_predictors_sensitivity_study() -> None:
+    outputs = np.array([90, 5_000, 20_000, 32_000])
+    for bins in (2, 4, 6):
+        edges = star_bins(bins, 32_768)
+
+        def predicted(generated: IntArray, edges: IntArray = edges) -> Forecast:
+            return binned(PointForecast.new(outputs - generated), edges)
+
+        coarse = arrays("binned", bins=bins, context=32_768, interval=100)
+        for generated in (0, 50, 89):
+            expected = renewed_every(predicted, 100)(np.full(4, generated)).mean()
+            found = [remaining(coarse, generated, output) for output in outputs.tolist()]
+            assert found == expected.tolist()
+
+
+def test_own_edges_bin_too() -> None:
+    coarse = arrays("binned", edges=[0, 10, 50], interval=1)
+    assert [remaining(coarse, 0, output) for output in (4, 10, 49, 4000)] == [5, 30, 30, 30]
+
+
+def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
+    trace = create_trace("geometric", requests=40_000, mean_output=50)
+    sample = first_requests(trace, np.random.default_rng(0), 40_000).output
+    marginal = arrays("kaplan_meier", sample)
+    # Geometric lengths have no memory: whatever the age, 50 tokens are to come.
+    for generated in (0, 30, 100):
+        assert remaining(marginal, generated, 0) == pytest.approx(50, rel=0.06)
+        expected = (1 - 1 / 50) ** POINTS
+        np.testing.assert_allclose(survival(marginal, generated), expected, rtol=0.06)
+    few = arrays("kaplan_meier", np.array([2, 2, 5, 9]))
+    assert few.table.tolist() == [1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0]
+    assert survival(few, 2).tolist() == [1, 1, 0.5, 0, 0]
+    assert survival(few, 40).tolist() == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "orakle"},
+            "no forecast 'orakle'; known: binned, classified, interval, kaplan_meier, noisy",
+        ),
+        ({"name": "oracle", "sigma": 1}, "oracle has no option 'sigma'; it takes: none"),
+        ({"name": "noisy"}, "noisy needs the option 'sigma'"),
+        ({"name": "noisy", "sigma": -1}, "noisy: sigma must be at least 0, not -1"),
+        ({"name": "noisy", "sigma": 1, "interval": 0}, "noisy: a prediction every 0 tokens"),
+        ({"name": "interval", "k": 0.5}, "interval: a prediction every 0.5 tokens"),
+        ({"name": "binned"}, "binned: give either bins .2, 4, 6. or edges"),
+        ({"name": "binned", "bins": 4, "edges": [0, 3]}, "binned: give either bins"),
+        ({"name": "binned", "bins": 3}, "binned: bins is 2, 4, 6, not 3"),
+        ({"name": "binned", "edges": [0, 5, 5]}, r"edges must ascend from 0, not \[0, 5, 5\]"),
+        ({"name": "binned", "bins": 2, "sigma": -1}, "binned: sigma must be at least 0"),
+        ({"name": "replay", "recording": "nowhere"}, "nowhere: cannot be read"),
+    ],
+)
+def test_a_source_that_cannot_be_is_told(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_forecast(**options)  # type: ignore[arg-type]
+
+
+def test_kaplan_meier_says_that_it_needs_lengths() -> None:
+    for lengths in (None, np.empty(0, dtype=np.int64)):
+        with pytest.raises(ValueError, match="needs output lengths of other requests"):
+            create_forecast("kaplan_meier").arrays(lengths, 0)
+    needing = [name for name, source in SOURCES.items() if source.needs_lengths]
+    assert needing == ["classified", "kaplan_meier"]
+
+
+@pytest.fixture(scope="module")
+def recording(
+    memoryless: Path, survival_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What the small survival model forecasts of its test requests."""
+    out = tmp_path_factory.mktemp("recording") / "new" / "forecasts.parquet"
+    record_forecasts(memoryless, str(survival_checkpoint), out)
+    return out
+
+
+def recorded_rows(dataset: Path) -> RowTable:
+    """Return the rows of the test requests that ran to their end, in the recording's order."""
+    table = load_rows(dataset)
+    chosen = split_requests(table.requests.group, 0)["test"]
+    rows = table.select(np.isin(table.request, chosen)).ran_to_their_end()
+    return rows.select(np.lexsort((rows.generated_tokens, rows.request)))
+
+
+def test_a_recording_holds_lengths_and_forecasts_of_the_test_requests(
+    memoryless: Path, survival_checkpoint: Path, recording: Path
+) -> None:
+    recorded = read_recording(recording)
+    predictor = load_predictor(str(survival_checkpoint))
+    assert isinstance(predictor, SurvivalMLP)
+    rows = recorded_rows(memoryless)
+    requests = np.unique(rows.request)
+    assert (recorded.model, recorded.part) == (predictor.serving_model, "test")
+    assert (recorded.predictor, recorded.interval) == (predictor.fingerprint(), 5)
+    np.testing.assert_array_equal(recorded.output, rows.requests.total_tokens[requests])
+    reasons = np.array(rows.requests.finish_reason)[requests]
+    np.testing.assert_array_equal(recorded.cut, reasons == "length")
+    assert (recorded.output[recorded.cut] == recorded.max_tokens[recorded.cut]).all()
+    assert (recorded.output[~recorded.cut] <= recorded.max_tokens[~recorded.cut]).all()
+    expected = predictor.forecast(request_rows(rows))
+    np.testing.assert_allclose(recorded.curves, expected.survival, atol=0.6 / 65_535)
+    SurvivalForecast.new(recorded.edges, recorded.curves)  # starts at 1, never rises
+
+
+def test_a_replayed_forecast_is_the_predictors_aged_and_capped(
+    memoryless: Path, survival_checkpoint: Path, recording: Path
+) -> None:
+    recorded = read_recording(recording)
+    rows = recorded_rows(memoryless)
+    live = load_predictor(str(survival_checkpoint)).forecast(request_rows(rows))
+    replayed = arrays("replay", recording=recording)
+    ages = 0
+    for template in range(0, len(recorded), 7):
+        for generated in range(recorded.output[template]):
+            row = recorded.first_row[template] + generated // 5
+            now = live.select(np.array([row])).aged(generated % 5)
+            found = survival(replayed, generated, template=template)
+            np.testing.assert_allclose(found, now.at(POINTS)[0], atol=2e-4)
+            mean = expected_remaining(replayed, 0, template, generated, 0)
+            assert mean == pytest.approx(now.mean()[0], abs=0.02)
+            ages += 1
+    assert ages > 100
+
+
+def test_forecasts_may_be_replayed_at_longer_intervals(recording: Path) -> None:
+    recorded = read_recording(recording)
+    every, thinned = (
+        arrays("replay", recording=recording),
+        arrays("replay", recording=recording, interval=15),
+    )
+    assert (every.interval, thinned.interval) == (5, 15)
+    assert thinned.n_rows.tolist() == (-(-recorded.output // 15)).tolist()
+    long = int(recorded.output.argmax())
+    for generated in (0, 15, 30):
+        same = survival(every, generated, template=long)
+        np.testing.assert_array_equal(survival(thinned, generated, template=long), same)
+    for template in range(len(recorded)):
+        first = every.curves[every.first_row[template]]
+        np.testing.assert_array_equal(thinned.curves[thinned.first_row[template]], first)
+    with pytest.raises(ValueError, match="every 5 tokens, so that interval must be a multiple"):
+        create_forecast("replay", recording=recording, interval=12)
+
+
+def test_replayed_requests_are_the_recorded_ones(recording: Path) -> None:
+    recorded = read_recording(recording)
+    trace = create_trace("replay", recording=str(recording), requests=70_000)
+    sizes = [len(block.prompt) for block in trace.blocks(np.random.default_rng(0))]
+    block = first_requests(trace, np.random.default_rng(0), 70_000)
+    assert sizes == [65_536, 4464]
+    np.testing.assert_array_equal(block.output, recorded.output[block.template])
+    np.testing.assert_array_equal(block.prompt, recorded.prompt[block.template])
+    drawn = np.bincount(block.template, minlength=len(recorded)) / 70_000 * len(recorded)
+    assert drawn.min() > 0.7
+    assert drawn.max() < 1.3
+
+
+def test_replayed_forecasts_refuse_other_requests(
+    recording: Path, memoryless: Path, survival_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = create_forecast("replay", recording=recording)
+    source.refuse_other_trace(ReplayTrace(recording=recording))
+    record_forecasts(memoryless, str(survival_checkpoint), tmp_path / "other", "validation")
+    for trace in (create_trace("star"), ReplayTrace(recording=tmp_path / "other")):
+        with pytest.raises(ValueError, match="are of its own requests"):
+            source.refuse_other_trace(trace)
+    create_forecast("oracle").refuse_other_trace(create_trace("star"))
+
+
+def test_a_regressors_number_is_recorded_as_a_step(
+    memoryless: Path, regressor_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "forecasts.parquet"
+    recorded, _ = record_forecasts(memoryless, str(regressor_checkpoint), out)
+    rows = recorded_rows(memoryless)
+    predicted = load_predictor(str(regressor_checkpoint)).forecast(request_rows(rows)).uncapped()
+    middle = SurvivalForecast.new(recorded.edges, recorded.curves).median()
+    bins = np.searchsorted(recorded.edges, predicted.median(), "right") - 1
+    inside = bins < len(recorded.edges) - 1
+    assert inside.mean() > 0.9
+    widths = np.diff(recorded.edges)[bins[inside]]
+    assert (np.abs(middle - predicted.median())[inside] <= widths).all()
+    assert set(np.unique(recorded.curves).tolist()) == {0.0, 1.0}
+
+
+def test_requests_without_all_their_rows_are_left_out_and_counted(
+    memoryless: Path, survival_checkpoint: Path, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "dataset"
+    shutil.copytree(memoryless, dataset)
+    rows = recorded_rows(memoryless)
+    at_0, at_10, last = (rows.requests.request_id[i] for i in np.unique(rows.request)[[2, 8, 11]])
+
+    def drop(table: pa.Table) -> pa.Table:
+        names = np.array(table.column("request_id").to_pylist())
+        n, left = (table.column(c).to_numpy() for c in ("generated_tokens", "remaining_tokens"))
+        gone = ((names == at_0) & (n == 0)) | ((names == at_10) & (n == 10))
+        return table.filter(pa.array(~(gone | ((names == last) & (left <= 5)))))
+
+    for shard in sorted((dataset / "data").glob("rows-*.parquet")):
+        change_shard(shard, drop)
+    checkpoint = str(survival_checkpoint)
+    whole, complete = record_forecasts(memoryless, checkpoint, tmp_path / "whole")
+    recorded, left_out = record_forecasts(dataset, checkpoint, tmp_path / "less")
+    assert complete.incomplete == 0 < complete.unfinished == left_out.unfinished
+    assert left_out.incomplete == len(whole) - len(recorded) == 3
+    for shard in (dataset / "data").glob("rows-*.parquet"):
+        change_shard(shard, lambda table: table.filter(pc.field("generated_tokens") > 0))
+    with pytest.raises(ValueError, match=r"no test request can be recorded: \d+ did not run"):
+        record_forecasts(dataset, checkpoint, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_unknown_max_tokens_caps_no_forecast(
+    memoryless: Path, survival_checkpoint: Path, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "dataset"
+    shutil.copytree(memoryless, dataset)
+    for shard in (dataset / "data").glob("rows-*.parquet"):
+        change_shard(shard, lambda table: table.set_column(*unknown_max_tokens(table)))
+    recorded, _ = record_forecasts(dataset, str(survival_checkpoint), tmp_path / "recording")
+    assert set(recorded.max_tokens.tolist()) == {int(recorded.edges[-1])}
+
+
+def unknown_max_tokens(table: pa.Table) -> tuple[int, str, pa.Array]:
+    at = table.column_names.index("max_tokens")
+    return at, "max_tokens", pa.array(np.zeros(len(table)), pa.int32())
+
+
+def test_the_verb_says_what_it_wrote(
+    memoryless: Path,
+    survival_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "forecasts.parquet"
+    record(memoryless, str(survival_checkpoint), out, part="validation")
+    recorded = read_recording(out)
+    printed = capsys.readouterr().out
+    assert f"{len(recorded)} validation requests, {len(recorded.curves)} forecasts" in printed
+    assert "left out" in printed
+
+
+def test_what_is_no_recording_is_told(recording: Path, tmp_path: Path) -> None:
+    path = tmp_path / "forecasts.parquet"
+    path.write_bytes(recording.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"forecasts\.parquet: cannot be read as Parquet"):
+        read_recording(path)
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(ValueError, match="no recording of forecasts; `headway record` makes one"):
+        read_recording(path)
+    table = pq.read_table(recording)
+    metadata = table.schema.metadata
+    newer = {b"headway": metadata[b"headway"].replace(b'"version": 1', b'"version": 2')}
+    pq.write_table(table.replace_schema_metadata(newer), path)
+    with pytest.raises(ValueError, match="a recording of version 2, not 1"):
+        read_recording(path)
+    for damaged in (
+        table.drop_columns(["survival"]),
+        table.set_column(1, "output_tokens", pa.array([1] * len(table), pa.int32())),
+        table.slice(0, 0),
+    ):
+        pq.write_table(damaged.replace_schema_metadata(metadata), path)
+        with pytest.raises(ValueError, match=r"forecasts\.parquet: a damaged recording"):
+            read_recording(path)
+    with pytest.raises(ValueError, match=r"a Parquet file, not a trace; .* `name: replay`"):
+        create_trace(path=recording)
+    with pytest.raises(ValueError, match="replay: requests must be at least 1, not 0"):
+        create_trace("replay", recording=recording, requests=0)
+
+
+def test_the_shipped_recording_is_of_the_shipped_checkpoint() -> None:
+    path = SHIPPED / "forecasts.parquet"
+    recorded = read_recording(path)
+    predictor = load_predictor(str(SHIPPED))
+    assert isinstance(predictor, SurvivalMLP)
+    assert recorded.predictor == predictor.fingerprint()
+    assert (recorded.model, recorded.part) == (predictor.serving_model, "test")
+    assert (len(recorded), len(recorded.curves)) == (627, 12_258)
+    assert path.stat().st_size < 2_000_000

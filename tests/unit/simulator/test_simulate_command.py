@@ -1,0 +1,389 @@
+"""`headway simulate` and `headway sweep` as a user meets them."""
+
+import csv
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rescheduler.commands.command_line import main
+from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import (
+    ArrivalsConfig,
+    ClusterConfig,
+    PoolConfig,
+    PrefillConfig,
+    SimulationConfig,
+    SLOConfig,
+)
+from rescheduler.simulator.run_setup import create_policies, run_setup
+from rescheduler.simulator.sweeps.sweep_cells import cells_of, groups
+from rescheduler.simulator.sweeps.sweep_workers import run_locally
+
+ROOT = Path(__file__).parents[3]
+SMALL = {
+    "cluster": {"instances": 2, "slots": 4},
+    "trace": {"name": "geometric", "requests": 60, "mean_prompt": 50, "mean_output": 20.0},
+    "policies": ["fcfs", {"name": "bfio", "horizon": 5}],
+    "seeds": 2,
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return str(path)
+
+
+def exit_status(*arguments: str | Path) -> int:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as end:  # jsonargparse ends the process itself
+        return int(end.code or 0)
+
+
+def test_policies_are_compared(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status("simulate", "--config", small, "--json", tmp_path / "a" / "x.json") == 0
+    printed = capsys.readouterr().out
+    assert "| fcfs |" in printed
+    assert "| bfio |" in printed
+    written = json.loads((tmp_path / "a" / "x.json").read_text())
+    assert list(written) == ["_about", "fcfs", "bfio"]
+    for policy in ("fcfs", "bfio"):
+        figures = written[policy]
+        for name in ("imbalance", "throughput", "tpot", "energy"):
+            assert figures[name] > 0
+            assert figures["ci95"][name] >= 0
+        assert figures["runs"] == 2
+    assert written["bfio"]["imbalance"] < written["fcfs"]["imbalance"]
+    assert written["_about"]["config"]["cluster"] == {
+        "instances": 2,
+        "slots": 4,
+        "kv_capacity": None,
+    }
+    assert {"machine", "versions", "commit"} <= set(written["_about"])
+
+
+def test_the_same_command_gives_the_same_figures(tmp_path: Path, small: str) -> None:
+    for name in ("a", "b"):
+        assert exit_status("simulate", "--config", small, "--json", tmp_path / name) == 0
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+
+
+def test_every_request_is_in_the_folder(tmp_path: Path, small: str) -> None:
+    out = tmp_path / "out"
+    assert exit_status("simulate", "--config", small, "--out", out) == 0
+    names = {"requests.parquet", "results.json", "table.md"}
+    names |= {"comparison.png", "loads.png", "power.png"}
+    assert {path.name for path in out.iterdir()} == names
+    table = pq.read_table(out / "requests.parquet")
+    assert len(table) == 2 * 2 * 60
+    counts = table.group_by(["policy", "seed"]).aggregate([("number", "count_distinct")])
+    assert counts["number_count_distinct"].to_pylist() == [60] * 4
+    rows = table.to_pylist()
+    assert all(row["arrival"] <= row["placed"] <= row["start"] < row["end"] for row in rows)
+    assert "![loads](loads.png)" in (out / "table.md").read_text()
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run = ("simulate", "--config", small, "--seeds", "1", "--out", out)
+    assert exit_status(*run) == 0
+    assert exit_status(*run) == 0, "an earlier simulation is replaced"
+    (out / "results.json").unlink()
+    assert exit_status(*run) == 1
+    assert "not empty, and not of an earlier `headway simulate`" in capsys.readouterr().err
+    assert not (out / "results.json").exists()
+    assert exit_status(*run, "--overwrite") == 0
+    assert (out / "results.json").exists()
+    assert exit_status("simulate", "--config", small, "--out", small) == 1
+    assert "not a folder" in capsys.readouterr().err
+
+
+def test_keys_are_overridden_on_the_command_line(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--cluster.instances", "32", "--trace.requests", "7", "--policies", "jsq,br0"]
+    given += ["--slo.ttft_s", "1", "--slo.tpot_s", "0.1", "--drift", "[0,2]"]
+    assert exit_status("simulate", "--config", small, *given, "--print_config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["cluster"]["instances"] == 32
+    assert printed["cluster"]["slots"] == 4
+    assert printed["trace"] == SMALL["trace"] | {"requests": 7}
+    assert printed["policies"] == "jsq,br0"
+    assert printed["slo"]["ttft_s"] == 1.0 and printed["slo"]["tpot_s"] == 0.1
+    assert printed["drift"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("simulate", ["--cluster.instances", "--step_time", "--policies", "--json", "--out"]),
+        ("sweep", ["--vary", "--workers", "--ray", "--overwrite", "cluster.instances=[8,16]"]),
+    ],
+)
+def test_help_teaches(verb: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(verb, "--help") == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words), printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster.instances", "0"], "cluster.instances must be at least 1, not 0"),
+        (["--policies", "fcfs,jsk"], "policies.1: no routing policy 'jsk'; known: "),
+        (["--policies", "[{name: bfio, horizn: 3}]"], "policies.0: bfio has no option 'horizn'"),
+        (["--step_time.name", "moe"], "step_time: "),
+        (["--trace", "{name: geometrik}"], "trace: no generator 'geometrik'; known: "),
+        (["--trace", "{path: nowhere.csv}"], "trace: nowhere.csv"),
+        (["--forecast.name", "orakle"], "forecast: no forecast 'orakle'; known: "),
+        (["--forecast.name", "none"], "bfio needs forecasts"),
+        (["--arrivals.kind", "trace"], "arrivals.kind: trace, but geometric has no arrival times"),
+        (["--dispatch", "instant"], "dispatch: instant needs arrivals in time"),
+        (["--cluster.kv_capacity", "20"], "raise cluster.kv_capacity or leave it out"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    small: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status("simulate", "--config", small, *arguments) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("headway simulate: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClusterConfig(slots=0), "cluster.slots must be at least 1, not 0"),
+        (lambda: ClusterConfig(kv_capacity=0), "cluster.kv_capacity must be at least 1"),
+        (lambda: PoolConfig(0), "pool.limit must be at least 1"),
+        (lambda: PrefillConfig(instances=0), "prefill.instances must be at least 1"),
+        (lambda: ArrivalsConfig(rate=0), "arrivals.rate must be above 0"),
+        (lambda: ArrivalsConfig(target=0), "arrivals.target must be at least 1"),
+        (lambda: SLOConfig(0.0, 1.0), "slo.ttft_s must be above 0"),
+        (lambda: SimulationConfig(seeds=0), "seeds must be at least 1"),
+        (lambda: SimulationConfig(max_steps=0), "max_steps must be at least 1"),
+        (lambda: SimulationConfig(drift=[]), "drift: at least one number"),
+        (lambda: SimulationConfig(drift=[1, -1]), "drift: .* none below 0"),
+        (lambda: SimulationConfig(policies=" , "), "policies: at least one"),
+        (lambda: SimulationConfig(policies=["jsq", "jsq"]), "policies.1.label: there already is"),
+        (lambda: SimulationConfig(policies=[{"horizon": 3}]), "policies.0: a policy's name"),
+        (lambda: SimulationConfig(step_time={}), "step_time.name is missing"),
+        (lambda: SimulationConfig(trace={"requests": 3}), "trace: give either the name"),
+        (lambda: SimulationConfig(pool=PoolConfig(3)), "give arrivals.target"),
+        (
+            lambda: SimulationConfig(prefill=PrefillConfig("stage")),
+            "prefill.kind: a stage needs arrivals in time",
+        ),
+        (
+            lambda: SimulationConfig(arrivals=ArrivalsConfig("poisson", target=3)),
+            "arrivals.target is for arrivals.kind revelation; give pool.limit",
+        ),
+        (lambda: read_config({"cluster": {"instances": "x"}}), "cluster.instances"),
+        (lambda: read_config({"clutser": {"instances": 3}}), "clutser.instances"),
+    ],
+)
+def test_what_means_nothing_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+def test_the_pool_is_four_requests_an_instance_unless_said() -> None:
+    assert SimulationConfig().pool_limit == 64
+    assert SimulationConfig(arrivals=ArrivalsConfig(target=128)).pool_limit == 128
+    poisson = ArrivalsConfig("poisson")
+    assert SimulationConfig(arrivals=poisson, pool=PoolConfig(7)).pool_limit == 7
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "configs/papers/bfio_table1.yaml", *sorted((ROOT / "configs/simulate").iterdir())],
+    ids=lambda path: path.name,
+)
+def test_shipped_configurations_describe_something(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # which the files that they name are relative to
+    values = yaml.safe_load(path.read_text())
+    vary = values.pop("vary", {})
+    config = read_config(values)
+    run_setup(config)
+    assert len(create_policies(config)) > 1
+    assert cells_of(groups(config, vary))
+
+
+def test_ctrl_c_keeps_the_finished_runs(tmp_path: Path, small: str) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "rescheduler", "simulate", "--config", small]
+    command += ["--seeds", "1000000", "--out", str(out)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job that a shell has put in the background ignores SIGINT, and so would its child.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while process.poll() is None and not _has_rows(out):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130, said
+    assert "of 2000000 runs" in said
+    results = json.loads((out / "results.json").read_text())
+    runs = results["fcfs"]["runs"], results["bfio"]["runs"]
+    assert runs[0] - runs[1] in (0, 1), "seeds come first, so that policies stay comparable"
+    assert len(pq.read_table(out / "requests.parquet")) == 60 * sum(runs)
+
+
+def _has_rows(out: Path) -> bool:
+    return any(path.stat().st_size > 20_000 for path in out.glob(".requests.parquet.*.tmp"))
+
+
+def sweep(small: str, out: Path, *arguments: str) -> int:
+    return exit_status("sweep", "--config", small, "--out", out, "--workers", "2", *arguments)
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    with (out / "sweep.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_sweep_resumes_and_grows(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert sweep(small, out, "--vary", "policies.bfio.horizon=[0, 5]") == 0
+    rows = rows_of(out)
+    assert [(row["policy"], row["policies.bfio.horizon"]) for row in rows] == [
+        ("fcfs", "0"),
+        ("bfio", "0"),
+        ("fcfs", "5"),
+        ("bfio", "5"),
+    ]
+    assert rows[0]["imbalance"] == rows[2]["imbalance"], "fcfs looks at no horizon: computed once"
+    assert float(rows[1]["imbalance"]) != float(rows[3]["imbalance"])
+    assert (out / "horizon.png").exists()
+    written = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
+    assert len(written) == 6
+    capsys.readouterr()
+
+    assert sweep(small, out, "--vary", "policies.1.horizon=[0,5,7]") == 0
+    assert "6 of 8 cells are done already" in capsys.readouterr().err
+    assert all(path.stat().st_mtime_ns == written[path] for path in written)
+    assert len(rows_of(out)) == 6
+    document = json.loads((out / "sweep.json").read_text())
+    assert document["_about"]["vary"] == {"policies.1.horizon": [0, 5, 7]}
+    assert document["rows"][-1]["varied"] == {"policies.1.horizon": 7}
+    assert document["rows"][-1]["runs"] == 2
+
+
+def test_a_cell_alone_is_what_simulate_gives(tmp_path: Path, small: str) -> None:
+    assert sweep(small, tmp_path / "out", "--vary", "cluster.instances=[2, 3]") == 0
+    assert exit_status("simulate", "--config", small, "--json", tmp_path / "x.json") == 0
+    simulated = json.loads((tmp_path / "x.json").read_text())
+    for row in rows_of(tmp_path / "out")[:2]:
+        assert float(row["imbalance"]) == simulated[row["policy"]]["imbalance"]
+
+
+def test_a_cell_that_fails_does_not_lose_the_others(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--policies", "jsq", "--seeds", "1", "--vary", "cluster.kv_capacity=[10, 9999]")
+    assert sweep(small, out, *arguments) == 1
+    assert [row["cluster.kv_capacity"] for row in rows_of(out)] == ["9999"]
+    error = capsys.readouterr().err
+    assert "jsq, cluster.kv_capacity=10, seed 0: ValueError: request " in error
+    assert "1 of 2 cells are missing" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vary", "cluster.instanzes=[1]"], "cluster.instanzes"),
+        (["--vary", "clutser.instances=[1]"], "vary.clutser.instances: there is no clutser"),
+        (["--vary", "cluster.instances=3"], "vary"),
+        (["--vary", "policies.bfoi.horizon=[1]"], "no policy 'bfoi'; there are: fcfs, bfio"),
+        (["--vary", "clock.speed=[1]"], "vary.clock.speed: clock has no keys of its own"),
+        (
+            ["--vary", "cluster.instances=[0]"],
+            "vary: cluster.instances = 0: cluster.instances must",
+        ),
+        (["--vary", "cluster.instances"], "it is KEY=[VALUE, ...]"),
+        (["--workers", "0"], "workers must be at least 1"),
+    ],
+)
+def test_a_sweep_over_nothing_is_one_line(
+    tmp_path: Path,
+    small: str,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_status("sweep", "--config", small, "--out", tmp_path / "out", *arguments) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_it_is_said_how_to_get_it(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(small, tmp_path / "out", "--ray", "auto") == 1
+    assert "pip install ray" in capsys.readouterr().err
+
+
+def small_cells(n: int) -> Any:
+    config = read_config(SMALL | {"policies": "jsq", "seeds": n})
+    return cells_of(groups(config, {}))
+
+
+def kill_children(stop: threading.Event, at_most: int) -> None:
+    killed: set[int] = set()
+    while not stop.wait(0.02) and len(killed) < at_most:
+        for child in multiprocessing.active_children():
+            if child.pid is not None and child.pid not in killed:
+                os.kill(child.pid, signal.SIGKILL)
+                killed.add(child.pid)
+                break
+
+
+@pytest.mark.parametrize(("at_most", "lost"), [(1, 0), (1000, 1)])
+def test_a_killed_worker_loses_only_what_kills_it_again(at_most: int, lost: int) -> None:
+    cells = small_cells(4 if lost == 0 else 1)
+    stop = threading.Event()
+    killer = threading.Thread(target=kill_children, args=(stop, at_most))
+    outcomes = run_locally(cells, workers=2)
+    killer.start()
+    try:
+        found = dict(outcomes_by_seed(outcomes))
+    finally:
+        stop.set()
+        killer.join()
+    assert set(found) == {cell.seed for cell in cells}
+    died = [outcome for outcome in found.values() if isinstance(outcome, str)]
+    assert died == ["its process died; was it out of memory?"] * lost
+
+
+def outcomes_by_seed(outcomes: Any) -> Any:
+    return ((cell.seed, outcome) for cell, outcome in outcomes)

@@ -1,0 +1,218 @@
+"""The compiled engine against the plain reference, and what every simulation keeps to."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_simulator import ReferenceConfig, reference_run
+from simulated_cases import ListedTrace, Requests, engine_setup, reference_cases
+
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.routing import RoutingPolicy, create_policy
+from rescheduler.routing.kernels import kernel_of
+from rescheduler.routing.problem import RoutingProblem
+from rescheduler.simulator.config.simulation_config import TransferConfig
+from rescheduler.simulator.forecasts.forecast_sources import (
+    Binned,
+    ForecastSource,
+    Interval,
+    KaplanMeier,
+    Noisy,
+    Oracle,
+)
+from rescheduler.simulator.simulation import Simulation, run
+
+Case = tuple[ReferenceConfig, Requests]
+compiling = settings(deadline=None)  # the first example compiles
+
+
+@dataclass(frozen=True)
+class InPython(RoutingPolicy):
+    """A compiled policy that the engine has to ask from Python."""
+
+    policy: RoutingPolicy
+
+    name = "in_python"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.policy.needs)
+
+    def points(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return self.policy.points()
+
+    def assign(self, view: ClusterView) -> Assignment:
+        return self.policy.assign(view)
+
+
+POLICIES = ["fcfs", "jsq", "jsq_load", "br0", "round_robin"]
+
+
+@compiling
+@given(reference_cases(), st.sampled_from(POLICIES))
+def test_the_engine_agrees_with_the_reference(case: Case, name: str) -> None:
+    config, requests = case
+    policy = create_policy(name)
+    expected = reference_run(config, requests, policy)
+    result = run(engine_setup(config, requests), policy, seed=0)
+
+    order = np.argsort(result.requests.number)
+    assert result.requests.number[order].tolist() == list(range(len(requests)))
+    for field in ("arrival", "placed", "start", "first_token", "end"):
+        np.testing.assert_allclose(
+            getattr(result.requests, field)[order],
+            [getattr(one, field) for one in expected.requests],
+            rtol=1e-12,
+            atol=1e-12,
+            err_msg=field,
+        )
+    for field in ("instance", "prompt", "output", "preemptions"):
+        columns = getattr(result.requests, field)[order].tolist()
+        assert columns == [getattr(one, field) for one in expected.requests], field
+    assert result.tokens == expected.tokens
+    assert result.preemptions == expected.preemptions
+    assert result.steps == len(expected.steps)
+    if config.clock == "barrier":
+        assert result.imbalance == pytest.approx(expected.imbalance)
+        assert result.max_minus_min == pytest.approx(expected.max_minus_min)
+        assert result.idle_share == pytest.approx(expected.idle_share)
+        assert result.series.load.tolist() == [step.loads for step in expected.steps]
+        np.testing.assert_allclose(result.series.time, [step.time for step in expected.steps])
+
+
+@compiling
+@given(reference_cases(drift=(1,)), st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]))
+def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: str) -> None:
+    config, requests = case
+    policy = create_policy(name)
+    compiled = run(engine_setup(config, requests), policy, seed=0)
+    asked = run(engine_setup(config, requests), InPython(policy), seed=0)
+    assert kernel_of(policy) is not None and kernel_of(InPython(policy)) is None
+    for field in ("number", "instance", "placed", "end"):
+        np.testing.assert_array_equal(
+            getattr(compiled.requests, field), getattr(asked.requests, field), err_msg=field
+        )
+
+
+FORECASTS = [
+    Oracle(),
+    Noisy(sigma=0.5, interval=3),
+    Binned(edges=[0, 2, 5, 9]),
+    Interval(k=4),
+    KaplanMeier(),
+]
+
+
+@compiling
+@given(
+    reference_cases(drift=(1,)),
+    st.sampled_from(FORECASTS),
+    st.sampled_from([create_policy("overflow", horizon=6), create_policy("decode_balancer")]),
+    st.integers(0, 30),
+)
+def test_the_engine_shows_what_its_view_shows(
+    case: Case, forecast: ForecastSource, policy: RoutingPolicy, at: int
+) -> None:
+    config, requests = case
+    simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
+    simulation.advance(until=at / 4)
+    shown = simulation.problem()
+    expected = policy.problem(simulation.view())
+    for name in RoutingProblem._fields:
+        np.testing.assert_allclose(
+            getattr(shown, name), getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
+        )
+
+
+@compiling
+@given(reference_cases(drift=(1,)), st.integers(0, 30))
+def test_pausing_changes_nothing(case: Case, at: int) -> None:
+    config, requests = case
+    whole = run(engine_setup(config, requests), create_policy("jsq_load"), seed=0)
+    simulation = Simulation(engine_setup(config, requests), create_policy("jsq_load"), seed=0)
+    simulation.advance(until=at / 4)
+    simulation.view()
+    simulation.advance()
+    paused = simulation.result("jsq_load")
+    np.testing.assert_array_equal(paused.requests.end, whole.requests.end)
+    assert paused.imbalance == whole.imbalance
+
+
+def test_a_request_larger_than_any_instance_is_refused_by_number() -> None:
+    requests: Requests = [(None, 5, 5), (None, 60, 50)]
+    config = ReferenceConfig(instances=2, slots=2, capacity=100)
+    with pytest.raises(ValueError, match=r"request 1 .* prompt of 60 .* 50 tokens.* holds 100"):
+        run(engine_setup(config, requests), create_policy("fcfs"), seed=0)
+
+
+def test_more_requests_than_rows_and_output_buffer() -> None:
+    n = 90_000
+    config = ReferenceConfig(instances=2, slots=4, dispatch="instant", a=1.0)
+    requests: Requests = [(0.0, 1, 1)] * n
+    setup = engine_setup(config, requests)
+    object.__setattr__(setup, "trace", ListedTrace(requests, block=50_000))
+    result = run(setup, create_policy("round_robin"), seed=0)
+    assert sorted(result.requests.number.tolist()) == list(range(n))
+    assert result.seconds == n / 8
+
+
+def test_a_migrated_request_moves_with_its_context_and_loses_no_token() -> None:
+    # Two requests on each of two instances; number 0 moves after its first step of 1 s. Its
+    # context of 11 tokens then takes 1 s + 11 / 11 a second; it decodes again from 3 s on.
+    config = ReferenceConfig(instances=2, slots=4, clock="independent")
+    requests: Requests = [(0.0, 10, 6), (0.0, 10, 6), (0.0, 10, 6), (0.0, 10, 6)]
+    setup = engine_setup(config, requests)
+    transfer = TransferConfig(handshake_s=1.0, gigabits_per_second=11 * 8e-9, bytes_per_token=1.0)
+    setup = replace(setup, config=replace(setup.config, transfer=transfer))
+    simulation = Simulation(setup, create_policy("round_robin"), seed=0)
+    simulation.advance(until=0.5)
+    assert simulation.view().instance[simulation.running_numbers() == 0].tolist() == [0]
+    simulation.migrate(0, 1)
+    simulation.advance(until=2.5)
+    view = simulation.view()
+    assert view.instance[simulation.running_numbers() == 0].tolist() == [1]
+    assert view.running.tolist() == [1, 3]
+    assert not simulation.advance()
+    result = simulation.result("round_robin")
+    order = np.argsort(result.requests.number)
+    assert result.requests.end[order].tolist() == [8.0, 6.0, 6.0, 6.0]
+    assert result.requests.instance[order].tolist() == [1, 1, 0, 1]
+    assert result.requests.migrations[order].tolist() == [1, 0, 0, 0]
+    assert result.tokens == 24 and result.migrations == 1 and result.preemptions == 0
+
+
+@compiling
+@given(reference_cases(drift=(1,)), st.data())
+def test_migrations_at_any_time_lose_nothing(case: Case, data: st.DataObject) -> None:
+    config, requests = case
+    setup = engine_setup(config, requests)
+    transfer = TransferConfig(handshake_s=0.3, gigabits_per_second=1.0, bytes_per_token=1e7)
+    setup = replace(setup, config=replace(setup.config, transfer=transfer))
+    simulation = Simulation(setup, create_policy("jsq_load"), seed=0)
+    at = 0.0
+    while simulation.advance(until=at):
+        numbers = simulation.running_numbers()
+        if len(numbers):
+            which = data.draw(st.integers(0, len(numbers) - 1))
+            target = data.draw(st.integers(0, config.instances - 1))
+            with suppress(ValueError):  # it does not decode just now, or is there already
+                simulation.migrate(int(numbers[which]), target)
+        at += 0.5
+    result = simulation.result("jsq_load")
+    assert sorted(result.requests.number.tolist()) == list(range(len(requests)))
+    assert result.tokens == sum(output for _, _, output in requests)
+    assert result.series.load.max(initial=0) <= config.capacity
+
+
+def test_migrations_that_cannot_be_are_refused() -> None:
+    config = ReferenceConfig(instances=2, slots=1)
+    simulation = Simulation(engine_setup(config, [(None, 5, 5)]), create_policy("fcfs"), seed=0)
+    simulation.advance(until=0.5)
+    with pytest.raises(ValueError, match="instance 2 is not one of 2"):
+        simulation.migrate(0, 2)
+    with pytest.raises(ValueError, match="no request 7 is decoding"):
+        simulation.migrate(7, 1)
+    with pytest.raises(ValueError, match="request 0 is on instance 0 already"):
+        simulation.migrate(0, 0)

@@ -1,0 +1,280 @@
+"""Migration planners in the simulator: what they are shown, and what comes of their plans."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rescheduler.migration import Migration, MigrationProblem, Plan, Star, Survival
+from rescheduler.migration.problem import migration_problem
+from rescheduler.routing import create_policy
+from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.forecasts.forecast_sources import create_forecast
+from rescheduler.simulator.results.metrics import run_metrics
+from rescheduler.simulator.results.run_result import RunResult
+from rescheduler.simulator.run_setup import RunSetup, create_contenders, run_setup
+from rescheduler.simulator.simulation import Simulation, run
+from rescheduler.simulator.sweeps.sweep_cells import groups, run_cell
+
+CAPACITY = 8000
+COSTS: dict[str, Any] = {
+    "handshake_seconds": 0.01,
+    "bandwidth": 1e9,
+    "kv_bytes_per_token": 10_000.0,
+    "step_seconds": 0.02,
+}
+
+
+def config(**changes: Any) -> SimulationConfig:
+    """Four instances whose requests differ widely, under a load that fills them by half."""
+    return read_config(
+        {
+            "cluster": {"instances": 4, "slots": 40, "kv_capacity": CAPACITY},
+            "clock": "independent",
+            "dispatch": "instant",
+            "step_time": {"name": "batch", "a": 0.01, "b": 1e-5, "c": 1e-5},
+            "transfer": {"gigabits_per_second": 8, "bytes_per_token": 10_000},
+            "trace": {
+                "name": "lognormal",
+                "requests": 300,
+                "output_sigma": 1.5,
+                "output_max": 2000,
+                "prompt_max": 900,
+            },
+            "arrivals": {"kind": "poisson", "rate": 1.2},
+            "policies": ["jsq"],
+            "seeds": 1,
+        }
+        | changes
+    )
+
+
+def simulate(planner: Any, forecast: dict[str, Any] | None = None, seed: int = 0) -> RunResult:
+    setup = run_setup(config(forecast=forecast or {"name": "oracle"}))
+    return run(setup, create_policy("jsq"), seed, planner=planner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Survival):
+    """The planner, and when each request moved in generated tokens."""
+
+    name = "logged"
+    log: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def decide(self, problem: MigrationProblem) -> Plan:
+        plan = super().decide(problem)
+        for move in plan.migrations:
+            context = problem.context[[move.request]]
+            wait = self.payback * float(self.move_steps(context)[0])
+            self.log.append((move.request, float(problem.since_move[move.request]), wait))
+        return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffle(Survival):
+    """Moves something every time, wherever there seems to be room: nobody's idea of a plan."""
+
+    name = "shuffle"
+
+    def decide(self, problem: MigrationProblem) -> Plan:
+        n = len(problem.source)
+        if n == 0:
+            return Plan([], "nobody is there")
+        request = int(problem.context.sum()) % n
+        source = int(problem.source[request])
+        target = (source + 1 + request % 3) % len(problem.load)
+        return Plan([Migration(request, source, target, 0.5)], "why not")
+
+
+@pytest.mark.parametrize(
+    "forecast",
+    [{"name": "oracle"}, {"name": "noisy", "sigma": 1.0}, {"name": "kaplan_meier"}],
+    ids=lambda forecast: str(forecast["name"]),
+)
+@pytest.mark.parametrize("points", [[0], [0, 1, 2, 3, 4], [0, 8, 16, 24, 400]])
+def test_a_planner_sees_the_same_as_from_a_view(forecast: dict[str, Any], points: Any) -> None:
+    at = np.array(points)
+    simulation = Simulation(run_setup(config(forecast=forecast)), create_policy("jsq"), 0)
+    moved = 0
+    for until in (5.0, 20.0, 45.0, 70.0):
+        simulation.advance(until)
+        shown, view = simulation.migration_problem(at), simulation.view()
+        seen = migration_problem(view, at)
+        assert view.since_move is not None
+        movable = np.flatnonzero(view.since_move >= 0)
+        numbers = simulation.running_numbers()[movable]
+        for name in ("load", "room", "free", "points"):
+            np.testing.assert_array_equal(getattr(shown, name), getattr(seen, name), name)
+        for name in ("source", "context", "since_move"):
+            np.testing.assert_array_equal(getattr(shown, name), getattr(seen, name)[movable], name)
+        np.testing.assert_allclose(shown.ahead, seen.ahead, rtol=1e-6)
+        np.testing.assert_allclose(shown.spread, seen.spread, rtol=1e-5, atol=1e-3)
+        steps = np.arange(len(movable), dtype=np.float64)
+        one = shown.outlook(np.arange(len(movable)), steps)
+        other = seen.outlook(movable, steps)
+        np.testing.assert_allclose(one.survival, other.survival, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(one.remaining, other.remaining, rtol=1e-6)
+        np.testing.assert_allclose(one.outlives, other.outlives, rtol=1e-6, atol=1e-9)
+        for number, source in zip(numbers[:2], shown.source[:2], strict=False):
+            simulation.migrate(int(number), int(source + 1) % 4)
+            moved += 1
+        simulation.advance(until + 1.0)  # they are on their way, or have arrived
+    assert moved == 8
+    assert simulation.result("").migrations > 0
+
+
+@pytest.mark.parametrize(
+    "planner", [Star(prediction=False, **COSTS), Star(**COSTS), Survival(**COSTS)]
+)
+def test_planners_balance_the_instances(planner: Any) -> None:
+    nobody, moved = simulate(None), simulate(planner)
+    assert nobody.migrations == nobody.plans == 0
+    assert moved.migrations > 0
+    assert moved.execution_variance < 0.7 * nobody.execution_variance
+    assert moved.preemptions <= nobody.preemptions
+    for name in ("number", "prompt", "output"):
+        assert sorted(getattr(moved.requests, name)) == sorted(getattr(nobody.requests, name))
+    assert moved.tokens == nobody.tokens
+    assert moved.requests.migrations.sum() == moved.migrations == moved.series.migrations[-1]
+
+
+def test_without_forecasts_only_planners_that_need_none_run() -> None:
+    assert simulate(Star(prediction=False, **COSTS), {"name": "none"}).migrations > 0
+    with pytest.raises(ValueError, match="survival needs forecasts, but"):
+        simulate(Survival(**COSTS), {"name": "none"})
+
+
+@pytest.mark.parametrize("planner", [Shuffle(**COSTS), Survival(**COSTS, theta=0.0)])
+def test_whatever_is_planned_memory_is_never_exceeded(planner: Any) -> None:
+    result = simulate(planner)
+    assert 0 < result.most_held <= CAPACITY
+    assert len(result.requests.number) == 300
+
+
+def test_no_request_moves_twice_within_its_pay_back() -> None:
+    planner = Logged(**COSTS, payback=20.0)
+    result = simulate(planner, {"name": "noisy", "sigma": 1.5})
+    assert result.migrations > 10
+    again = [(since, wait) for _, since, wait in planner.log if since < 2**39]
+    assert again
+    assert all(since >= wait for since, wait in again)
+
+
+def test_execution_variance_is_that_of_the_step_times() -> None:
+    setup = run_setup(config(step_time={"name": "batch", "a": 0.01, "b": 0.0, "c": 1e-5}))
+    result = run(setup, create_policy("jsq"), 0)
+    # Steps take 10 ms and 10 µs a token: the variance is (10 µs)² times that of the loads.
+    expected = 1e-10 * result.series.load.var(axis=1)
+    np.testing.assert_allclose(result.series.execution_variance, expected, rtol=1e-6, atol=1e-15)
+    assert result.series.execution_variance.max() > result.execution_variance > 0
+    assert run_metrics(result)["execution_variance"] == result.execution_variance
+    assert run_metrics(result)["kv_peak"] == result.most_held == result.series.held.max()
+
+
+def test_a_run_ends_at_max_seconds() -> None:
+    whole, half = simulate(None), replace_seconds(50.0)
+    assert half.seconds <= 50.0 < whole.seconds
+    assert 0 < len(half.requests.number) < len(whole.requests.number)
+    ended = whole.requests.end <= 50.0
+    np.testing.assert_array_equal(half.requests.number, whole.requests.number[ended])
+
+
+def replace_seconds(most: float) -> RunResult:
+    return run(run_setup(config(max_seconds=most)), create_policy("jsq"), 0)
+
+
+def migration(*planners: Any, **options: Any) -> dict[str, Any]:
+    return {"migration": {"planners": list(planners), **options}}
+
+
+def contenders(**changes: Any) -> dict[str, Any]:
+    return create_contenders(run_setup(config(**changes)))
+
+
+def test_every_policy_is_compared_with_every_planner() -> None:
+    star = {"name": "star", "label": "blind", "prediction": False}
+    assert list(contenders(**migration("none", star))) == ["none", "blind"]
+    assert list(contenders(policies=["jsq", "fcfs"])) == ["jsq", "fcfs"]
+    both = contenders(policies=["jsq", "fcfs"], **migration("none", star))
+    assert list(both) == ["jsq, none", "jsq, blind", "fcfs, none", "fcfs, blind"]
+    assert both["fcfs, none"].planner is None
+    assert both["fcfs, blind"].policy.name == "fcfs"
+
+
+def test_a_planner_takes_its_costs_from_the_transfer_and_may_have_forecasts_of_its_own() -> None:
+    made = contenders(
+        **migration(
+            "survival",
+            {"name": "star", "bandwidth": 5.0, "forecast": {"name": "noisy", "sigma": 2.0}},
+        )
+    )
+    planner = made["survival"].planner
+    assert (planner.bandwidth, planner.kv_bytes_per_token) == (1e9, 10_000)
+    assert planner.handshake_seconds == 0.01
+    assert made["star"].planner.bandwidth == 5.0
+    assert made["star"].setup.forecast == create_forecast("noisy", sigma=2.0)
+    assert made["survival"].setup.forecast == create_forecast("oracle")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (migration("magic"), "migration.planners.0: no migration policy 'magic'"),
+        (migration("none", {"name": "star", "theta": -1.0}), "migration.planners.1: theta must be"),
+        (migration({"name": "none", "theta": 1.0}), "migration.planners.0"),
+        (migration("star", "star"), "migration.planners.1.label: there already is"),
+        (migration(), "migration.planners: at least one"),
+        (migration("star", interval=0), "migration.interval must be at least 1"),
+        (migration({"name": "star", "forecast": {"name": "x"}}), "migration.planners.0.forecast"),
+        ({"max_seconds": 0.0}, "max_seconds must be above 0"),
+    ],
+)
+def test_mistakes_are_told_with_their_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        contenders(**changes)
+
+
+def test_a_sweep_varies_a_planner_by_its_label() -> None:
+    base = config(**migration("none", {"name": "star", "label": "mine"}))
+    found = groups(base, {"migration.planners.mine.theta": [0.0, 0.5]})
+    assert [(g.policy, g.varied["migration.planners.mine.theta"]) for g in found] == [
+        ("none", 0.0),
+        ("mine", 0.0),
+        ("none", 0.5),
+        ("mine", 0.5),
+    ]
+    nobody, eager, again, calm = (g.cells[0] for g in found)
+    assert nobody.key == again.key
+    assert run_cell(nobody.config, 0)["migrations"] == 0
+    assert run_cell(eager.config, 0)["migrations"] > run_cell(calm.config, 0)["migrations"]
+
+
+def test_plans_are_made_every_interval_of_the_mean_instance() -> None:
+    setup = run_setup(config(**migration("none", interval=50)))
+    result = run(setup, create_policy("jsq"), 0, planner=Star(**COSTS))
+    steps = result.plans * 50 * 4
+    sparse: RunSetup = replace(setup, config=config(**migration("none", interval=100)))
+    fewer = run(sparse, create_policy("jsq"), 0, planner=Star(**COSTS))
+    assert steps > 0
+    assert 0.4 * result.plans < fewer.plans < 0.6 * result.plans
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(Path(__file__).parents[3].glob("configs/papers/star_*.yaml")),
+    ids=lambda p: p.stem,
+)
+def test_the_papers_settings_can_be_read(path: Path) -> None:
+    import yaml
+
+    values = yaml.safe_load(path.read_text())
+    cases = values.pop("cases", {"": {}})
+    if "path" in values["trace"] and not Path(values["trace"]["path"]).exists():
+        pytest.skip(f"{values['trace']['path']} is not there")
+    base = read_config(values)
+    for changes in cases.values():
+        for group in groups(base, {key: [value] for key, value in changes.items()}):
+            create_contenders(run_setup(read_config(group.cells[0].config)))

@@ -1,0 +1,397 @@
+"""Traces: published files, generated lengths, arrival processes."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rescheduler.simulator.workloads.arrival_process import with_arrivals
+from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace_files import GENERATORS, create_trace, read_trace
+
+SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
+EVERYTHING = 10**9
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+2023-11-16 18:17:04.0319600,110,27
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 23:59:59.500000+00:00,1452,3
+2024-05-11 00:00:00.250000+00:00,656,14
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+118,GPT-4,417,276,693,API log
+"""
+MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
+{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46]}
+{"timestamp": 30535, "input_length": 12, "output_length": 1, "hash_ids": []}
+"""
+HEADWAY = "arrival_s,input_tokens,output_tokens,client\n7.5,263,832,a\n7.75,299,432,b\n"
+LENGTHS = "bench,input_tokens,output_tokens\nv2,29,610\nv2,26,967\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def whole(trace: Trace, seed: int = 0) -> TraceBlock:
+    return first_requests(trace, np.random.default_rng(seed), EVERYTHING)
+
+
+@pytest.mark.parametrize("name", ["log.txt", "log.gz"])
+@pytest.mark.parametrize(
+    ("text", "arrival", "prompt", "output"),
+    [
+        (AZURE, [0, 0.052, 0.052], [4808, 3180, 110], [10, 8, 27]),
+        (AZURE_2024, [0, 0.75], [1452, 656], [3, 14]),
+        (BURSTGPT, [0, 113], [472, 417], [18, 276]),
+        (MOONCAKE, [0, 3.053, 3.053], [6955, 6472, 12], [52, 26, 1]),
+        (HEADWAY, [0, 0.25], [263, 299], [832, 432]),
+    ],
+)
+def test_published_formats_are_read(
+    tmp_path: Path,
+    name: str,
+    text: str,
+    arrival: list[float],
+    prompt: list[int],
+    output: list[int],
+) -> None:
+    trace = read_trace(write(tmp_path / name, text))
+    block = whole(trace)
+    assert trace.has_arrivals
+    assert trace.name == name
+    assert block.arrival.tolist() == arrival
+    assert block.prompt.tolist() == prompt
+    assert block.output.tolist() == output
+    assert (block.template == -1).all()
+
+
+def test_lengths_without_times_are_a_trace_without_arrivals(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "lengths.csv", LENGTHS))
+    block = whole(trace)
+    assert not trace.has_arrivals
+    assert np.isnan(block.arrival).all()
+    assert block.output.tolist() == [610, 967]
+
+
+def test_failures_that_burstgpt_logged_are_counted(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "log.csv", BURSTGPT))
+    whole(trace)
+    assert trace.left_out == 1
+    whole(trace)
+    assert trace.left_out == 1
+
+
+def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Path) -> None:
+    path = write(tmp_path / "lengths.csv", LENGTHS + "v2,0,5\nv2,3,0\n\nv2,8,4.0\n")
+    assert whole(create_trace(path=path, skip_empty=True)).output.tolist() == [610, 967, 4]
+    assert whole(create_trace(path=path, requests=1)).prompt.tolist() == [29]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"log: no requests in it"),
+        ("arrival_s,input_tokens,output_tokens\n", r"log: no requests in it"),
+        ("time,in,out\n1,2,3\n", r"log:1: unknown header 'time,in,out'; known: arrival_s,input_"),
+        ("TIMESTAMP,ContextTokens\n", r"log:1: has .* as Azure's .*lacks 'GeneratedTokens'"),
+        (AZURE + "2023-11-16 18:18:00,12\n", r"log:5: 2 columns, but the header has 3"),
+        (AZURE + "2023-11-16 18:18:00,12,x\n", r"log:5: GeneratedTokens is 'x', no whole number"),
+        (AZURE + "2023-11-16 18:18:00,1.5,9\n", r"log:5: ContextTokens is '1\.5', no whole number"),
+        (AZURE + "yesterday,12,9\n", r"log:5: TIMESTAMP is 'yesterday', no time"),
+        (AZURE + "2023-11-16 18:17:00,12,9\n", r"log:5: arrives before the request above it; sort"),
+        (BURSTGPT + "nan,GPT-4,3,4,7,API log\n", r"log:5: nan is no time"),
+        (BURSTGPT + "119,GPT-4,0,4,4,API log\n", r"log:5: 0 prompt tokens; .* take the line out"),
+        (AZURE + "2023-11-16 18:18:00,7,0\n", r"log:5: 0 output tokens; .*skip_empty: true"),
+        (HEADWAY + "9,-4,3,c\n", r"log:4: -4 prompt tokens; a length cannot be negative"),
+        (HEADWAY + "9,4,20000000,c\n", r"log:4: 20000000 output tokens are more than 10000000"),
+        (MOONCAKE + '{"timestamp": 1\n', r"log:4: no request of Mooncake's"),
+        (MOONCAKE + '{"timestamp": 40000, "input_length": 3}\n', r"log:4: .*`output_length`"),
+        (
+            MOONCAKE + '{"timestamp": 9, "input_length": 3, "output_length": 1}',
+            r"log:4: arrives bef",
+        ),
+        ("x" * 2_000_000, r"log:1: a line of over 1 MiB"),
+    ],
+)
+def test_what_is_no_trace_is_told_by_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        whole(read_trace(write(tmp_path / "log", text)))
+
+
+def test_damaged_bytes_are_told_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(HEADWAY.encode() + b"9,4,5,\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"log:\d: not UTF-8"):
+        whole(read_trace(path))
+    rows = "".join(f"{i},{i % 977 + 1},{i % 613 + 1}\n" for i in range(20_000))
+    zipped = gzip.compress(("arrival_s,input_tokens,output_tokens\n" + rows).encode())
+    path.write_bytes(zipped[: len(zipped) // 2])
+    with pytest.raises(ValueError, match=r"log:\d{4,}: the gzip file is not whole"):
+        whole(read_trace(path))
+    path.write_bytes(zipped[:2000] + bytes(100) + zipped[2100:])
+    with pytest.raises(ValueError, match=r"log:\d+: (the gzip file is not whole|not UTF-8)"):
+        whole(read_trace(path))
+    with pytest.raises(ValueError, match="nowhere: cannot be read: No such file"):
+        read_trace(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_blocks_make_up_the_file(tmp_path: Path) -> None:
+    n = 2 * BLOCK_REQUESTS + 5
+    lengths = np.random.default_rng(0).integers(1, 3000, (n, 2))
+    lines = [f"{10 + i / 8},{p},{o}\n" for i, (p, o) in enumerate(lengths.tolist())]
+    path = write(tmp_path / "long.gz", "arrival_s,input_tokens,output_tokens\n" + "".join(lines))
+    blocks = list(read_trace(path).blocks(np.random.default_rng(0)))
+    assert [len(block.prompt) for block in blocks] == [BLOCK_REQUESTS, BLOCK_REQUESTS, 5]
+    joined = whole(read_trace(path))
+    assert joined.arrival.tolist() == (np.arange(n) / 8).tolist()
+    assert np.stack([joined.prompt, joined.output], axis=1).tolist() == lengths.tolist()
+    sample = first_requests(read_trace(path), np.random.default_rng(0), BLOCK_REQUESTS + 1)
+    assert sample.output.tolist() == lengths[: BLOCK_REQUESTS + 1, 1].tolist()
+
+
+@pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"replay"}))
+def test_generators_give_the_requests_they_were_asked_for(name: str) -> None:
+    trace = create_trace(name, requests=BLOCK_REQUESTS + 10)
+    sizes = [len(block.prompt) for block in trace.blocks(np.random.default_rng(1))]
+    block, again, other = (whole(trace, seed) for seed in (1, 1, 2))
+    assert sizes == [BLOCK_REQUESTS, 10]
+    assert not trace.has_arrivals
+    assert np.isnan(block.arrival).all()
+    assert block.prompt.min() >= 1 <= block.output.min()
+    assert block.prompt.dtype == block.output.dtype == block.template.dtype == np.int64
+    np.testing.assert_array_equal(block.prompt, again.prompt)
+    assert (block.prompt != other.prompt).any()
+
+
+def test_geometric_outputs_end_with_one_probability() -> None:
+    block = whole(create_trace("geometric", requests=60_000, mean_prompt=40, mean_output=50))
+    assert block.output.mean() == pytest.approx(50, rel=0.02)
+    assert block.output.std() == pytest.approx(np.sqrt(50 * 49), rel=0.02)
+    assert (block.output > 100).mean() == pytest.approx((1 - 1 / 50) ** 100, rel=0.05)
+    assert (block.prompt.min(), block.prompt.max()) == (1, 79)
+    assert block.prompt.mean() == pytest.approx(40, rel=0.02)
+    other = whole(create_trace("geometric", requests=60_000, mean_prompt=40, prompts="geometric"))
+    assert other.prompt.std() == pytest.approx(np.sqrt(40 * 39), rel=0.03)
+
+
+def test_lognormal_lengths_have_their_median_and_are_cut() -> None:
+    block = whole(
+        create_trace(
+            "lognormal",
+            requests=60_000,
+            prompt_median=80,
+            prompt_sigma=0.5,
+            output_median=300,
+            output_sigma=1.2,
+            output_max=1000,
+        )
+    )
+    assert np.median(block.prompt) == pytest.approx(80, rel=0.02)
+    assert np.log(block.prompt).std() == pytest.approx(0.5, rel=0.03)
+    assert np.median(block.output) == pytest.approx(300, rel=0.02)
+    assert block.output.max() == 1000
+    assert (block.output == 1000).mean() == pytest.approx(0.158, abs=0.01)  # P(z > ln(10/3)/1.2)
+
+
+def test_homogeneous_outputs_are_alike() -> None:
+    block = whole(create_trace("homogeneous", requests=20_000, output=64, longest_prompt=9))
+    assert set(block.output.tolist()) == {64}
+    np.testing.assert_allclose(np.bincount(block.prompt)[1:] / 20_000, 1 / 9, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("subset", "part", "levels", "tokens"),
+    [
+        ("all", "prompt", (50, 75, 90, 95), (251, 758, 1796, 2461)),
+        ("all", "output", (50, 75, 90, 95), (34, 134, 272, 460)),
+        ("gpt4_conversation", "prompt", (50, 80, 95, 99), (582, 1427, 2345, 3549)),
+        ("gpt4_conversation", "output", (50, 80, 95, 99), (243, 434, 669, 964)),
+    ],
+)
+def test_burstgpt_like_lengths_have_the_published_quantiles(
+    subset: str, part: str, levels: tuple[int, ...], tokens: tuple[int, ...]
+) -> None:
+    block = whole(create_trace("burstgpt_like", requests=200_000, subset=subset))
+    lengths = getattr(block, part)
+    # Those of the whole log are over failures too, 1.8% that have no tokens.
+    failures = round(len(lengths) * 25_443 / (1_429_737 - 25_443)) if subset == "all" else 0
+    found = np.percentile(np.concatenate([np.zeros(failures), lengths]), levels)
+    np.testing.assert_allclose(found, tokens, rtol=0.03)
+
+
+def test_burstgpt_like_lengths_have_the_published_means_and_spreads() -> None:
+    conversation = whole(
+        create_trace("burstgpt_like", requests=200_000, subset="gpt4_conversation")
+    )
+    assert conversation.prompt.mean() == pytest.approx(830, rel=0.01)
+    assert conversation.output.mean() == pytest.approx(271, rel=0.01)
+    everything = whole(create_trace("burstgpt_like", requests=200_000))
+    assert np.log(everything.prompt).std() == pytest.approx(1.134, rel=0.03)
+    assert np.log(everything.output).std() == pytest.approx(1.817, rel=0.05)
+
+
+@pytest.mark.parametrize("dataset", ["sharegpt", "alpaca"])
+def test_star_lengths_are_those_of_its_table_2(dataset: str) -> None:
+    path = SHARED / "star_generator.json"
+    if not path.exists():
+        pytest.skip(f"needs the shared data: no {path}")
+    described = json.loads(path.read_text())[dataset]
+    block = whole(create_trace("star", requests=300_000, dataset=dataset))
+    output = block.output
+    assert output.mean() == pytest.approx(described["target"]["mean"], rel=0.015)
+    assert np.median(output) == pytest.approx(described["target"]["p50"], rel=0.015)
+    achieved = described["achieved"]
+    for level in (10, 25, 90, 95, 99):
+        assert np.percentile(output, level) == pytest.approx(achieved[f"p{level}"], rel=0.015)
+    assert output.std() == pytest.approx(achieved["std"], rel=0.015)
+    assert (output < 1000).mean() == pytest.approx(achieved["lt1k"], abs=0.004)
+    assert (output > 30_000).mean() == pytest.approx(achieved["gt30k"], abs=0.004)
+    assert (block.prompt + output).max() == 32_768 - 6
+
+
+def classes_of(block: TraceBlock) -> list[str]:
+    prompts, decodes = block.prompt >= 500, block.output >= 250
+    return [
+        "LH"[p] + "LH"[d] for p, d in zip(prompts.astype(int), decodes.astype(int), strict=True)
+    ]
+
+
+def test_the_scenarios_of_paper_001_differ_in_the_order_alone() -> None:
+    for scenario, first, second in (("lh_then_hl", "LH", "HL"), ("hl_then_lh", "HL", "LH")):
+        classes = classes_of(whole(create_trace("mixed_classes", scenario=scenario)))
+        assert classes == [first] * 1500 + [second] * 1500
+    mixed = classes_of(whole(create_trace("mixed_classes")))
+    assert sorted(mixed) == ["HL"] * 1500 + ["LH"] * 1500
+    assert 650 < mixed[:1500].count("LH") < 850
+    four = classes_of(whole(create_trace("mixed_classes", scenario="random")))
+    assert {name: four.count(name) for name in ("LL", "LH", "HL", "HH")} == dict.fromkeys(
+        ("LL", "LH", "HL", "HH"), 750
+    )
+
+
+def test_phases_and_counts_go_on_across_blocks() -> None:
+    n = 2 * BLOCK_REQUESTS + 1
+    phases = classes_of(whole(create_trace("mixed_classes", requests=n, scenario="hl_then_lh")))
+    assert phases == ["HL"] * (BLOCK_REQUESTS + 1) + ["LH"] * BLOCK_REQUESTS
+    mixed = classes_of(whole(create_trace("mixed_classes", requests=n - 1, scenario="random")))
+    assert [mixed.count(name) for name in ("LL", "LH", "HL", "HH")] == [BLOCK_REQUESTS // 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "geometrik"}, "no generator 'geometrik'; known: burstgpt_like, burstgpt_sample"),
+        ({"name": "star", "path": "x"}, "either the name of a generator or the path of a file"),
+        ({}, "either the name of a generator or the path of a file"),
+        ({"name": "star", "median": 3}, "star has no option 'median'; it takes: requests, dataset"),
+        ({"name": "replay"}, "replay needs the option 'recording'"),
+        ({"name": "star", "requests": 0}, "star: requests must be at least 1, not 0"),
+        ({"name": "star", "requests": "1e4"}, "star: requests must be a whole number, not '1e4'"),
+        ({"name": "star", "dataset": "c4"}, "star: dataset is sharegpt or alpaca, not 'c4'"),
+        ({"name": "geometric", "mean_output": 0.5}, "mean_output must be at least 1, not 0.5"),
+        ({"name": "geometric", "prompts": "zipf"}, "prompts is uniform or geometric, not 'zipf'"),
+        ({"name": "lognormal", "output_sigma": -1}, "output_sigma must be at least 0, not -1"),
+        ({"name": "burstgpt_like", "subset": "api"}, "subset is all or gpt4_conversation, not"),
+        ({"name": "mixed_classes", "scenario": "ll"}, "scenario is one of lh_hl_random, random"),
+        ({"name": "mixed_classes", "heavy_decode": 5}, "heavy_decode must lie above 10"),
+    ],
+)
+def test_a_trace_that_cannot_be_made_is_told(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_trace(**options)  # type: ignore[arg-type]
+
+
+def test_options_of_a_file_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", HEADWAY)
+    with pytest.raises(ValueError, match="no option 'scale'; it takes: requests, skip_empty"):
+        create_trace(path=path, scale=2)
+    with pytest.raises(ValueError, match="requests must be at least 1, not 0"):
+        create_trace(path=path, requests=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cv", "expected_cv"), [("poisson", 3.0, 1.0), ("gamma", 1.0, 1.0), ("gamma", 3.0, 3.0)]
+)
+def test_drawn_arrivals_have_their_rate_and_spread(
+    kind: str, cv: float, expected_cv: float
+) -> None:
+    trace = create_trace("homogeneous", requests=200_000)
+    timed = with_arrivals(trace, kind, rate=8.0, cv=cv)  # type: ignore[arg-type]
+    gaps = np.diff(whole(timed).arrival, prepend=0.0)
+    assert timed.has_arrivals
+    assert timed.name == "homogeneous"
+    assert (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(expected_cv, rel=0.03)
+    # Gaps do not remember those before, across blocks either.
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.02
+
+
+def test_arrivals_change_neither_lengths_nor_order() -> None:
+    trace = create_trace("star", requests=300)
+    plain = whole(trace)
+    for kind in ("poisson", "gamma", "revelation"):
+        timed = whole(with_arrivals(trace, kind))
+        np.testing.assert_array_equal(timed.prompt, plain.prompt)
+        np.testing.assert_array_equal(timed.output, plain.output)
+
+
+def test_a_traces_own_times_are_scaled_or_dropped(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "log", BURSTGPT))
+    assert whole(with_arrivals(trace, "trace", scale=2)).arrival.tolist() == [0, 56.5]
+    revealed = with_arrivals(trace, "revelation")
+    assert not revealed.has_arrivals
+    assert np.isnan(whole(revealed).arrival).all()
+
+
+@pytest.mark.parametrize(
+    ("arrive", "message"),
+    [
+        (lambda trace: with_arrivals(trace, "trace"), "star has no arrival times; take arrivals"),
+        (lambda trace: with_arrivals(trace, "poisson", rate=0), "rate must be above 0, not 0"),
+        (lambda trace: with_arrivals(trace, "gamma", cv=-1), "cv must be above 0, not -1"),
+        (
+            lambda trace: with_arrivals(trace, "weibull"),  # type: ignore[arg-type]
+            "no arrivals 'weibull'; known: revelation",
+        ),
+    ],
+)
+def test_arrivals_that_cannot_be_are_told(arrive: Callable[[Trace], Trace], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arrive(create_trace("star"))
+
+
+def test_at_least_one_request_is_sampled() -> None:
+    with pytest.raises(ValueError, match="at least one request"):
+        first_requests(create_trace("star"), np.random.default_rng(0), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt", "output"),
+    [
+        ("azure2023_conv.csv.gz", 19_366, 1155, 211),
+        ("azure2023_code.csv.gz", 8_819, 2048, 28),
+        ("servegen_deepseek_r1_sampled.csv.gz", 152_043, 1207, 2573),
+    ],
+)
+def test_real_traces_are_read_whole(name: str, requests: int, prompt: int, output: int) -> None:
+    path = SHARED / "traces" / name
+    if not path.exists():
+        pytest.skip(f"needs the shared data: no {path}")
+    block = whole(read_trace(path))
+    assert len(block.prompt) == requests
+    assert block.arrival[0] == 0
+    assert round(block.prompt.mean()) == prompt
+    assert round(block.output.mean()) == output
