@@ -3,14 +3,19 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from data_collection.workload.starter_prompts import starter_prompts
-
 __all__ = ["Prompt", "PromptError", "load_prompts"]
+
+_STARTER = Path(__file__).with_name("starter_prompts.jsonl")
+"""Templates filled with topics, whose answers run from one word to the usual cap of 1,024 tokens.
+
+Length is what a predictor learns, so the set mixes kinds of answers: any stretch of it covers
+most tasks.
+"""
 
 _JSONL = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 
@@ -52,9 +57,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     if limit is not None and limit < 1:
         raise PromptError(f"the number of prompts must be at least 1, not {limit}")
     if source == "starter":
-        records: Iterable[tuple[str, Any]] = (
-            (f"starter prompt {i}", record) for i, record in enumerate(starter_prompts(), 1)
-        )
+        records = _jsonl_records(_STARTER)
     elif source.endswith(_JSONL):
         records = _jsonl_records(Path(source))
     elif Path(source).exists():

@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from data_collection.workload.starter_prompts import HEROES
 from rescheduler.demo.demo_figures import Objectives, load_figures
 from rescheduler.demo.demo_load import LoadRequest, ServedRequest
 from rescheduler.demo.demo_moves import Move
@@ -45,6 +44,20 @@ _ENGINE = EngineOptions(
     enforce_eager=True,
     checkpoint=str(Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"),
     k=10,
+)
+_HEROES = (
+    "a lighthouse keeper who finds a letter from the future",
+    "two sisters who restore an old sailing boat",
+    "a robot gardener on a space station",
+    "a baker whose bread makes people tell the truth",
+    "a detective who is afraid of the dark",
+    "a village where it has not rained for ten years",
+    "a chess player who meets her younger self",
+    "a train that stops at a station nobody knows",
+    "a cartographer who draws a river that does not exist yet",
+    "a night guard in a museum of lost things",
+    "a family that moves to the bottom of the sea",
+    "a violin that was built without a sound post",
 )
 _MIGRATION = {
     "name": "survival",
@@ -83,10 +96,10 @@ def demo(arguments: list[str]) -> int:
     parser.add_argument(
         "--pairs",
         type=int,
-        choices=range(1, len(HEROES) + 1),
+        choices=range(1, len(_HEROES) + 1),
         default=_PAIRS,
         metavar="N",
-        help=f"so many long and as many short requests, 1 to {len(HEROES)} (%(default)s)",
+        help=f"so many long and as many short requests, 1 to {len(_HEROES)} (%(default)s)",
     )
     options = parser.parse_args(arguments)
     console = Console()
@@ -116,7 +129,7 @@ def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:
             text = _QUESTIONS[pair % len(_QUESTIONS)]
         else:
             name, tokens = f"long-{pair}", _LONG_TOKENS
-            text = f"Write a long story about {HEROES[pair]}."
+            text = f"Write a long story about {_HEROES[pair]}."
         load.append(LoadRequest(name, text, tokens, number, _APART_SECONDS * number))
     return load
 
@@ -141,7 +154,7 @@ async def _show(deployment: Deployment, load: list[LoadRequest], console: Consol
 
 async def _objectives(deployment: Deployment) -> Objectives:
     """Measure what requests take that have the engines to themselves."""
-    text = f"Write a story about {HEROES[0]}."
+    text = f"Write a story about {_HEROES[0]}."
     alone = [LoadRequest(f"alone-{i}", text, 30, i, 5.0 * i) for i in range(4)]
     async with running_phase("alone", deployment, alone) as (_, answers):
         served = (await answers)[2:]  # the first two shake hands with the prefill engine

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -14,9 +15,19 @@ def write(path: Path, *lines: object) -> str:
     return str(path)
 
 
-def test_the_starter_set_is_bundled() -> None:
-    assert len(load_prompts("starter")) >= 500
-    assert [prompt.source for prompt in load_prompts("starter", limit=3)] == ["starter"] * 3
+def test_the_bundled_starter_set_never_changes() -> None:
+    prompts = load_prompts("starter")
+    assert {prompt.source for prompt in prompts} == {"starter"}
+    assert len({prompt.messages[0]["content"] for prompt in prompts}) == len(prompts) == 606
+    fields = [[p.id, p.task, p.source, p.messages] for p in prompts]
+    digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    assert digest == "85270962a1b7eacc36fa1ec9627391c84be0f822af061ab5037b27fccb3195a4"
+
+
+def test_every_stretch_of_100_starter_prompts_covers_most_tasks() -> None:
+    tasks = [prompt.task for prompt in load_prompts("starter")]
+    for start in range(len(tasks) - 100):
+        assert len(set(tasks[start : start + 100])) > 0.8 * len(set(tasks))
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz"])
