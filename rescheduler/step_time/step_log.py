@@ -1,8 +1,12 @@
 """The steps of an engine as it served them: a CSV file, and which engine it was beside it."""
 
 import csv
+import gzip
+import io
+import math
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,7 +54,7 @@ def read_engine(path: Path) -> EngineDescription:
     """Return which engine a log of steps is of.
 
     Raises:
-        ValueError: that is not said beside it.
+        ValueError: the file beside it is missing or damaged.
     """
     beside = _engine_file(path)
     try:
@@ -61,26 +65,43 @@ def read_engine(path: Path) -> EngineDescription:
         ) from error
 
 
-def read_steps(path: Path, start: int = 0) -> FloatArray:
-    """Return the steps from a byte of the file on, [n, 3]: new tokens, context tokens, seconds.
+def read_steps(path: Path, start: int | None = None) -> FloatArray:
+    """Return the steps of a log, [n, 3]: new tokens, context tokens, seconds.
 
-    A last line that is being written is left out.
+    Args:
+        path: CSV file, plain or gzipped; columns other than `COLUMNS` are ignored.
+        start: byte from which on a log is read that is being written; its last line is left out
+            until it is whole. The whole file when None.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, has no such columns, or has a line that is not a
+            step, with its number.
     """
+    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with path.open("rb") as file:
-            file.seek(start)
+        with opener(path, "rb") as file:
+            file.seek(start or 0)
             text = file.read().decode()
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        if start == 0 and lines[:1] != [",".join(COLUMNS)]:
-            raise ValueError(f"its first line is not {','.join(COLUMNS)}")
-        rows = [[float(value) for value in line.split(",")] for line in lines[start == 0 :]]
-        steps = np.array(rows).reshape(len(rows), len(COLUMNS))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no log of an engine's steps: {error}") from error
-    return steps
+        if start is not None:
+            text = text[: text.rfind("\n") + 1]
+        reader = csv.DictReader(io.StringIO(text, newline=""), COLUMNS if start else None)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"no column {missing[0]!r}; needs {', '.join(COLUMNS)}")
+        steps = [_step(reader.line_num, row) for row in reader]
+    except (OSError, EOFError, ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: not a log of an engine's steps: {error}") from error
+    return np.array(steps, dtype=np.float64).reshape(len(steps), len(COLUMNS))
+
+
+def _step(line: int, row: dict[str, str]) -> tuple[float, ...]:
+    try:
+        step = tuple(float(row[name]) for name in COLUMNS)
+    except (TypeError, ValueError):
+        raise ValueError(f"line {line}: {', '.join(COLUMNS)} must be numbers") from None
+    if not all(0 <= value < math.inf for value in step) or step[2] == 0:
+        raise ValueError(f"line {line}: tokens below 0, or seconds not above 0")
+    return step
 
 
 def _engine_file(path: Path) -> Path:

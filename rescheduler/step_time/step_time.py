@@ -1,7 +1,5 @@
 """How long one step of an instance takes, by its new tokens and its load."""
 
-import csv
-import gzip
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from scipy.optimize import nnls
 
 from predictor.compilation import compiled_core
 from rescheduler.step_time.profile import load_profile
-from rescheduler.step_time.step_log import COLUMNS
+from rescheduler.step_time.step_log import read_steps
 
 __all__ = [
     "StepTime",
@@ -170,7 +168,9 @@ def table_step_time(path: str | Path, knots: int = _KNOTS) -> StepTime:
     """
     if knots < 2:
         raise ValueError(f"knots must be at least 2, not {knots}")
-    steps = _read_steps(Path(path))
+    steps = read_steps(Path(path))
+    if len(steps) == 0:
+        raise ValueError(f"{path}: no steps in it")
     new, new_cell = _grid(steps[:, 0], knots)
     context, context_cell = _grid(steps[:, 1], knots)
     # What never changes in the log has no slope. In like units, for the fit's sake.
@@ -263,32 +263,3 @@ def _monotone(seconds: FloatArray) -> FloatArray:
     turned = seconds[::-1, ::-1]
     below = np.minimum.accumulate(np.minimum.accumulate(turned, axis=0), axis=1)[::-1, ::-1]
     return np.ascontiguousarray((above + below) / 2)
-
-
-def _read_steps(path: Path) -> FloatArray:
-    """Return [n, 3] new tokens, context tokens, seconds."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    rows = []
-    try:
-        with opener(path, "rt", encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"{path}: no column {missing[0]!r}; needs {', '.join(COLUMNS)}")
-            for row in reader:
-                rows.append(_step(path, reader.line_num, row))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not rows:
-        raise ValueError(f"{path}: no steps in it")
-    return np.array(rows)
-
-
-def _step(path: Path, line: int, row: dict[str, str]) -> tuple[float, ...]:
-    try:
-        step = tuple(float(row[name]) for name in COLUMNS)
-    except (TypeError, ValueError):
-        raise ValueError(f"{path}, line {line}: {', '.join(COLUMNS)} must be numbers") from None
-    if not all(0 <= value < math.inf for value in step) or step[2] == 0:
-        raise ValueError(f"{path}, line {line}: tokens below 0, or seconds not above 0")
-    return step

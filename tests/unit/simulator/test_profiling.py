@@ -96,7 +96,7 @@ def test_a_log_is_read_while_it_is_written(tmp_path: Path) -> None:
     log = StepLog(path, ENGINE)
     log.add(4, 800, 0.0312)
     assert read_engine(path) == ENGINE
-    assert read_steps(path).tolist() == [[4, 800, 0.0312]]
+    assert read_steps(path, 0).tolist() == [[4, 800, 0.0312]]
     size = path.stat().st_size
     log.add(12, 12, 0.25)
     log.close()
@@ -107,12 +107,12 @@ def test_a_log_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 def test_files_that_are_no_log_are_named(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
-    with pytest.raises(ValueError, match=r"steps\.csv: no log"):
+    with pytest.raises(ValueError, match=r"steps\.csv: not a log"):
         read_steps(path)
     with pytest.raises(ValueError, match=r"steps\.csv\.engine\.json: does not say whose"):
         read_engine(path)
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="first line"):
+    with pytest.raises(ValueError, match="no column 'new_tokens'; needs"):
         read_steps(path)
 
 

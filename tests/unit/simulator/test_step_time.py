@@ -137,12 +137,15 @@ def test_more_work_never_takes_less_time(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("new_tokens,seconds\n1,0.1\n", "log.csv: no column 'context_tokens'; needs new_tokens"),
+        ("new_tokens,seconds\n1,0.1\n", "log.csv: .* no column 'context_tokens'; needs new_tokens"),
         ("", "no column 'new_tokens'"),
         ("new_tokens,context_tokens,seconds\n", "log.csv: no steps in it"),
-        ("new_tokens,context_tokens,seconds\n1,2,0.1\n1,two,0.1\n", "log.csv, line 3: .* numbers"),
-        ("new_tokens,context_tokens,seconds\n1,2\n", "log.csv, line 2: .* numbers"),
-        ("new_tokens,context_tokens,seconds\n1,2,0\n", "log.csv, line 2: .* not above 0"),
+        (
+            "new_tokens,context_tokens,seconds\n1,2,0.1\n1,two,0.1\n",
+            "log.csv: .* line 3: ",
+        ),
+        ("new_tokens,context_tokens,seconds\n1,2\n", "log.csv: .* line 2: .* numbers"),
+        ("new_tokens,context_tokens,seconds\n1,2,0\n", "log.csv: .* line 2: .* not above 0"),
         ("new_tokens,context_tokens,seconds\n-1,2,0.1\n", "line 2: tokens below 0"),
         ("new_tokens,context_tokens,seconds\n1,nan,0.1\n", "line 2: tokens below 0"),
     ],
