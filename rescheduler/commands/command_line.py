@@ -37,7 +37,10 @@ _VERBS: dict[str, tuple[str, str]] = {
         "say what forecasts are worth on a trace",
     ),
     "simulate": ("rescheduler.simulator.simulate:simulate_command", "compare routing policies"),
-    "sweep": ("rescheduler.simulator.sweeps.sweep:sweep_command", "simulate over many settings"),
+    "sweep": (
+        "rescheduler.simulator.experiments.sweep:sweep_command",
+        "simulate over many settings",
+    ),
     "study": (
         "rescheduler.simulator.studies.study:study_command",
         "reproduce a paper's scaling or table",

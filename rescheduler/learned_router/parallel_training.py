@@ -19,9 +19,9 @@ from rescheduler.learned_router.training import (
     refuse_other_training,
     train_router,
 )
+from rescheduler.simulator.experiments.progress import progress_bar
+from rescheduler.simulator.experiments.workers import available_cores
 from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulate import progress_bar
-from rescheduler.simulator.sweeps.sweep_workers import available_cores
 
 __all__ = ["train_all"]
 

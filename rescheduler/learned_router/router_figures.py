@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from rescheduler.learned_router.router_study import CaseFigures
 from rescheduler.learned_router.training import Trained, Variant
-from rescheduler.simulator.results.figures import COLOURS
+from rescheduler.simulator.results.figures import COLOURS, finish_axes, running_mean
 from rescheduler.simulator.results.metrics import time_per_output_token
 from rescheduler.simulator.results.run_result import RequestRecords
 
@@ -37,7 +37,12 @@ def draw_episode(case: CaseFigures) -> Any:
         order = np.argsort(requests.arrival)
         ttft = (requests.first_token - requests.arrival)[order]
         drawn: dict[str, Any] = {"color": colours[label], "linestyle": lines[label]}
-        panels[1].plot(_smoothed(ttft), label=label, linewidth=1.2, **drawn)
+        panels[1].plot(
+            running_mean(ttft, 40, whole=True),
+            label=label,
+            linewidth=1.2,
+            **drawn,
+        )
         tbt = time_per_output_token(requests, prefilled_first_token=True)
         quantiles.append(tbt[~np.isnan(tbt)] * 1e3)
         time, queued = _queue(requests)
@@ -81,17 +86,11 @@ def _queue(requests: RequestRecords) -> tuple[FloatArray, FloatArray]:
     return time, (placed - started).astype(np.float64)
 
 
-def _smoothed(values: FloatArray) -> FloatArray:
-    width = max(len(values) // 40, 1)
-    return np.asarray(np.convolve(values, np.ones(width) / width, "valid"), dtype=np.float64)
-
-
 def _panels(n: int, size: tuple[float, float], columns: int) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     panels = list(figure.subplots(-(-n // columns), columns).flat)
     for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes)
     return figure, panels

@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
+from rescheduler.simulator.experiments.progress import progress_bar
 from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
+from rescheduler.simulator.results.tables import Column, figure_cell, markdown_table
 from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulate import progress_bar
 from rescheduler.simulator.simulation import run
 
 __all__ = [
@@ -30,13 +31,13 @@ FloatArray = npt.NDArray[np.float64]
 Figures = dict[str, float]
 
 _COLUMNS = (
-    ("end to end, s", "end_to_end", 1.0, ".1f"),
-    ("request latency, s", "latency", 1.0, ".2f"),
-    ("TTFT, s", "ttft", 1.0, ".2f"),
-    ("TBT, ms", "tbt", 1e3, ".1f"),
-    ("at the router, s", "router_wait", 1.0, ".2f"),
-    ("at the instance, s", "instance_wait", 1.0, ".2f"),
-    ("preemptions", "preemptions", 1.0, ".0f"),
+    Column("end to end, s", "end_to_end", 1.0, ".1f"),
+    Column("request latency, s", "latency", 1.0, ".2f"),
+    Column("TTFT, s", "ttft", 1.0, ".2f"),
+    Column("TBT, ms", "tbt", 1e3, ".1f"),
+    Column("at the router, s", "router_wait", 1.0, ".2f"),
+    Column("at the instance, s", "instance_wait", 1.0, ".2f"),
+    Column("preemptions", "preemptions", 1.0, ".0f"),
 )
 
 _GAINS = ("latency", "end_to_end")
@@ -249,21 +250,19 @@ def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]
         cases: by title.
         published: by label, the paper's improvement over round robin in percent.
     """
+    heads = ["policy", *(column.title for column in _COLUMNS), "latency gain", "gain", "paper"]
     lines = []
     for title, case in cases.items():
-        heads = [column for column, *_ in _COLUMNS]
-        heads += ["latency gain", "gain", "paper"]
-        lines += [f"## {title}", "", f"| policy | {' | '.join(heads)} |"]
-        lines += ["|---|" + "---:|" * len(heads)]
+        rows = []
         for label, summary in case.summaries.items():
-            cells = [_cell(summary, name, scale, form) for _, name, scale, form in _COLUMNS]
-            cells += [
+            gains = [
                 f"{gain:.1%} ± {half:.1%}" if summary.runs > 1 else f"{gain:.1%}"
                 for gain, half in case.gains[label].values()
             ]
-            cells.append(f"{published[label]:.2f}%" if label in published else "")
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-        lines.append("")
+            paper = f"{published[label]:.2f}%" if label in published else ""
+            shown = (figure_cell(summary, column) for column in _COLUMNS)
+            rows.append([label, *shown, *gains, paper])
+        lines += [f"## {title}", "", *markdown_table(heads, rows), ""]
     return lines
 
 
@@ -279,10 +278,3 @@ def _gain(base: FloatArray, own: FloatArray) -> tuple[float, float]:
     """Return the mean of the paired differences, and half its interval, as shares of the base."""
     saved = summarise([{"saved": value} for value in (base - own) / base.mean()])
     return saved.mean["saved"], saved.ci95.get("saved", 0.0)
-
-
-def _cell(summary: Summary, name: str, scale: float, form: str) -> str:
-    cell = format(summary.mean[name] * scale, form)
-    if name in summary.ci95:
-        cell += f" ± {format(summary.ci95[name] * scale, form)}"
-    return cell

@@ -32,10 +32,9 @@ from rescheduler.learned_router.training import (
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.results.figures import save_figure
-from rescheduler.simulator.simulate import compile_notice, refuse_foreign_folder
-from rescheduler.simulator.sweeps.study_cases import write_study
-from rescheduler.simulator.sweeps.sweep_cells import changed_config
+from rescheduler.simulator.experiments.cells import changed_config
+from rescheduler.simulator.experiments.progress import compile_notice
+from rescheduler.simulator.results.report_files import about, refuse_foreign_folder, write_study
 
 __all__ = ["train_router_command", "train_routers"]
 
@@ -152,9 +151,8 @@ def train_routers(
         "training": asdict(training),
     } | ({"train_on": train_on} if train_on else {})
     _write_checkpoints(out, config, settings, trained, played)
-    if trained:
-        save_figure(draw_training(trained), out / "training.png")
-    save_figure(draw_episode(next(iter(played.values()))), out / "episode.png")
+    figures = {"training.png": draw_training(trained)} if trained else {}
+    figures["episode.png"] = draw_episode(next(iter(played.values())))
     table = study_table(played, shown)
     base = taking_part[0].label
     table += [
@@ -170,7 +168,7 @@ def train_routers(
         label: {folder: _digest(Path(folder)) for folder in folders}
         for label, folders in (checkpoints or {}).items()
     }
-    write_study(out, "train-router", config, _rows(played), table, settings)
+    write_study(out, about("train-router", config) | settings, _rows(played), table, figures)
     return 0
 
 
@@ -225,9 +223,7 @@ def _rows(played: dict[str, CaseFigures]) -> list[dict[str, Any]]:
         {
             "case": title,
             "policy": label,
-            "runs": summary.runs,
-            **summary.mean,
-            "ci95": summary.ci95,
+            **summary.plain,
             "gains": {name: gain for name, (gain, _) in case.gains[label].items()},
             "gains_ci95": {name: half for name, (_, half) in case.gains[label].items()},
         }

@@ -1,8 +1,7 @@
 """`headway simulate`: routing policies on the same simulated cluster, side by side."""
 
-import json as json_format
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,34 +10,27 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from predictor.compilation import is_kept
-from rescheduler.commands.interrupts import held_interrupts
 from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.engine.engine import advance
-from rescheduler.simulator.results.figures import (
-    draw_comparison,
-    draw_loads,
-    draw_power,
-    save_figure,
+from rescheduler.simulator.experiments.cells import Figures
+from rescheduler.simulator.experiments.progress import compile_notice, gather
+from rescheduler.simulator.results.figures import draw_comparison, draw_loads, draw_power
+from rescheduler.simulator.results.metrics import run_metrics, summarise
+from rescheduler.simulator.results.report import document, markdown_report, terminal_table
+from rescheduler.simulator.results.report_files import (
+    about,
+    json_text,
+    refuse_foreign_folder,
+    write_report,
 )
-from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
-from rescheduler.simulator.results.report import about, document, markdown_report, terminal_table
 from rescheduler.simulator.results.rescheduling_figures import draw_rescheduling
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import Contender, create_contenders, run_setup
 from rescheduler.simulator.simulation import run
 
-__all__ = [
-    "compile_notice",
-    "progress_bar",
-    "refuse_foreign_folder",
-    "simulate",
-    "simulate_command",
-]
+__all__ = ["simulate", "simulate_command"]
 
 _DESCRIPTION = """Simulate routing policies on one cluster and compare them. Every key of the
 configuration can be given on the command line: --cluster.instances 32 --trace.requests 5000."""
@@ -81,108 +73,59 @@ def simulate(
         out.mkdir(parents=True, exist_ok=True)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
+    measured: dict[str, list[Figures]] = {label: [] for label in contenders}
     drawn: list[RunResult] = []
     with _requests_file(out / "requests.parquet" if out else None) as append:
 
-        def keep(result: RunResult) -> None:
+        def keep(job: tuple[str, int], result: RunResult) -> None:
             append(result)
-            figures[result.policy].append(run_metrics(result, config.slo))
+            measured[result.policy].append(run_metrics(result, config.slo))
             if result.seed == 0:  # for the pictures, which need no requests
                 nobody = RequestRecords._make(column[:0] for column in result.requests)
                 drawn.append(replace(result, requests=nobody))
 
-        interrupted = _run_all(contenders, config.seeds, keep)
+        compile_notice()
+        total = len(contenders) * config.seeds
+        interrupted = gather(
+            _runs(contenders, config.seeds), total, keep, lambda job: f"{job[0]}, seed {job[1]}"
+        )
         if not drawn:  # and leave nothing behind
             raise KeyboardInterrupt
-    summaries = {label: summarise(runs) for label, runs in figures.items() if runs}
-    results = document(summaries, about("simulate", config))
-    text = json_format.dumps(results, indent=1, allow_nan=False) + "\n"
-    report = markdown_report(summaries, config)
+    summaries = {label: summarise(runs) for label, runs in measured.items() if runs}
+    text = json_text(document(summaries, about("simulate", config)), allow_nan=False)
     if out is not None:
-        pictures = [
-            save_figure(draw_comparison(summaries), out / "comparison.png"),
-            save_figure(draw_loads(drawn), out / "loads.png"),
-            save_figure(draw_power(drawn), out / "power.png"),
-        ]
+        figures = {
+            "comparison.png": draw_comparison(summaries),
+            "loads.png": draw_loads(drawn),
+            "power.png": draw_power(drawn),
+        }
         if any(run.plans for run in drawn):
-            moving = draw_rescheduling(drawn, config.cluster.capacity_tokens)
-            pictures.append(save_figure(moving, out / "rescheduling.png"))
-        write_text_atomically(out / "table.md", markdown_report(summaries, config, pictures))
-        write_text_atomically(out / "results.json", text)
+            figures["rescheduling.png"] = draw_rescheduling(drawn, config.cluster.capacity_tokens)
+        table = markdown_report(summaries, config, [Path(name) for name in figures])
+        write_report(out, {"table.md": table, "results.json": text}, figures)
     if json is not None:
         write_text_atomically(json, text)
-    _show(summaries, report)
+    console = Console()
+    if console.is_terminal:
+        console.print(terminal_table(summaries))
+    else:
+        print(markdown_report(summaries, config))
     for path in filter(None, (json, out)):
         print(f"wrote {path}")
     if interrupted:
         done = sum(summary.runs for summary in summaries.values())
-        total = len(contenders) * config.seeds
         print(f"headway simulate: interrupted; {done} of {total} runs", file=sys.stderr)
         return 130
     return 0
 
 
-def compile_notice() -> None:
-    """Say on standard error that compiling takes a while, when nothing compiled is kept."""
-    if not is_kept(advance):
-        print("compiling the simulator: about a minute, only once", file=sys.stderr, flush=True)
-
-
-def progress_bar() -> Progress:
-    """Return a bar on standard error, which shows nothing where that is no terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-
-
-def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool) -> None:
-    """Refuse to write among files that are not of an earlier run of the same verb.
-
-    Raises:
-        ValueError: the folder is none, or is not empty and holds no such results.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: not a folder")
-    if overwrite or not folder.exists() or not any(folder.iterdir()):
-        return
-    try:
-        made_by = json_format.loads((folder / results).read_text())["_about"]["made_by"]
-    except (OSError, ValueError, KeyError, TypeError):
-        made_by = None
-    if made_by != f"headway {verb}":
-        raise ValueError(
-            f"{folder}: not empty, and not of an earlier `headway {verb}`; "
-            "choose another folder or add --overwrite"
-        )
-
-
-def _run_all(
-    contenders: dict[str, Contender],
-    seeds: int,
-    keep: Callable[[RunResult], None],
-) -> bool:
-    """Run all contenders with one seed after the other; return whether Ctrl-C ended that."""
-    compile_notice()
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(contenders) * seeds)
-        try:
-            for seed in range(seeds):
-                for label, (policy, planner, setup) in contenders.items():
-                    bar.update(task, description=f"{label}, seed {seed}")
-                    result = run(setup, policy, seed, label, planner)
-                    with held_interrupts():
-                        keep(result)
-                    bar.advance(task)
-        except KeyboardInterrupt:
-            return True
-    return False
+def _runs(
+    contenders: dict[str, Contender], seeds: int
+) -> Generator[tuple[tuple[str, int], RunResult], None, None]:
+    """Yield every run, one seed after the other, so that policies stay comparable."""
+    for seed in range(seeds):
+        for label, (policy, planner, setup) in contenders.items():
+            yield (label, seed), run(setup, policy, seed, label, planner)
 
 
 @contextmanager
@@ -215,11 +158,3 @@ _SCHEMA = pa.schema(
         ("tpot_worst", pa.float64()),
     ]
 )
-
-
-def _show(summaries: dict[str, Summary], report: str) -> None:
-    console = Console()
-    if console.is_terminal:
-        console.print(terminal_table(summaries))
-    else:
-        print(report)

@@ -1,6 +1,5 @@
 """`headway advise`: does forecasting pay on these requests?"""
 
-import json as json_format
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,21 +8,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_collection.atomic_file import write_text_atomically
-from rescheduler.simulator.advice.advice_cases import ROUTERS, Clock
-from rescheduler.simulator.advice.advice_figure import draw_advice
-from rescheduler.simulator.advice.advice_study import Study
-from rescheduler.simulator.advice.advice_text import advice_text
+from rescheduler.simulator.advice.cases import ROUTERS, Clock
+from rescheduler.simulator.advice.figure import draw_advice
+from rescheduler.simulator.advice.study import Study
+from rescheduler.simulator.advice.text import advice_text
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
     SLOConfig,
 )
+from rescheduler.simulator.experiments.progress import compile_notice
 from rescheduler.simulator.forecasts.forecast_error import MEASURED_SIGMA, forecast_error
 from rescheduler.simulator.forecasts.forecast_recording import read_recording
-from rescheduler.simulator.results.figures import save_figure
-from rescheduler.simulator.results.report import about
-from rescheduler.simulator.simulate import compile_notice, refuse_foreign_folder
+from rescheduler.simulator.results.report_files import (
+    about,
+    json_text,
+    refuse_foreign_folder,
+    write_report,
+)
 from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace
@@ -131,16 +133,14 @@ def advise(
     text = advice_text(simulated, judged, quality, sigma)
     found = {"_about": about("advise", config), "advice": text.splitlines()}
     found |= study.document(judged, quality)
-    document = json_format.dumps(found, indent=1, allow_nan=False)
+    document = json_text(found, allow_nan=False)
     print(text)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        save_figure(draw_advice(study.gains(judged), study.cases, quality), out / "advice.png")
-        write_text_atomically(out / "advice.txt", text + "\n")
-        write_text_atomically(out / "advice.json", document + "\n")
+        figure = draw_advice(study.gains(judged), study.cases, quality)
+        texts = {"advice.txt": text + "\n", "advice.json": document}
+        write_report(out, texts, {"advice.png": figure})
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(json, document + "\n")
+        write_report(json.parent, {json.name: document}, {})
     for path in filter(None, (json, out)):
         print(f"wrote {path}")
     if interrupted:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-from rescheduler.simulator.results.figures import COLOURS
+from rescheduler.simulator.results.figures import COLOURS, finish_axes
 from rescheduler.simulator.results.metrics import Summary
 
 __all__ = ["LoadCurve", "draw_effective"]
@@ -67,8 +67,7 @@ def draw_effective(curves: Sequence[LoadCurve]) -> Any:
             )
         axes.set_title(case, loc="left", fontsize="medium")
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes)
     panels[0].legend(frameon=False, fontsize="small")
     figure.supxlabel("offered requests/s an instance", fontsize="medium")
     figure.supylabel("effective requests/s", fontsize="medium")

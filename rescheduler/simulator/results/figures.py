@@ -13,10 +13,13 @@ from rescheduler.simulator.results.run_result import RunResult
 __all__ = [
     "COLOURS",
     "HorizonCurve",
+    "create_panels",
     "draw_comparison",
     "draw_horizons",
     "draw_loads",
     "draw_power",
+    "finish_axes",
+    "running_mean",
     "save_figure",
 ]
 
@@ -50,7 +53,7 @@ def draw_loads(runs: Sequence[RunResult]) -> Any:
 
     As in paper 000, Figure 6.
     """
-    figure, panels = _panels(len(runs), columns=2, size=(5.6, 2.7))
+    figure, panels = create_panels(len(runs), columns=2, size=(5.6, 2.7))
     top = max((run.series.load.max(initial=0) for run in runs), default=0)
     for axes, run in zip(panels, runs, strict=True):
         colours = _instance_colours(run.n_instances)
@@ -70,7 +73,7 @@ def draw_loads(runs: Sequence[RunResult]) -> Any:
             fontsize="small",
             color="0.35",
         )
-        _finish(axes, "", "")
+        finish_axes(axes)
     figure.supxlabel("step", fontsize="medium")
     figure.supylabel("context tokens on an instance, thousands", fontsize="medium")
     return figure
@@ -81,7 +84,7 @@ def draw_power(runs: Sequence[RunResult]) -> Any:
 
     As in paper 000, Figure 7. Thin lines are steps, thick ones their running mean.
     """
-    figure, (axes,) = _panels(1, columns=1, size=(8.0, 3.6))
+    figure, (axes,) = create_panels(1, columns=1, size=(8.0, 3.6))
     for i, run in enumerate(runs):
         time, power = run.series.time, run.series.power
         if len(time) == 0:
@@ -89,10 +92,16 @@ def draw_power(runs: Sequence[RunResult]) -> Any:
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(time, power, color=colour, linewidth=0.5, alpha=0.25)
         label = f"{run.policy}: {run.energy_load_joules / 1e3:,.0f} kJ in {run.seconds:,.0f} s"
-        axes.plot(time, _running_mean(power), color=colour, linewidth=1.8, label=label)
+        axes.plot(
+            time,
+            running_mean(power, 50),
+            color=colour,
+            linewidth=1.8,
+            label=label,
+        )
     axes.set_xlim(left=0)
     axes.legend(frameon=False, fontsize="small", loc="lower left")
-    _finish(axes, "time, s", "mean power of a GPU, W")
+    finish_axes(axes, "time, s", "mean power of a GPU, W")
     return figure
 
 
@@ -100,7 +109,9 @@ def draw_comparison(summaries: Mapping[str, Summary]) -> Any:
     """Return the main figures of all policies as dots with their 95% intervals."""
     shown = [entry for entry in _COMPARED if any(entry[0] in s.mean for s in summaries.values())]
     height = 1.1 + 0.34 * len(summaries)
-    figure, panels = _panels(len(shown), columns=4, size=(3.1, height), sharex=False, sharey=True)
+    figure, panels = create_panels(
+        len(shown), columns=4, size=(3.1, height), sharex=False, sharey=True
+    )
     rows = np.arange(len(summaries))
     for axes, (name, title, scale) in zip(panels, shown, strict=True):
         for row, summary in enumerate(summaries.values()):
@@ -115,7 +126,7 @@ def draw_comparison(summaries: Mapping[str, Summary]) -> Any:
         if name == "imbalance":  # differs by factors, from a meaningful 0
             axes.set_xlim(left=0)
         axes.locator_params(axis="x", nbins=5)
-        _finish(axes, title, "")
+        finish_axes(axes, title)
     return figure
 
 
@@ -126,7 +137,7 @@ def draw_horizons(curves: Sequence[HorizonCurve]) -> Any:
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    figure, panels = _panels(2, columns=2, size=(5.2, 3.6), sharey=False)
+    figure, panels = create_panels(2, columns=2, size=(5.2, 3.6), sharey=False)
     for axes, (name, title, scale) in zip(panels, _COMPARED[:2], strict=True):
         for i, curve in enumerate(curves):
             colour = COLOURS[i % len(COLOURS)]
@@ -144,7 +155,7 @@ def draw_horizons(curves: Sequence[HorizonCurve]) -> Any:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_locator(NullLocator())
-        _finish(axes, "horizon, steps", title)
+        finish_axes(axes, "horizon, steps", title)
     panels[0].legend(frameon=False, fontsize="small")
     return figure
 
@@ -156,13 +167,22 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-def _panels(
+def create_panels(
     n: int,
     columns: int,
     size: tuple[float, float],
     sharex: bool = True,
     sharey: bool = True,
 ) -> tuple[Any, list[Any]]:
+    """Return a figure and its panels.
+
+    Args:
+        n: number of panels.
+        columns: panels side by side, at most.
+        size: inches of a panel.
+        sharex: all panels have the same horizontal axis.
+        sharey: all panels have the same vertical axis.
+    """
     from matplotlib.figure import Figure
 
     columns = min(n, columns)
@@ -181,19 +201,36 @@ def _instance_colours(n: int) -> Any:
     return colormaps["viridis"](np.linspace(0.0, 0.92, n))
 
 
-def _running_mean(values: Any) -> Any:
-    """Return means over a fiftieth of the series, shorter at its ends."""
-    width = max(len(values) // 50, 1)
+def running_mean(values: Any, parts: int, whole: bool = False) -> Any:
+    """Return the mean of each value and its neighbours.
+
+    Args:
+        values: [n] of a series.
+        parts: of the series, one of which a mean is over.
+        whole: leave out the ends, where means are over fewer values otherwise.
+    """
+    n = len(values)
+    width = max(n // parts, 1)
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    if whole:
+        return (sums[width:] - sums[:-width]) / width
+    at = np.arange(n)
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, n)
     return (sums[high] - sums[low]) / (high - low)
 
 
-def _finish(axes: Any, x: str, y: str) -> None:
+def finish_axes(axes: Any, x: str = "", y: str = "", which: str = "major") -> None:
+    """Label a panel's axes, and give it a grid and no frame.
+
+    Args:
+        axes: the panel.
+        x: label of its horizontal axis, if any.
+        y: label of its vertical axis, if any.
+        which: ticks that have grid lines: major or both.
+    """
     if x:
         axes.set_xlabel(x)
     if y:
         axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, which=which)
     axes.spines[["top", "right"]].set_visible(False)

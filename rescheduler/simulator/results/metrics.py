@@ -10,7 +10,14 @@ from scipy.special import stdtrit
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 
-__all__ = ["Summary", "histogram_quantile", "run_metrics", "summarise", "time_per_output_token"]
+__all__ = [
+    "Summary",
+    "half_interval",
+    "histogram_quantile",
+    "run_metrics",
+    "summarise",
+    "time_per_output_token",
+]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,6 +38,11 @@ class Summary(NamedTuple):
     mean: dict[str, float]
     ci95: dict[str, float]
     runs: int
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them."""
+        return {"runs": self.runs, **self.mean, "ci95": self.ci95}
 
 
 def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, float]:
@@ -127,8 +139,20 @@ def histogram_quantile(
     return np.asarray(np.exp(np.interp(wanted, below[keep], np.log(edges[keep]))))
 
 
+def half_interval(values: FloatArray) -> FloatArray:
+    r"""Return half the width of the 95% confidence interval of a mean, by Student's t.
+
+    .. math:: t_{0.975, n-1}\, s / \sqrt n
+
+    Args:
+        values: [n, ...] independent values, at least two.
+    """
+    n = len(values)
+    return np.asarray(stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n))
+
+
 def summarise(runs: Sequence[dict[str, float]]) -> Summary:
-    r"""Return means over runs, with :math:`t_{0.975, n-1}\, s / \sqrt n` beside them.
+    """Return means over runs, with half their confidence intervals beside them.
 
     Args:
         runs: figures of each, at least one; only figures that all have are summarised.
@@ -138,8 +162,7 @@ def summarise(runs: Sequence[dict[str, float]]) -> Summary:
     n = len(runs)
     ci95: dict[str, float] = {}
     if n > 1:
-        half = stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
-        ci95 = dict(zip(names, half.tolist(), strict=True))
+        ci95 = dict(zip(names, half_interval(values).tolist(), strict=True))
     return Summary(dict(zip(names, values.mean(axis=0).tolist(), strict=True)), ci95, n)
 
 

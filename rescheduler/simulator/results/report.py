@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
-from data_collection.versions import machine, source_commit, versions
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.results.metrics import Summary
+from rescheduler.simulator.results.tables import markdown_table, signed_share
 
-__all__ = ["about", "document", "main_columns", "markdown_report", "terminal_table"]
+__all__ = ["document", "main_columns", "markdown_report", "terminal_table"]
 
 
 class _Figure(NamedTuple):
@@ -127,22 +126,7 @@ def markdown_report(
 
 def document(summaries: Mapping[str, Summary], notes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON document: mean figures by policy, and ``_about`` what they depend on."""
-    policies = {
-        label: summary.mean | {"ci95": summary.ci95, "runs": summary.runs}
-        for label, summary in summaries.items()
-    }
-    return {"_about": dict(notes), **policies}
-
-
-def about(verb: str, config: SimulationConfig) -> dict[str, Any]:
-    """Return what a result depends on: configuration, machine, versions, commit."""
-    return {
-        "made_by": f"headway {verb}",
-        "config": asdict(config),
-        "commit": source_commit(),
-        "machine": machine(),
-        "versions": versions(),
-    }
+    return {"_about": dict(notes)} | {label: each.plain for label, each in summaries.items()}
 
 
 def _main(summaries: Sequence[Summary]) -> list[_Figure]:
@@ -167,16 +151,16 @@ def _table(
     heads: list[str] = []
     for figure in figures:
         heads += [figure.title, "change"] if compared else [figure.title]
-    lines = [f"| policy | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    rows: list[list[str]] = []
     columns = [_cells(figure, each, intervals) for figure in figures]
     for row, (label, summary) in enumerate(summaries.items()):
-        cells: list[str] = []
+        cells = [label]
         for figure, column in zip(figures, columns, strict=True):
             cells.append(column[row])
             if compared:
                 cells.append("" if row == 0 else _change(figure, summary, each[0]))
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown_table(["policy", *heads], rows)
 
 
 def _cells(figure: _Figure, summaries: Sequence[Summary], intervals: bool = True) -> list[str]:
@@ -206,4 +190,4 @@ def _change(figure: _Figure, summary: Summary, first: Summary) -> str:
         return f"{1 / ratio:.1f}× less"
     if ratio > 2:
         return f"{ratio:.1f}× more"
-    return f"{ratio - 1:+.1%}".replace("-", "−")
+    return signed_share(ratio - 1)

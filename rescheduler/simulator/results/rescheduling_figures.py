@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.simulator.results.figures import COLOURS
+from rescheduler.simulator.results.figures import COLOURS, finish_axes
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.run_result import RunResult
 
@@ -40,9 +40,7 @@ def draw_cases(found: Mapping[tuple[str, str], Summary]) -> Any:
         if name == "execution_variance":  # it differs by factors
             axes.set_yscale("log")
         axes.set_xticks(range(len(cases)), cases)
-        axes.set_ylabel(title)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes, "", title)
     panels[1].legend(frameon=False, fontsize="small")
     return figure
 
@@ -79,8 +77,7 @@ def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:
         right.set_ylim(0, 108)
         for axes in (left, right):
             axes.set_xlim(left=0)
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
+            finish_axes(axes)
     figure.supxlabel("time, s", fontsize="medium")
     grid[len(runs) // 2][0].set_ylabel("variance of step times, ms²")
     grid[len(runs) // 2][1].set_ylabel("highest KV usage, %")

@@ -14,22 +14,20 @@ with the mean imbalance I, and W, the context tokens of all steps of all request
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config, read_config
+from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.results.figures import save_figure
+from rescheduler.simulator.experiments.runner import Row
+from rescheduler.simulator.results.figures import finish_axes
 from rescheduler.simulator.results.metrics import Summary, summarise
+from rescheduler.simulator.results.tables import markdown_table, signed_share
 from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.sweeps.study_cases import CaseRow, compute_cases, write_study
+from rescheduler.simulator.studies.declaration import Report, Study
 
-__all__ = ["barrier_tax", "barrier_tax_command", "gains", "retimed_throughput"]
-
-_DESCRIPTION = """Compare routing policies behind a barrier, with arrivals counted in steps, for
-several overheads b of the step time max(L) + b · mean(L)."""
+__all__ = ["barrier_tax", "gains", "retimed_throughput"]
 
 
 class _TraceTotals(NamedTuple):
@@ -44,48 +42,33 @@ class _TraceTotals(NamedTuple):
     token_steps: int
 
 
-def barrier_tax_command(arguments: list[str]) -> int:
-    """Run the study with a command line; return the exit status."""
-    parser = config_parser("study barrier-tax", _DESCRIPTION)
-    parser.add_function_arguments(barrier_tax, skip={"config"})
-    given = parser.parse_args(arguments)
-    config = parsed_config(parser, given)
-    return barrier_tax(config, given.out, given.cases, given.overheads, given.workers)
-
-
 def barrier_tax(
-    config: SimulationConfig,
-    out: Path,
-    cases: dict[str, dict[str, Any]],
-    overheads: list[float],
-    workers: int | None = None,
-) -> int:
-    """Simulate all cases, write table, JSON and figure; return the exit status.
+    config: SimulationConfig, cases: dict[str, dict[str, Any]], overheads: list[float]
+) -> Study:
+    """Compare routing policies behind a barrier, with arrivals counted in steps.
+
+    They are compared for several overheads b of the step time max(L) + b · mean(L).
 
     Args:
         config: what all cases share; a step must take a second, and the first policy is the one
             that the others are compared with.
-        out: folder; run it again to resume.
         cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 1.8}``.
         overheads: b / a of the step-time models.
-        workers: processes at once; one a core when not given.
 
     Raises:
-        ValueError: steps of another length, preemption, or a key or value that means nothing.
+        ValueError: steps of another length, or requests that do not run to their end.
     """
     if config.step_time != {"name": "moe", "a": 0.0, "b": 0.0, "constant": 1.0}:
         raise ValueError("step_time: {name: moe, a: 0.0, b: 0.0, constant: 1.0}, a step a second")
     if config.drift != [1] or config.max_steps is not None:
         raise ValueError("drift, max_steps: every request must run to its end, a token a step")
-    rows = compute_cases(config, cases, {}, out, "study barrier-tax", workers)
-    found = gains(rows, overheads)
-    save_figure(_draw(found, overheads), out / "barrier_tax.png")
-    plain = [
-        {"case": case, "policy": label, **summary.mean, "ci95": summary.ci95}
-        for (case, label), summary in found.items()
-    ]
-    write_study(out, "study barrier-tax", config, plain, _table(found, overheads))
-    return 0
+
+    def report(rows: Sequence[Row]) -> Report:
+        found = gains(rows, overheads)
+        plain = [{"case": case, "policy": label, **s.plain} for (case, label), s in found.items()]
+        return Report(plain, _table(found, overheads), {"barrier_tax.png": _draw(found, overheads)})
+
+    return Study(cases, report)
 
 
 def retimed_throughput(
@@ -104,7 +87,7 @@ def retimed_throughput(
     return tokens * n_instances / (highest + overhead * token_steps)
 
 
-def gains(rows: Sequence[CaseRow], overheads: Sequence[float]) -> dict[tuple[str, str], Summary]:
+def gains(rows: Sequence[Row], overheads: Sequence[float]) -> dict[tuple[str, str], Summary]:
     """Return for each case and policy, over the seeds, gains in throughput and imbalances.
 
     The figures are ``gain_B`` for each overhead B, the throughput over that of the case's first
@@ -112,12 +95,13 @@ def gains(rows: Sequence[CaseRow], overheads: Sequence[float]) -> dict[tuple[str
     ``idle_share``.
     """
     found: dict[tuple[str, str], Summary] = {}
-    base: dict[str, CaseRow] = {}
+    base: dict[str, Row] = {}
     totals: dict[str, _TraceTotals] = {}
     for row in rows:
-        first = base.setdefault(row.case, row)
+        case, _, policy, cells = row.group
+        first = base.setdefault(case, row)
         runs = []
-        for cell, figures, reference in zip(row.cells, row.runs, first.runs, strict=True):
+        for cell, figures, reference in zip(cells, row.runs, first.runs, strict=True):
             described = _trace_key(cell.config, cell.seed)
             if described not in totals:
                 totals[described] = _totals(cell.config, cell.seed)
@@ -129,7 +113,7 @@ def gains(rows: Sequence[CaseRow], overheads: Sequence[float]) -> dict[tuple[str
                 other = retimed_throughput(reference, n_instances, of_trace, b)
                 kept[f"gain_{b:g}"] = own / other - 1
             runs.append(kept)
-        found[row.case, row.policy] = summarise(runs)
+        found[case, policy] = summarise(runs)
     return found
 
 
@@ -149,23 +133,23 @@ def _totals(config: dict[str, Any], seed: int) -> _TraceTotals:
 
 
 def _table(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> list[str]:
-    heads = " | ".join(f"b = {b:g}" for b in overheads)
-    lines = [
-        f"| case | policy | {heads} | max − min, tokens | idle share |",
-        "|---|---|" + "---:|" * (len(overheads) + 2),
+    heads = [
+        "case",
+        "policy",
+        *(f"b = {b:g}" for b in overheads),
+        "max − min, tokens",
+        "idle share",
     ]
+    rows = []
     for (case, label), summary in found.items():
         mean, half = summary.mean, summary.ci95
-        cells = []
-        for b in overheads:
-            name = f"gain_{b:g}"
-            interval = f" ± {half[name]:.1%}" if half.get(name) else ""
-            cells.append(f"{mean[name]:+.1%}{interval}".replace("-", "−"))
-        lines.append(
-            f"| {case} | {label} | {' | '.join(cells)} | {mean['max_minus_min']:,.0f} | "
-            f"{mean['idle_share']:.1%} |"
-        )
-    return [*lines, "", "Throughput against the first policy, on the same requests."]
+        names = [f"gain_{b:g}" for b in overheads]
+        intervals = [f" ± {half[name]:.1%}" if half.get(name) else "" for name in names]
+        shown = [signed_share(mean[n]) + s for n, s in zip(names, intervals, strict=True)]
+        last = [f"{mean['max_minus_min']:,.0f}", f"{mean['idle_share']:.1%}"]
+        rows.append([case, label, *shown, *last])
+    note = "Throughput against the first policy, on the same requests."
+    return [*markdown_table(heads, rows, "ll"), "", note]
 
 
 def _draw(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> Any:
@@ -189,8 +173,7 @@ def _draw(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) 
         axes.axhline(0.0, color="0.5", linewidth=0.8)
         axes.set_xticks(places, cases)
         axes.set_title(f"b = {b:g} a", fontsize="medium")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes)
     panels[0].set_ylabel("throughput against the first policy, %")
     panels[0].legend(frameon=False, fontsize="small")
     return figure

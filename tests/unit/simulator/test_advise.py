@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rescheduler.simulator.advice.advice import Gain, Judgement, gain, judge, judge_quality
-from rescheduler.simulator.advice.advice_cases import Scenario, ladder, scenarios
-from rescheduler.simulator.advice.advice_study import Study
-from rescheduler.simulator.advice.advice_text import advice_text, in_words
 from rescheduler.simulator.advice.advise import advise
+from rescheduler.simulator.advice.cases import Scenario, ladder, scenarios
+from rescheduler.simulator.advice.study import Study
+from rescheduler.simulator.advice.text import advice_text, in_words
+from rescheduler.simulator.advice.verdicts import Gain, Judgement, gain, judge, judge_quality
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.results.fairbatching_figures import LoadCurve
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.run_setup import create_policies, run_setup
 from rescheduler.simulator.studies.study import study_command
-from rescheduler.simulator.sweeps.sweep_cells import groups
 
 ROOT = Path(__file__).parents[3]
 OWN = ("cases", "systems", "baselines", "tuned", "loads", "case_loads", "latency_load")

@@ -12,13 +12,13 @@ import yaml
 
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.experiments.cells import cells_of, groups
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import create_policies, run_setup
 from rescheduler.simulator.simulation import run
 from rescheduler.simulator.studies.barrier_tax import retimed_throughput
-from rescheduler.simulator.studies.scaling_study import fitted_slope
+from rescheduler.simulator.studies.scaling import fitted_slope
 from rescheduler.simulator.studies.study import study_command
-from rescheduler.simulator.sweeps.sweep_cells import cells_of, groups
 from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.length_generators import LognormalLengths
 

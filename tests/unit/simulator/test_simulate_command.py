@@ -27,9 +27,9 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     SLOConfig,
 )
+from rescheduler.simulator.experiments.cells import cells_of, groups
+from rescheduler.simulator.experiments.workers import run_locally
 from rescheduler.simulator.run_setup import create_policies, run_setup
-from rescheduler.simulator.sweeps.sweep_cells import cells_of, groups
-from rescheduler.simulator.sweeps.sweep_workers import run_locally
 
 ROOT = Path(__file__).parents[3]
 SMALL = {

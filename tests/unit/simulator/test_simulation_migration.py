@@ -12,12 +12,12 @@ from rescheduler.migration.problem import migration_problem
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.experiments.cells import groups, run_cell
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup, create_contenders, run_setup
 from rescheduler.simulator.simulation import Simulation, run
-from rescheduler.simulator.sweeps.sweep_cells import groups, run_cell
 
 CAPACITY = 8000
 COSTS: dict[str, Any] = {

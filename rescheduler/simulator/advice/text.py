@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
-from rescheduler.simulator.advice.advice import WORTH, Gain, Judgement, Quality
-from rescheduler.simulator.advice.advice_cases import Case
+from rescheduler.simulator.advice.cases import Case
+from rescheduler.simulator.advice.verdicts import WORTH, Gain, Judgement, Quality
 from rescheduler.simulator.forecasts.forecast_error import MEASURED_INTERVAL
 
 __all__ = ["advice_text", "in_words"]

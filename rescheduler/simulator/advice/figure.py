@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.simulator.advice.advice import Gain, Quality
-from rescheduler.simulator.advice.advice_cases import Case
+from rescheduler.simulator.advice.cases import Case
+from rescheduler.simulator.advice.verdicts import Gain, Quality
+from rescheduler.simulator.results.figures import COLOURS, finish_axes
 
 __all__ = ["draw_advice"]
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def draw_advice(
@@ -37,7 +36,7 @@ def draw_advice(
             rows + offset,
             xerr=half,
             fmt="o",
-            color=_COLOURS[i % len(_COLOURS)],
+            color=COLOURS[i],
             markersize=4.5,
             capsize=2.5,
             label=scenario,
@@ -46,7 +45,7 @@ def draw_advice(
     panels[0].set_yticks(rows, [case.title for case in shown])
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
     panels[0].legend(frameon=False, fontsize="small")
-    _finish(panels[0], f"gain over {cases[0].title}, %", "")
+    finish_axes(panels[0], f"gain over {cases[0].title}, %")
     if quality is not None:
         _draw_quality(panels[1], quality)
     return figure
@@ -55,21 +54,21 @@ def draw_advice(
 def _draw_quality(axes: Any, quality: Quality) -> None:
     noisy = {float(t.split()[1]): g for t, g in quality.gains.items() if t.startswith("σ")}
     mean, half = _percent(list(noisy.values()))
-    axes.errorbar(list(noisy), mean, yerr=half, fmt="o-", color=_COLOURS[0], capsize=3)
+    axes.errorbar(list(noisy), mean, yerr=half, fmt="o-", color=COLOURS[0], capsize=3)
     binned = {title: g for title, g in quality.gains.items() if title.endswith("bins")}
     last = max(noisy)
     for i, (title, value) in enumerate(binned.items()):
         at = last + 0.4 * (i + 1)
         m, h = _percent([value])
-        axes.errorbar([at], m, yerr=h, fmt="s", color=_COLOURS[2], capsize=3)
+        axes.errorbar([at], m, yerr=h, fmt="s", color=COLOURS[2], capsize=3)
         axes.annotate(title, (at, m[0]), (0, 8), textcoords="offset points", ha="center", size=8)
     m, h = _percent([quality.gains["real"]])
-    axes.errorbar([quality.sigma], m, yerr=h, fmt="D", color=_COLOURS[1], capsize=3, label="real")
+    axes.errorbar([quality.sigma], m, yerr=h, fmt="D", color=COLOURS[1], capsize=3, label="real")
     axes.axhline(0.0, color="0.5", linewidth=0.8)
     axes.set_xticks(list(noisy), [f"{sigma:g}" for sigma in noisy], fontsize="small")
     axes.set_title(quality.scenario.key, loc="left", fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
-    _finish(
+    finish_axes(
         axes,
         "σ, spread of the forecasts' log error; right: STAR's bins",
         f"gain over {quality.blind.title}, %",
@@ -79,11 +78,3 @@ def _draw_quality(axes: Any, quality: Quality) -> None:
 def _percent(gains: Sequence[Gain]) -> tuple[list[float], list[float]]:
     half = np.nan_to_num([100 * value.half for value in gains])
     return [100 * value.mean for value in gains], half.tolist()
-
-
-def _finish(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    if y:
-        axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)

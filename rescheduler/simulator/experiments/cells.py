@@ -1,4 +1,4 @@
-"""The cells of a sweep: one policy with one planner, one seed, one combination of what varies."""
+"""The cells of an experiment: a policy and a planner, a seed, a combination of what varies."""
 
 import hashlib
 import itertools
@@ -16,6 +16,7 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 
 __all__ = [
     "Cell",
+    "Figures",
     "Group",
     "cells_of",
     "changed_config",
@@ -25,12 +26,15 @@ __all__ = [
     "write_cell",
 ]
 
+Figures = dict[str, float]
+"""Of one run, by name, see `run_metrics`."""
+
 
 class Cell(NamedTuple):
     """What one worker computes at a time.
 
     Attributes:
-        key: of its file; the same for the same work, whichever sweep it belongs to.
+        key: of its file; the same for the same work, whichever experiment it belongs to.
         config: of the simulation, with this policy alone.
         seed: of the run.
         title: for people.
@@ -43,26 +47,31 @@ class Cell(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One policy in one combination, over all seeds.
+    """One policy in one case and one combination, over all seeds.
 
     Attributes:
-        varied: key -> value, of what varies.
+        case: its name; empty where there are none.
+        varied: key -> value, of what varies and of what makes the case.
         policy: label.
         cells: one for each seed.
     """
 
+    case: str
     varied: dict[str, Any]
     policy: str
     cells: list[Cell]
 
 
-def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Group]:
+def groups(
+    base: SimulationConfig, vary: Mapping[str, Sequence[Any]], case: str = ""
+) -> list[Group]:
     """Return every combination of the varied values with every policy.
 
     Args:
         base: what does not vary.
         vary: key -> values. A key is a path with dots, such as ``cluster.instances``; a policy is
             named by its label or by its place: ``policies.bfio.horizon``, ``policies.0.horizon``.
+        case: that the groups are of.
 
     Raises:
         ValueError: a key that does not exist, no values, or a value that its key refuses.
@@ -84,7 +93,7 @@ def groups(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> list[Gr
                 Cell(_key(alone, seed), alone, seed, _title(choice.label, seed, varied))
                 for seed in range(config.seeds)
             ]
-            found.append(Group(varied, choice.label, cells))
+            found.append(Group(case, varied, choice.label, cells))
     return found
 
 
@@ -123,7 +132,7 @@ def cells_of(found: Sequence[Group]) -> list[Cell]:
     return sorted(each.values(), key=lambda cell: cell.seed)
 
 
-def run_cell(config: dict[str, Any], seed: int) -> dict[str, float]:
+def run_cell(config: dict[str, Any], seed: int) -> Figures:
     """Simulate one cell; return its figures.
 
     Raises:
@@ -140,8 +149,8 @@ def run_cell(config: dict[str, Any], seed: int) -> dict[str, float]:
     return run_metrics(run(setup, policy, seed, planner=planner), simulation.slo)
 
 
-def write_cell(folder: Path, cell: Cell, figures: dict[str, float]) -> None:
-    """Keep what a cell gave."""
+def write_cell(folder: Path, cell: Cell, figures: Figures) -> None:
+    """Write the figures of a cell to its file."""
     document = {
         "title": cell.title,
         "seed": cell.seed,
@@ -153,7 +162,7 @@ def write_cell(folder: Path, cell: Cell, figures: dict[str, float]) -> None:
     write_text_atomically(folder / f"{cell.key}.json", text)
 
 
-def read_cell(folder: Path, cell: Cell) -> tuple[dict[str, float], str] | None:
+def read_cell(folder: Path, cell: Cell) -> tuple[Figures, str] | None:
     """Return the figures of a cell that was finished before, and the commit they were made at."""
     path = folder / f"{cell.key}.json"
     if not path.exists():

@@ -12,23 +12,20 @@ directions. A slope of 1 is the theorems' growth.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.results.figures import save_figure
-from rescheduler.simulator.sweeps.study_cases import CaseRow, compute_cases, write_study
+from rescheduler.simulator.experiments.runner import Row
+from rescheduler.simulator.results.figures import finish_axes
+from rescheduler.simulator.results.tables import markdown_table
+from rescheduler.simulator.studies.declaration import Report, Study
 
-__all__ = ["ScalingPoint", "fitted_slope", "scaling_command", "scaling_points", "scaling_study"]
+__all__ = ["ScalingPoint", "fitted_slope", "scaling", "scaling_points"]
 
 FloatArray = npt.NDArray[np.float64]
-
-_DESCRIPTION = """Measure how imbalance grows with workers and batches, and fit slopes. The YAML
-file names two policies, what varies (cluster.instances and cluster.slots), and the cases."""
 
 _BALANCED = 1.0
 """Tokens of mean imbalance below which a ratio says nothing but that it is large."""
@@ -59,52 +56,43 @@ class ScalingPoint(NamedTuple):
         return self.baseline / self.balanced if self.balanced >= _BALANCED else float("inf")
 
 
-def scaling_command(arguments: list[str]) -> int:
-    """Run the study with a command line; return the exit status."""
-    parser = config_parser("study scaling", _DESCRIPTION)
-    parser.add_function_arguments(scaling_study, skip={"config"})
-    given = parser.parse_args(arguments)
-    config = parsed_config(parser, given)
-    return scaling_study(config, given.out, given.cases, given.vary, given.workers)
+def scaling(
+    config: SimulationConfig, cases: dict[str, dict[str, Any]], vary: dict[str, list[Any]]
+) -> Study:
+    """Measure how imbalance grows with workers and batches, and fit slopes.
 
-
-def scaling_study(
-    config: SimulationConfig,
-    out: Path,
-    cases: dict[str, dict[str, Any]],
-    vary: dict[str, list[Any]],
-    workers: int | None = None,
-) -> int:
-    """Simulate all cases and sizes, write table, JSON and figure; return the exit status.
+    The YAML file names two policies, what varies (cluster.instances and cluster.slots), and the
+    cases.
 
     Args:
         config: what all cases share; with two policies, the baseline first.
-        out: folder; run it again to resume.
         cases: name -> key -> value, such as ``geometric: {trace.name: geometric}``.
         vary: ``cluster.instances`` and ``cluster.slots`` -> values.
-        workers: processes at once; one a core when not given.
 
     Raises:
-        ValueError: not two policies, or a key or value that means nothing.
+        ValueError: not two policies.
     """
-    if len(config.policy_choices()) != 2:
+    labels = [choice.label for choice in config.policy_choices()]
+    if len(labels) != 2:
         raise ValueError("policies: a baseline, and the policy that is compared with it")
-    points = scaling_points(compute_cases(config, cases, vary, out, "study scaling", workers))
-    save_figure(_draw(points, config), out / "scaling.png")
-    rows = [point._asdict() for point in points]
-    write_study(out, "study scaling", config, rows, _table(points, config))
-    return 0
+
+    def report(rows: Sequence[Row]) -> Report:
+        points = scaling_points(rows)
+        plain = [point._asdict() for point in points]
+        return Report(plain, _table(points, *labels), {"scaling.png": _draw(points, *labels)})
+
+    return Study(cases, report, vary)
 
 
-def scaling_points(rows: Sequence[CaseRow]) -> list[ScalingPoint]:
+def scaling_points(rows: Sequence[Row]) -> list[ScalingPoint]:
     """Return a point for each case and size, of rows of two policies in turn."""
     points = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
-        cluster = first.cells[0].config["cluster"]
+        cluster = first.group.cells[0].config["cluster"]
         n_instances, slots = cluster["instances"], cluster["slots"]
         size = float(np.sqrt(slots * np.log(n_instances)))
         imbalances = (row.summary.mean["imbalance"] for row in (first, second))
-        points.append(ScalingPoint(first.case, n_instances, slots, size, *imbalances))
+        points.append(ScalingPoint(first.group.case, n_instances, slots, size, *imbalances))
     return points
 
 
@@ -128,37 +116,34 @@ def _slopes(points: Sequence[ScalingPoint]) -> tuple[float, float]:
     return fitted_slope(sizes, [point.ratio for point in points]), fitted_slope(sizes, baseline)
 
 
-def _table(points: Sequence[ScalingPoint], config: SimulationConfig) -> list[str]:
-    first, second = (choice.label for choice in config.policy_choices())
-    lines = [
-        f"| case | smallest | largest | {first} / {second} | slope | slope of {first} / (G − 1) |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+def _table(points: Sequence[ScalingPoint], first: str, second: str) -> list[str]:
+    heads = ["case", "smallest", "largest", f"{first} / {second}", "slope"]
+    fits = []
     for case in dict.fromkeys(point.case for point in points):
         own = sorted(_of(points, case), key=lambda point: point.size)
         ends = [f"G {point.instances}, B {point.slots}" for point in (own[0], own[-1])]
         ratios = " to ".join(_shown(point.ratio) for point in (own[0], own[-1]))
-        slopes = " | ".join("–" if np.isnan(s) else f"{s:.2f}" for s in _slopes(own))
-        lines.append(f"| {case} | {ends[0]} | {ends[1]} | {ratios} | {slopes} |")
-    lines += ["", "| case | G | B | √(B ln G) | " + f"{first} | {second} | ratio |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
-    for point in points:
-        lines.append(
-            f"| {point.case} | {point.instances} | {point.slots} | {point.size:.1f} | "
-            f"{point.baseline:,.0f} | {point.balanced:,.1f} | {_shown(point.ratio)} |"
-        )
-    return lines
+        slopes = ["–" if np.isnan(slope) else f"{slope:.2f}" for slope in _slopes(own)]
+        fits.append([case, *ends, ratios, *slopes])
+    sizes = [
+        [case, str(g), str(b), f"{size:.1f}", f"{baseline:,.0f}", f"{balanced:,.1f}", _shown(ratio)]
+        for case, g, b, size, baseline, balanced, ratio in ((*p, p.ratio) for p in points)
+    ]
+    return [
+        *markdown_table([*heads, f"slope of {first} / (G − 1)"], fits, "lll"),
+        "",
+        *markdown_table(["case", "G", "B", "√(B ln G)", first, second, "ratio"], sizes),
+    ]
 
 
 def _shown(ratio: float) -> str:
     return f"{ratio:.2f}" if np.isfinite(ratio) else "∞"
 
 
-def _draw(points: Sequence[ScalingPoint], config: SimulationConfig) -> Any:
+def _draw(points: Sequence[ScalingPoint], first: str, second: str) -> Any:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    first, second = (choice.label for choice in config.policy_choices())
     figure = Figure(figsize=(10.4, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     cases = list(dict.fromkeys(point.case for point in points))
@@ -183,9 +168,6 @@ def _draw(points: Sequence[ScalingPoint], config: SimulationConfig) -> Any:
         (left, f"imbalance, {first} / {second}"),
         (right, f"imbalance of {first} / (G − 1), tokens"),
     ):
-        axes.set_xlabel("√(B ln G)")
-        axes.set_ylabel(title)
-        axes.grid(alpha=0.25, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes, "√(B ln G)", title, which="both")
         axes.legend(frameon=False, fontsize="small")
     return figure

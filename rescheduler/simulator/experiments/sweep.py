@@ -2,24 +2,23 @@
 
 import csv
 import io
-import json as json_format
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from data_collection.atomic_file import write_text_atomically
 from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons, save_figure
-from rescheduler.simulator.results.metrics import Summary, summarise
-from rescheduler.simulator.results.report import about, main_columns
+from rescheduler.simulator.experiments.cells import groups
+from rescheduler.simulator.experiments.runner import Row, compute
+from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons
+from rescheduler.simulator.results.metrics import Summary
+from rescheduler.simulator.results.report import main_columns
+from rescheduler.simulator.results.report_files import about, json_text, write_report
 from rescheduler.simulator.run_setup import create_contenders, run_setup
-from rescheduler.simulator.sweeps.cell_results import cell_folder, compute_cells, finished_cells
-from rescheduler.simulator.sweeps.sweep_cells import Group, cells_of, groups
 
 __all__ = ["sweep", "sweep_command"]
 
@@ -58,7 +57,7 @@ def sweep(
         config: what does not vary.
         out: folder for the cells, sweep.csv, sweep.json, and, where a horizon varies, a picture.
         vary: key -> values. A policy is named by its label: policies.bfio.horizon.
-        workers: processes at once; one a core when not given.
+        workers: processes at once; one per core when not given.
         ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
         overwrite: write to ``out`` whatever else is in it.
 
@@ -71,22 +70,19 @@ def sweep(
         raise ValueError(f"workers must be at least 1, not {workers}")
     create_contenders(run_setup(config))
     found = groups(config, vary or {})
-    cells = cells_of(found)
-    folder = cell_folder(out, "sweep", "sweep.json", overwrite)
-    results = finished_cells(folder, cells)
-    failed, interrupted = compute_cells(cells, folder, results, workers, ray)
-    rows = _rows(found, results)
+    computed = compute(found, out, "sweep", "sweep.json", overwrite, workers, ray)
+    rows = computed.rows
     if rows:
         _write(rows, config, vary or {}, out)
         Console().print(_table(rows))
         if len(rows) > _SHOWN_ROWS:
             print(f"and {len(rows) - _SHOWN_ROWS} more in {out / 'sweep.csv'}")
-    for cell, what in failed:
+    for cell, what in computed.failed:
         print(f"headway sweep: {cell.title}: {what}", file=sys.stderr)
-    if failed or interrupted:
-        left = len(cells) - len(results)
-        print(f"headway sweep: {left} of {len(cells)} cells are missing", file=sys.stderr)
-    return 130 if interrupted else int(bool(failed))
+    if computed.missing:
+        left = f"{computed.missing} of {computed.cells} cells are missing"
+        print(f"headway sweep: {left}", file=sys.stderr)
+    return 130 if computed.interrupted else int(bool(computed.failed))
 
 
 def _spelt_out(arguments: Sequence[str]) -> list[str]:
@@ -103,49 +99,29 @@ def _spelt_out(arguments: Sequence[str]) -> list[str]:
     return spelt
 
 
-Row = tuple[Group, Summary]
-
-
-def _rows(found: Iterable[Group], results: Mapping[str, dict[str, float]]) -> list[Row]:
-    rows = []
-    for group in found:
-        runs = [results[cell.key] for cell in group.cells if cell.key in results]
-        if runs:
-            rows.append((group, summarise(runs)))
-    return rows
-
-
 def _write(
     rows: Sequence[Row], config: SimulationConfig, vary: Mapping[str, list[Any]], out: Path
 ) -> None:
-    flat = [
-        {"policy": group.policy, **group.varied, "runs": summary.runs, **summary.mean}
-        | {f"{name}_ci95": half for name, half in summary.ci95.items()}
-        for group, summary in rows
-    ]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    flat = []
+    for group, summary in ((row.group, row.summary) for row in rows):
+        halves = {f"{name}_ci95": half for name, half in summary.ci95.items()}
+        named = {"policy": group.policy, **group.varied, "runs": summary.runs}
+        flat.append(named | summary.mean | halves)
     text = io.StringIO()
+    names = list(dict.fromkeys(name for row in flat for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
-    write_text_atomically(out / "sweep.csv", text.getvalue())
     document = {
         "_about": about("sweep", config) | {"vary": dict(vary)},
         "rows": [
-            {
-                "policy": group.policy,
-                "varied": group.varied,
-                "runs": summary.runs,
-                **summary.mean,
-                "ci95": summary.ci95,
-            }
-            for group, summary in rows
+            {"policy": row.group.policy, "varied": row.group.varied, **row.summary.plain}
+            for row in rows
         ],
     }
-    write_text_atomically(out / "sweep.json", json_format.dumps(document, indent=1) + "\n")
     curves = _horizon_curves(rows, config)
-    if curves:
-        save_figure(draw_horizons(curves), out / "horizon.png")
+    figures = {"horizon.png": draw_horizons(curves)} if curves else {}
+    write_report(out, {"sweep.csv": text.getvalue(), "sweep.json": json_text(document)}, figures)
 
 
 def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[HorizonCurve]:
@@ -154,7 +130,7 @@ def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[Horiz
     Only of policies whose horizon varies; the others are drawn as they are.
     """
     labels = [choice.label for choice in config.policy_choices()]
-    varied = list(rows[0][0].varied)
+    varied = list(rows[0].group.varied)
     horizon_of = {}
     for key in varied:
         section, _, path = key.partition(".")
@@ -165,7 +141,7 @@ def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[Horiz
         return []
     curves: dict[str, list[tuple[float, Summary]]] = {}
     looking_ahead: set[str] = set()
-    for group, summary in rows:
+    for group, summary in ((row.group, row.summary) for row in rows):
         own = horizon_of.get(group.policy)
         rest = {k: v for k, v in group.varied.items() if k not in horizon_of.values()}
         label = ", ".join([group.policy, *(f"{k} = {v}" for k, v in rest.items())])
@@ -187,14 +163,14 @@ def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[Horiz
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    columns = main_columns([summary for _, summary in rows])
-    varied = list(rows[0][0].varied)
+    columns = main_columns([row.summary for row in rows])
+    varied = list(rows[0].group.varied)
     table.add_column("policy", no_wrap=True)
     for name in varied:
         table.add_column(name.replace(".", ".\n"), justify="right")
     for title in columns:
         table.add_column(title.replace(", ", "\n"), justify="right", no_wrap=True)
     for i, (group, _) in enumerate(rows[:_SHOWN_ROWS]):
-        values = [str(group.varied[name]) for name in varied]
+        values = map(str, group.varied.values())
         table.add_row(group.policy, *values, *(cells[i] for cells in columns.values()))
     return table

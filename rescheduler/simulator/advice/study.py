@@ -2,14 +2,10 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
-from rich.progress import Progress
-
-from rescheduler.simulator.advice.advice import Gain, Judgement, Quality, gain, judge, judge_quality
-from rescheduler.simulator.advice.advice_cases import (
+from rescheduler.simulator.advice.cases import (
     Case,
     Clock,
     Scenario,
@@ -20,9 +16,18 @@ from rescheduler.simulator.advice.advice_cases import (
     quality_cases,
     scenarios,
 )
+from rescheduler.simulator.advice.verdicts import (
+    Gain,
+    Judgement,
+    Quality,
+    gain,
+    judge,
+    judge_quality,
+)
 from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.experiments.progress import gather
+from rescheduler.simulator.experiments.workers import run_in_threads
 from rescheduler.simulator.results.metrics import summarise
-from rescheduler.simulator.simulate import progress_bar
 from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime
 
@@ -77,30 +82,15 @@ class Study:
         Raises:
             ValueError: a request that cannot be simulated.
         """
-        seeds = range(self._config.seeds)
-        try:
-            with progress_bar() as bar:
-                task = bar.add_task("capacity and horizon", total=len(clocks) + 1)
-                for clock in clocks:
-                    self.capacities[clock] = capacity(
-                        self._config, self._trace, self._step_time, clock
-                    )
-                    bar.advance(task)
-                if self.horizon is None:
-                    self.horizon = best_horizon(
-                        self._config, self._trace, self._step_time, clocks[0]
-                    )
-                self.cases = ladder(self.horizon, self._sigma)
-                bar.advance(task)
-                self._scenarios = scenarios(self.capacities, self._trace, load)
-                jobs = [_Job(s, c, i) for i in seeds for s in self._scenarios for c in self.cases]
-                self._run_all(bar, "routers", jobs)
-                tried = self._quality_scenario(self.judgements())
-                jobs = [_Job(tried, case, i) for i in seeds for case in self._quality_cases()]
-                self._run_all(bar, "quality of forecasts", jobs)
-        except KeyboardInterrupt:
+        if gather(self._pilots(clocks), len(clocks) + 1, lambda clock, found: None, str):
             return True
-        return False
+        assert self.horizon is not None, "the pilots have found one by now"
+        self.cases = ladder(self.horizon, self._sigma)
+        self._scenarios = scenarios(self.capacities, self._trace, load)
+        if self._run_all("routers", self._scenarios, self.cases):
+            return True
+        tried = self._quality_scenario(self.judgements())
+        return self._run_all("quality of forecasts", [tried], self._quality_cases())
 
     def judgements(self) -> list[Judgement]:
         """Return the verdict on every scenario in which each router has a run."""
@@ -144,13 +134,10 @@ class Study:
         base = runs[judgement.today.key]
         routers = {}
         for key, by_seed in runs.items():
-            summary = summarise(list(by_seed.values()))
             over_today = gain(by_seed, base, judgement.figure)
             routers[key] = {
                 "gain": _gain_document(over_today),
-                **summary.mean,
-                "ci95": summary.ci95,
-                "runs": summary.runs,
+                **summarise(list(by_seed.values())).plain,
             }
         return {
             "clock": scenario.clock,
@@ -177,19 +164,23 @@ class Study:
         assert self.horizon is not None, "simulate has found one by now"
         return quality_cases(self.horizon, int(self._trace.recorded.output.max()))
 
-    def _run_all(self, bar: Progress, title: str, jobs: Sequence[_Job]) -> None:
-        """Run jobs in threads, which compiled code lets run side by side, first ones first."""
-        task = bar.add_task(title, total=len(jobs))
+    def _pilots(self, clocks: Sequence[Clock]) -> Generator[tuple[str, None], None, None]:
+        """Estimate the capacity with each clock, and find the horizon."""
+        config, trace, step_time = self._config, self._trace, self._step_time
+        for clock in clocks:
+            self.capacities[clock] = capacity(config, trace, step_time, clock)
+            yield f"capacity, {clock}", None
+        if self.horizon is None:
+            self.horizon = best_horizon(config, trace, step_time, clocks[0])
+        yield "horizon", None
+
+    def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
+        """Run cases with one seed after the other; return whether Ctrl-C ended that."""
+        seeds = range(self._config.seeds)
+        jobs = [_Job(scenario, case, i) for i in seeds for scenario in tried for case in cases]
         workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-        with ThreadPoolExecutor(workers) as threads:
-            try:
-                waiting = {threads.submit(self._figures, job): job for job in jobs}
-                for done in as_completed(waiting):
-                    self._keep(waiting[done], done.result())
-                    bar.advance(task)
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        outcomes = run_in_threads(jobs, self._figures, workers)
+        return gather(outcomes, len(jobs), self._keep, lambda job: title)
 
     def _figures(self, job: _Job) -> dict[str, float]:
         return case_figures(

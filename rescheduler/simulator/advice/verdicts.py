@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
-from rescheduler.simulator.advice.advice_cases import Case, Scenario
+from rescheduler.simulator.advice.cases import Case, Scenario
 from rescheduler.simulator.config.simulation_config import SLOConfig
+from rescheduler.simulator.results.metrics import half_interval
 
 __all__ = [
     "WORTH",
@@ -146,11 +146,8 @@ def gain(
     )
     if figure in _LESS_IS_BETTER:
         values = -values
-    n = len(seeds)
-    half = math.nan
-    if n > 1:
-        half = float(stdtrit(n - 1, 0.975) * values.std(ddof=1) / math.sqrt(n))
-    return Gain(float(values.mean()), half, n)
+    half = float(half_interval(values)) if len(seeds) > 1 else math.nan
+    return Gain(float(values.mean()), half, len(seeds))
 
 
 def judge(

@@ -1,23 +1,32 @@
-"""Where the cells of a sweep are computed: the cores of this machine, or a Ray cluster."""
+"""Where the cells of an experiment are computed: the cores of this machine, or a Ray cluster."""
 
 import importlib
 import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 from threadpoolctl import threadpool_limits
 
-from rescheduler.simulator.sweeps.sweep_cells import Cell, run_cell
+from rescheduler.simulator.experiments.cells import Cell, Figures, run_cell
 
-__all__ = ["available_cores", "run_locally", "run_on_ray"]
+__all__ = ["available_cores", "run_in_threads", "run_locally", "run_on_ray"]
 
-Outcome = tuple[Cell, dict[str, float] | str]
+Job = TypeVar("Job")
+
+Outcome = tuple[Cell, Figures | str]
 """A cell with its figures, or with what went wrong."""
 
 Outcomes = Generator[Outcome, None, None]
@@ -93,6 +102,28 @@ def run_on_ray(cells: Sequence[Cell], address: str) -> Outcomes:
         ray.shutdown()
 
 
+def run_in_threads(
+    jobs: Sequence[Job], compute: Callable[[Job], Figures], workers: int
+) -> Generator[tuple[Job, Figures], None, None]:
+    """Compute jobs that share data in threads of this process; yield each as it finishes.
+
+    Compiled code lets threads run side by side. The first error ends all.
+
+    Args:
+        jobs: to compute, first ones first.
+        compute: returns the figures of a job.
+        workers: threads at once.
+    """
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            waiting = {threads.submit(compute, job): job for job in jobs}
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        except BaseException:  # Ctrl-C among them: nobody waits for the others
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcomes:
     """Compute cells until none waits or a process dies; then add those under way to suspects."""
     if not waiting:
@@ -103,7 +134,7 @@ def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcom
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_prepare,
     )
-    running: dict[Future[dict[str, float]], Cell] = {}
+    running: dict[Future[Figures], Cell] = {}
     broken = False
     try:
         while not broken and (waiting or running):

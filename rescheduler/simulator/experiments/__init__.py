@@ -1,0 +1,1 @@
+"""Running simulations side by side: their cells, where they are computed, and what is written."""

@@ -1,1 +1,0 @@
-"""Many settings at once, on many processes, resumable."""
