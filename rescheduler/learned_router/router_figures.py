@@ -8,7 +8,12 @@ import numpy.typing as npt
 
 from rescheduler.learned_router.router_study import CaseFigures
 from rescheduler.learned_router.training import Trained, Variant
-from rescheduler.simulator.results.figures import COLOURS, finish_axes, running_mean
+from rescheduler.simulator.results.figures import (
+    COLOURS,
+    create_panels,
+    finish_axes,
+    running_mean,
+)
 from rescheduler.simulator.results.metrics import time_per_output_token
 from rescheduler.simulator.results.run_result import RequestRecords
 
@@ -22,7 +27,7 @@ def draw_episode(case: CaseFigures) -> Any:
 
     The first has means over all episodes with their intervals, the others the first episode.
     """
-    figure, panels = _panels(4, (13.0, 8.0), 2)
+    figure, panels = create_panels(4, 2, (6.5, 4.0), sharex=False, sharey=False)
     colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(case.summaries)}
     lines = {label: "-" if i < len(COLOURS) else "--" for i, label in enumerate(case.summaries)}
     for row, (label, summary) in enumerate(case.summaries.items()):
@@ -56,12 +61,14 @@ def draw_episode(case: CaseFigures) -> Any:
     panels[2].set_xlabel("time between tokens of a request, ms (1st to 99th percentile)")
     panels[3].set_xlabel("time, s")
     panels[3].set_ylabel("requests queued at instances")
+    for panel in panels:
+        finish_axes(panel)
     return figure
 
 
 def draw_training(trained: Mapping[Variant, Sequence[Trained]]) -> Any:
     """Return mean rewards of the training episodes and the validation, a line a training."""
-    figure, panels = _panels(2, (11.0, 3.8), 2)
+    figure, panels = create_panels(2, 2, (5.5, 3.8), sharex=False, sharey=False)
     for i, (variant, runs) in enumerate(trained.items()):
         for j, run in enumerate(runs):
             episodes = range(1, len(run.rewards) + 1)
@@ -72,7 +79,7 @@ def draw_training(trained: Mapping[Variant, Sequence[Trained]]) -> Any:
     panels[1].set_ylabel("validation, mean request latency, s")
     panels[1].set_yscale("log")
     for panel in panels:
-        panel.set_xlabel("round of episodes")
+        finish_axes(panel, "round of episodes")
         panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].legend(frameon=False)
     return figure
@@ -84,13 +91,3 @@ def _queue(requests: RequestRecords) -> tuple[FloatArray, FloatArray]:
     placed = np.searchsorted(np.sort(requests.placed), time, "right")
     started = np.searchsorted(np.sort(requests.start), time, "right")
     return time, (placed - started).astype(np.float64)
-
-
-def _panels(n: int, size: tuple[float, float], columns: int) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    panels = list(figure.subplots(-(-n // columns), columns).flat)
-    for axes in panels:
-        finish_axes(axes)
-    return figure, panels

@@ -30,13 +30,11 @@ from rescheduler.step_time.profile import Profile
 __all__ = [
     "V100_GRADIENTS",
     "ImpactRules",
-    "RequestClasses",
     "decode_impact",
     "guidance",
     "mixing",
     "profiled_rules",
     "prompt_impact",
-    "request_classes",
 ]
 
 V100_GRADIENTS = (3.2e-4, 3.3e-5)
@@ -57,43 +55,6 @@ class ImpactRules(NamedTuple):
     decode_gradient: float = V100_GRADIENTS[1]
     balance: float = 0.5
     tolerance: float = 2.0
-
-
-class RequestClasses(NamedTuple):
-    """From how many tokens on prompts and decodes are heavy.
-
-    Attributes:
-        heavy_prompt: tokens of a prompt.
-        heavy_decode: tokens of a decode.
-    """
-
-    heavy_prompt: float
-    heavy_decode: float
-
-    def of(self, prompt: float, output: float) -> str:
-        """Return the class of a request: LL, LH, HL or HH, its prompt's first."""
-        return "LH"[prompt >= self.heavy_prompt] + "LH"[output >= self.heavy_decode]
-
-
-def request_classes(
-    prompt_gradient: float = V100_GRADIENTS[0],
-    decode_batch_seconds: float = 0.02,
-    heavy_prompt_seconds: float = 0.5,
-    heavy_decode_seconds: float = 5.0,
-) -> RequestClasses:
-    """Return where light ends and heavy begins on a machine.
-
-    Args:
-        prompt_gradient: grad1, seconds a prompt token.
-        decode_batch_seconds: of the average decode batch; a V100's takes 0.02 s at least.
-        heavy_prompt_seconds: from which a prompt phase is heavy.
-        heavy_decode_seconds: from which a decode phase is heavy.
-
-    Source: Jain et al. 2025, §3.
-    """
-    return RequestClasses(
-        heavy_prompt_seconds / prompt_gradient, heavy_decode_seconds / decode_batch_seconds
-    )
 
 
 def profiled_rules(profile: Profile, balance: float, tolerance: float) -> ImpactRules:

@@ -15,7 +15,6 @@ from rescheduler.routing.learned.workload_impact import (
     guidance,
     mixing,
     prompt_impact,
-    request_classes,
 )
 from rescheduler.step_time.profile import write_profile
 
@@ -60,14 +59,6 @@ def test_guidance_is_zero_exactly_for_the_least_impact_and_never_above(
     values = [guidance(V100, np.array(load), float(prompt), output, g) for g in range(len(load))]
     assert max(values) == 0.0
     assert values[int(np.argmin(load))] == 0.0
-
-
-def test_requests_are_light_or_heavy_by_the_time_they_take() -> None:
-    classes = request_classes()
-    assert classes.heavy_prompt == pytest.approx(0.5 / 3.2e-4)
-    assert classes.heavy_decode == pytest.approx(250)
-    pairs = [(100, 100), (100, 250), (2000, 100), (2000, 4000)]
-    assert [classes.of(*pair) for pair in pairs] == ["LL", "LH", "HL", "HH"]
 
 
 def test_gradients_come_from_a_profile(tmp_path: Path) -> None:
