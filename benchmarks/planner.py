@@ -49,6 +49,7 @@ from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 REQUESTS, HORIZON, MEAN_LENGTH = 64, 128, 300
@@ -93,7 +94,8 @@ def live_times(repeats: int) -> dict[str, float]:
     """Time rounds of the proxy's planner, each with a new snapshot of every instance."""
     generator = np.random.default_rng(0)
     planners = [create_migration_policy(name, horizon=HORIZON) for name in ("star", "survival")]
-    instances = live_cluster(generator)
+    placements: Placements[LiveRequest] = Placements()
+    instances = live_cluster(generator, placements)
     took: dict[str, list[float]] = {"receive": [], "refresh": [], "view": [], "plan": []}
     with TelemetrySubscriber(bind="tcp://127.0.0.1:*") as telemetry:
         forecasts = LiveForecasts(telemetry)
@@ -104,10 +106,13 @@ def live_times(repeats: int) -> dict[str, float]:
                     telemetry.view.receive([TOPIC, message], time.monotonic())
 
         def view() -> ClusterView:
-            return cluster_view(instances, [], forecasts, 0.0, 0.05)
+            return cluster_view(placements, instances, [], forecasts, 0.0, 0.05)
 
         for seq in range(repeats + 1):
-            messages = [snapshot(generator, instance, seq) for instance in instances]
+            messages = [
+                snapshot(generator, instance, list(placements.on(instance)), seq)
+                for instance in instances
+            ]
             round_ = [seconds(receive, messages), seconds(forecasts.refresh), seconds(view)]
             seen = view()
             round_.append(max(seconds(planner.plan, seen) for planner in planners))
@@ -125,7 +130,9 @@ def live_times(repeats: int) -> dict[str, float]:
     return figures
 
 
-def live_cluster(generator: np.random.Generator) -> list[InstanceState]:
+def live_cluster(
+    generator: np.random.Generator, placements: Placements[LiveRequest]
+) -> list[InstanceState]:
     """Return instances that all run `REQUESTS` requests."""
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     body = json.dumps({"prompt": "a", "max_tokens": 4096}).encode()
@@ -136,16 +143,22 @@ def live_cluster(generator: np.random.Generator) -> list[InstanceState]:
         instance = InstanceState(deployed, ProxyOptions(), None)
         for i in range(REQUESTS):
             name = f"{g}-{i}"
-            request = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1)
-            request.prompt_tokens = max(1, int(generator.lognormal(6.3, 1.0)))
-            request.splicer.output_token_ids = [0] * AGE
+            request = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1, placements)
+            request.begin_prefill(instance)
+            request.prefilled({}, max(1, int(generator.lognormal(6.3, 1.0))))
             request.place(instance)
-            request.generating = True
+            request.token(0.0)
+            request.splicer.output_token_ids = [0] * AGE
         instances.append(instance)
     return instances
 
 
-def snapshot(generator: np.random.Generator, instance: InstanceState, seq: int) -> bytes:
+def snapshot(
+    generator: np.random.Generator,
+    instance: InstanceState,
+    running: list[LiveRequest],
+    seq: int,
+) -> bytes:
     """Return what an instance publishes about its requests."""
     curves = forecast(generator, REQUESTS, True)
     assert isinstance(curves, SurvivalForecast)
@@ -160,7 +173,7 @@ def snapshot(generator: np.random.Generator, instance: InstanceState, seq: int) 
             coded,
         )
         for i, (request, coded) in enumerate(
-            zip(instance.requests.values(), encode_survival(curves.survival), strict=True)
+            zip(running, encode_survival(curves.survival), strict=True)
         )
     ]
     return encode_message(

@@ -53,7 +53,7 @@ class MoveWatcher:
 
     def _look(self) -> None:
         for instance in self._proxy.instances.values():
-            for request in instance.requests.values():
+            for request in self._proxy.placements.on(instance):
                 if not request.generating:  # on its way
                     continue
                 source, moved_before = self._at.get(request.name, (instance.name, None))

@@ -8,16 +8,20 @@ from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterVi
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 
 __all__ = ["cluster_view", "running_requests"]
 
 
-def running_requests(instances: Sequence[InstanceState]) -> list[LiveRequest]:
+def running_requests(
+    placements: Placements[LiveRequest], instances: Sequence[InstanceState]
+) -> list[LiveRequest]:
     """Return the requests on these instances, in the order of `cluster_view`."""
-    return [request for instance in instances for request in instance.requests.values()]
+    return [request for instance in instances for request in placements.on(instance)]
 
 
 def cluster_view(
+    placements: Placements[LiveRequest],
     instances: Sequence[InstanceState],
     waiting: Sequence[LiveRequest],
     forecasts: LiveForecasts | None,
@@ -32,6 +36,7 @@ def cluster_view(
     step, so that the tokens since its last move are the steps since then.
 
     Args:
+        placements: which requests are on which instance.
         instances: that requests may go to.
         waiting: requests that wait for one of them, in order of arrival.
         forecasts: of remaining lengths; None if the decision needs none.
@@ -40,14 +45,14 @@ def cluster_view(
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
-    index = {id(instance): g for g, instance in enumerate(instances)}
-    running = running_requests(instances)
+    index = {instance: g for g, instance in enumerate(instances)}
+    running = running_requests(placements, instances)
+    here = [g for g, instance in enumerate(instances) for _ in placements.on(instance)]
     where = np.empty(len(running), dtype=np.int64)
     since = np.empty(len(running), dtype=np.int64)
     for i, request in enumerate(running):
-        move = request.move
-        at = request.instance if move is None else move.target
-        where[i] = index.get(id(at), index[id(request.instance)])
+        at = request.destination
+        where[i] = index.get(at, here[i]) if at is not None else here[i]
         if not request.can_move:
             since[i] = CANNOT_MOVE
         elif request.generated_at_move is None:
@@ -58,7 +63,7 @@ def cluster_view(
         slots=_integers([instance.slots for instance in instances]),
         kv_capacity=_integers([instance.kv_capacity for instance in instances]),
         queued=_integers(
-            [sum(not r.generating for r in instance.requests.values()) for instance in instances]
+            [sum(not r.generating for r in placements.on(instance)) for instance in instances]
         ),
         instance=where,
         prompt_tokens=_integers([request.prompt_tokens for request in running]),

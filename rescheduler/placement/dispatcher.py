@@ -14,6 +14,7 @@ from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
@@ -29,6 +30,7 @@ class Dispatcher:
     """The two pools in which requests wait: for a prefill instance, and then for a decode one.
 
     Args:
+        placements: which requests are on which instance.
         prefills: the prefill instances.
         decodes: the decode instances.
         policy: chooses the decode instance.
@@ -45,6 +47,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        placements: Placements[LiveRequest],
         prefills: Sequence[InstanceState],
         decodes: Sequence[InstanceState],
         policy: RoutingPolicy,
@@ -56,7 +59,8 @@ class Dispatcher:
         self.step_seconds = _FIRST_STEP_SECONDS
         self.dispatched = 0
         self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
-        self._prefills, self._decodes, self._policy = prefills, decodes, policy
+        self._placements, self._policy = placements, policy
+        self._prefills, self._decodes = prefills, decodes
         self._at_once = JSQLoad() if policy.holds_back() else policy
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
@@ -90,7 +94,7 @@ class Dispatcher:
             )
 
     async def take_prefill(self, request: LiveRequest) -> InstanceState | None:
-        """Wait for a place on a prefill instance; give it back with `leave_prefill`.
+        """Wait for a place on a prefill instance; `wake` when the request has left it.
 
         Returns:
             The instance, or None if none is in service, so that the decode instance prefills.
@@ -105,18 +109,10 @@ class Dispatcher:
             async with asyncio.timeout(self._options.pool_seconds):
                 return await place
         except BaseException as error:
-            if place.done() and not place.cancelled():  # granted in the very same moment
-                self.leave_prefill(request, place.result())
             self._for_prefill = deque(e for e in self._for_prefill if e[1] is not place)
             if isinstance(error, TimeoutError):
                 raise self._too_long("prefill") from error
             raise
-
-    def leave_prefill(self, request: LiveRequest, instance: InstanceState | None) -> None:
-        """Give a place on a prefill instance back."""
-        if instance is not None:
-            instance.requests.pop(request.id, None)
-        self._grant_prefills()
 
     async def place(self, request: LiveRequest) -> InstanceState:
         """Wait until the policy gives a request a decode instance; it is counted there then.
@@ -125,7 +121,7 @@ class Dispatcher:
             RequestRefusedError: 503, none in time.
         """
         place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
-        request.waiting_since = self._clock()
+        request.wait(self._clock())
         self.waiting[request] = place
         self.wake()
         try:
@@ -201,6 +197,7 @@ class Dispatcher:
     ) -> list[InstanceState | None]:
         shown = self._decodes if policy.whole_cluster else instances
         view = cluster_view(
+            self._placements,
             shown,
             requests,
             self._forecasts,
@@ -242,13 +239,13 @@ class Dispatcher:
                 self._for_prefill.popleft()
                 place.set_result(None)
                 continue
-            loads = [len(instance.requests) for instance in available]
+            loads = [len(self._placements.on(instance)) for instance in available]
             least = int(np.argmin(loads))
             ahead = len(self.waiting) + sum(loads)
             if loads[least] >= self._options.prefill_concurrency or ahead >= self._options.ahead:
                 return
             self._for_prefill.popleft()
-            available[least].requests[request.id] = request
+            request.begin_prefill(available[least])
             place.set_result(available[least])
 
     def _too_long(self, what: str) -> RequestRefusedError:

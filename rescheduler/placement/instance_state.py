@@ -1,15 +1,10 @@
 """What the proxy knows of one instance."""
 
-from typing import TYPE_CHECKING
-
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.circuit_breaker import CircuitBreaker
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
-
-if TYPE_CHECKING:
-    from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["InstanceState"]
 
@@ -25,8 +20,7 @@ class InstanceState:
     Attributes:
         breaker: whether it works.
         draining: it gets no new requests.
-        requests: placed there, by migration id.
-        engine: what its control socket told last; None before, and without one.
+        engine: as its control socket last reported it; None before, and without one.
     """
 
     def __init__(
@@ -35,7 +29,6 @@ class InstanceState:
         self.instance, self.control = instance, control
         self.breaker = CircuitBreaker(options.breaker_failures, options.breaker_seconds)
         self.draining = False
-        self.requests: dict[str, LiveRequest] = {}
         self.engine: EngineState | None = None
 
     @property

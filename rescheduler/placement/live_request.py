@@ -1,88 +1,106 @@
 """One client's request while the proxy holds it."""
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.openai_stream import StreamSplicer
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.transfer.control_messages import Frozen
+from rescheduler.placement.placements import Placements
+from rescheduler.placement.request_state import (
+    Decoding,
+    Finished,
+    Freezing,
+    Frozen,
+    IllegalTransitionError,
+    Landing,
+    Leftover,
+    Move,
+    Params,
+    Placed,
+    Prefilling,
+    RequestState,
+    Returned,
+    Unanswered,
+    Waiting,
+    check_transition,
+)
 
-__all__ = ["LiveRequest", "Move"]
+__all__ = ["LiveRequest", "TokenArrival"]
 
 _CHARACTERS_PER_TOKEN = 4
+_MOVING = (Freezing, Unanswered, Frozen, Landing)
+
+S = TypeVar("S", bound=RequestState)
 
 
-@dataclass(slots=True, eq=False)
-class Move:
-    """A freeze that was asked for.
+@dataclass(frozen=True, slots=True)
+class TokenArrival:
+    """What a new token is to its request.
 
     Attributes:
-        source: where the request is.
-        target: where it is to go.
-        started: seconds on the loop's clock.
-        verdict: what the source says: frozen, or None for "nothing has moved". An exception
-            if it says nothing.
-        landed: whether the target gave the next token.
+        first: the first one that its present instance has generated.
+        landed: the first one since it moved.
+        waited: seconds since the previous token; None if this is the very first.
     """
 
-    source: InstanceState
-    target: InstanceState
-    started: float
-    verdict: asyncio.Future[Frozen | None]
-    landed: asyncio.Future[bool]
+    first: bool
+    landed: bool
+    waited: float | None
 
 
-@dataclass(slots=True, eq=False)
 class LiveRequest:
-    """What is known of a request from its arrival to its end.
+    """A request from its arrival to its end: its state, its tokens and its stream.
 
-    Attributes:
+    Its state changes by the methods below only, each of which is one arrow of the diagram in
+    ``docs/transfer.md``. Every change keeps `placements` right and resolves the futures of the
+    move that it ends.
+
+    Args:
         id: the migration id.
         name: what engines call it, after ``cmpl-`` or ``chatcmpl-``.
         client: what was asked for.
         headers: that every engine gets.
         arrived: seconds on the loop's clock.
         splicer: its tokens and its stream.
-        prompt_tokens: exact from its prefill on, guessed from its size before.
-        instance: decode instance that it is placed on, if any.
-        hop: placements on decode instances so far.
-        generating: its present instance has given a token.
-        last_token: when its newest token came; 0 before the first.
-        waiting_since: when it began to wait for a decode instance.
-        untracked: tokens seen of a request whose tokens are not tracked.
-        generated_at_move: tokens when it last moved; None: it never has.
-        move: under way, until the request's old stream has ended.
-        landing: a move whose target has not given a token yet.
-        rests_until: it is not moved before, since a move did not succeed.
+        prompt_tokens: an estimate, until an engine reports the exact number.
+        placements: which requests are on which instance.
+
+    Attributes:
+        external_id: what engines call it, without what they append.
+        hop: number of its placement on decode instances, from 0; -1 before the first.
+        generated_at_move: tokens when it last moved; None if it has not.
         avoid: instances that have just failed it, or turned it away.
-        prefilled: parameters of its prefill, until a decode instance has them.
-        kept_at: the source that keeps its KV cache, until the target has been asked.
+        waiting_since: when it began to wait for a decode instance.
     """
 
-    id: str
-    name: str
-    client: ClientRequest
-    headers: dict[str, str]
-    arrived: float
-    splicer: StreamSplicer
-    prompt_tokens: int
-    instance: InstanceState | None = None
-    hop: int = 0
-    generating: bool = False
-    last_token: float = 0.0
-    waiting_since: float = 0.0
-    untracked: int = 0
-    generated_at_move: int | None = None
-    move: Move | None = None
-    landing: Move | None = None
-    rests_until: float = 0.0
-    avoid: frozenset[InstanceState] = frozenset()
-    prefilled: dict[str, Any] | None = None
-    kept_at: InstanceState | None = None
+    def __init__(
+        self,
+        id: str,
+        name: str,
+        client: ClientRequest,
+        headers: dict[str, str],
+        arrived: float,
+        splicer: StreamSplicer,
+        prompt_tokens: int,
+        placements: "Placements[LiveRequest]",
+    ) -> None:
+        self.id, self.name, self.client = id, name, client
+        self.headers, self.arrived, self.splicer = headers, arrived, splicer
+        self.external_id = f"{'chatcmpl' if client.chat else 'cmpl'}-{name}"
+        self.prompt_tokens = prompt_tokens
+        self.hop = -1
+        self.generated_at_move: int | None = None
+        self.avoid: frozenset[InstanceState] = frozenset()
+        self.waiting_since = 0.0
+        self._placements = placements
+        self._state: RequestState = Waiting()
+        self._last_token: float | None = None
+        self._untracked = 0
+        self._rests_until = 0.0
 
     @classmethod
     def new(
@@ -94,6 +112,7 @@ class LiveRequest:
         arrived: float,
         tokenizer: Tokenizer,
         size: int,
+        placements: "Placements[LiveRequest]",
     ) -> "LiveRequest":
         """Return a request whose body has ``size`` bytes."""
         splicer = StreamSplicer(client, tokenizer)
@@ -102,46 +121,232 @@ class LiveRequest:
             guess = len(prompt)
         else:
             guess = max(1, size // _CHARACTERS_PER_TOKEN)
-        return cls(id, name, client, headers, arrived, splicer, guess)
+        return cls(id, name, client, headers, arrived, splicer, guess, placements)
 
     @property
-    def external_id(self) -> str:
-        """What its engine calls it, without what the engine appends."""
-        return f"{'chatcmpl' if self.client.chat else 'cmpl'}-{self.name}"
+    def state(self) -> RequestState:
+        """Its state."""
+        return self._state
+
+    @property
+    def instance(self) -> InstanceState | None:
+        """Instance that it is on, if any."""
+        state = self._state
+        if isinstance(state, (Freezing, Unanswered, Frozen)):
+            return state.move.source
+        if isinstance(state, Landing):
+            return state.move.target
+        if isinstance(state, (Prefilling, Placed, Returned, Decoding)):
+            return state.instance
+        return None
+
+    @property
+    def destination(self) -> InstanceState | None:
+        """Instance that it is on, or on its way to."""
+        state = self._state
+        return state.move.target if isinstance(state, (Freezing, Frozen)) else self.instance
+
+    @property
+    def transfer_params(self) -> Params | None:
+        """Where its instance finds its KV cache; None if the instance computes it."""
+        state = self._state
+        if isinstance(state, Placed):
+            return state.prefill
+        return state.params if isinstance(state, Landing) else None
 
     @property
     def generated_tokens(self) -> int:
         """Tokens generated so far, on all instances."""
-        return len(self.splicer.output_token_ids) or self.untracked
+        return len(self.splicer.output_token_ids) or self._untracked
+
+    @property
+    def generating(self) -> bool:
+        """Whether its present instance has generated a token."""
+        return isinstance(self._state, (Decoding, Freezing, Unanswered, Frozen))
+
+    @property
+    def may_be_frozen(self) -> bool:
+        """Whether the end of its stream may be a freeze's."""
+        return isinstance(self._state, (Freezing, Unanswered, Frozen))
 
     @property
     def can_move(self) -> bool:
         """Whether it can be moved right now."""
         return (
-            self.client.movable
-            and self.generating
-            and self.move is None
-            and self.landing is None
+            isinstance(self._state, Decoding)
+            and self.client.movable
             and self.splicer.moves
             and self.generated_tokens > 0
-            and self.instance is not None
-            and self.instance.control is not None
+            and self._state.instance.control is not None
         )
 
+    def rests(self, now: float) -> bool:
+        """Return whether it is not to be moved yet, since its last move did not succeed."""
+        return now < self._rests_until
+
+    def rest(self, until: float) -> None:
+        """Do not move it before a time."""
+        self._rests_until = until
+
+    def wait(self, now: float) -> None:
+        """Begin to wait for a decode instance."""
+        self.waiting_since = now
+
+    def begin_prefill(self, instance: InstanceState) -> None:
+        """Occupy a place on a prefill instance."""
+        self._enter(Prefilling(instance))
+
+    def prefilled(self, params: Params, prompt_tokens: int) -> None:
+        """Leave the prefill instance, which keeps the blocks for a decode instance."""
+        self._expect(Prefilling)
+        self.prompt_tokens = prompt_tokens
+        self._enter(Waiting(params))
+
+    def prefill_failed(self) -> None:
+        """Leave a prefill instance that has failed."""
+        self._expect(Prefilling)
+        self._enter(Waiting())
+
     def place(self, instance: InstanceState) -> None:
-        """Count it on an instance."""
-        self.leave()
-        self.instance, self.generating = instance, False
-        instance.requests[self.id] = self
+        """Occupy a place on the decode instance that the routing policy chose."""
+        prefill = self._expect(Waiting).prefill
+        self.hop += 1
+        self._enter(Placed(instance, prefill))
 
-    def leave(self) -> None:
-        """Count it nowhere."""
-        if self.instance is not None:
-            self.instance.requests.pop(self.id, None)
-            self.instance = None
+    def accepted(self) -> None:
+        """Note that its instance has accepted it, and so sees to the blocks kept elsewhere."""
+        state = self._state
+        if isinstance(state, Landing):
+            self._enter(replace(state, accepted=True))
+        elif not isinstance(state, Returned):
+            self._enter(replace(self._expect(Placed), prefill=None))
 
-    def land(self, landed: bool) -> None:
-        """Say whether the target of its move, if there is one, has given a token."""
-        move, self.landing = self.landing, None
-        if move is not None:
-            move.landed.set_result(landed)
+    def token(self, now: float) -> TokenArrival:
+        """Note that tokens come; take them into `splicer` afterwards."""
+        state = self._state
+        landed = isinstance(state, Landing)
+        first = landed or isinstance(state, (Placed, Returned))
+        if first:
+            assert self.instance is not None
+            self._enter(Decoding(self.instance))
+            self.avoid = frozenset()
+            self.prompt_tokens = len(self.splicer.prompt_token_ids) or self.prompt_tokens
+            if landed:
+                self.generated_at_move = self.generated_tokens
+        elif not self.generating:
+            raise IllegalTransitionError(f"a token comes for a request that is {self._name}")
+        last, self._last_token = self._last_token, now
+        return TokenArrival(first, landed, None if last is None else now - last)
+
+    def untracked_tokens(self, tokens: int, now: float) -> None:
+        """Note tokens of a stream that is passed through unread."""
+        self.token(now)
+        self._untracked += tokens
+
+    def freeze(self, target: InstanceState) -> Move:
+        """Begin to move: its source is being asked to freeze it."""
+        source = self._expect(Decoding).instance
+        loop = asyncio.get_running_loop()
+        move = Move(source, target, loop.create_future(), loop.create_future())
+        self._enter(Freezing(move))
+        return move
+
+    async def freeze_answered(self) -> None:
+        """Wait while it is `Freezing`."""
+        if isinstance(self._state, Freezing):
+            await self._state.move.answered
+
+    def is_freezing(self, move: Move) -> bool:
+        """Return whether it still waits for the source's answer to this freeze."""
+        return isinstance(self._state, Freezing) and self._state.move is move
+
+    def frozen(self, output_token_ids: list[int], params: Params) -> None:
+        """Note that the source has frozen it."""
+        move = self._expect(Freezing).move
+        self._enter(Frozen(move, tuple(output_token_ids), params))
+
+    def not_frozen(self) -> None:
+        """Note that the source has not frozen it: it goes on there."""
+        self._enter(Decoding(self._expect(Freezing).move.source))
+
+    def unanswered(self) -> None:
+        """Note that nobody knows whether the source has frozen it."""
+        self._enter(Unanswered(self._expect(Freezing).move))
+
+    def land(self) -> None:
+        """Go on at the target, since the source's stream has brought its last token."""
+        state = self._expect(Frozen)
+        self.hop += 1
+        self._enter(Landing(state.move, state.params))
+
+    def give_back(self) -> None:
+        """Go on at the source, which computes again what it has frozen."""
+        state = self._state
+        if not isinstance(state, Unanswered):
+            state = self._expect(Frozen)
+        source = state.move.source
+        self.hop += 1
+        self._enter(Returned(source))
+
+    def never_froze(self) -> None:
+        """Note that its stream ends by itself, whatever became of the unanswered freeze."""
+        self._enter(Decoding(self._expect(Unanswered).move.source))
+
+    def turned_away(self) -> None:
+        """Wait for another instance than the one that has no room for it."""
+        state = self._expect(Placed)
+        self.avoid |= {state.instance}
+        self._enter(Waiting(state.prefill))
+
+    def fail(self, unsent: bool) -> Leftover:
+        """Leave the instance that has failed; return what engines still keep for it.
+
+        A request whose target has generated nothing goes back to its source, if that is in
+        service: its prefix cache still holds nearly all of it.
+
+        Args:
+            unsent: the instance has never got the request.
+        """
+        if not isinstance(self._state, (Landing, Frozen, Placed, Returned)) and not self.generating:
+            raise IllegalTransitionError(f"no instance can fail a request that is {self._name}")
+        assert self.instance is not None
+        state, self.avoid = self._state, frozenset({self.instance})
+        if isinstance(state, Landing):
+            source = state.move.source
+            returns = source.breaker.closed
+            self.hop += returns
+            self._enter(Returned(source) if returns else Waiting())
+            return Leftover(source if unsent and not state.accepted else None)
+        self._enter(Waiting(state.prefill if unsent and isinstance(state, Placed) else None))
+        return Leftover(state.move.source if isinstance(state, Frozen) else None)
+
+    def finish(self) -> Leftover:
+        """End, whether well or not; return what engines still keep for it."""
+        state = self._state
+        self._enter(Finished())
+        if isinstance(state, Waiting):
+            return Leftover(prefill=state.prefill)
+        if isinstance(state, Frozen) or (isinstance(state, Landing) and not state.accepted):
+            return Leftover(kept_at=state.move.source)
+        return Leftover()
+
+    @property
+    def _name(self) -> str:
+        return type(self._state).__name__
+
+    def _expect(self, kind: type[S]) -> S:
+        if not isinstance(self._state, kind):
+            raise IllegalTransitionError(f"the request is {self._name}, not {kind.__name__}")
+        return self._state
+
+    def _enter(self, state: RequestState) -> None:
+        """Go to another state: the only place where a request's state changes."""
+        check_transition(self._state, state)
+        before, self._state = self._state, state
+        self._placements.put(self, self.instance)
+        if isinstance(before, Freezing):
+            before.move.answered.set_result(None)
+        if isinstance(before, _MOVING) and not isinstance(state, _MOVING):
+            before.move.landed.set_result(
+                isinstance(before, Landing) and isinstance(state, Decoding)
+            )

@@ -8,6 +8,7 @@ from typing import Any
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.proxy.migrator import Migrator
 
 __all__ = ["Drainer"]
@@ -23,6 +24,7 @@ class Drainer:
     Requests that cannot move, or for which there is no room elsewhere, end where they are.
 
     Args:
+        placements: which requests are on which instance.
         decodes: the decode instances.
         dispatcher: chooses where requests go.
         migrator: moves them.
@@ -31,19 +33,21 @@ class Drainer:
 
     def __init__(
         self,
+        placements: Placements[LiveRequest],
         decodes: Sequence[InstanceState],
         dispatcher: Dispatcher,
         migrator: Migrator,
         background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._decodes, self._dispatcher = decodes, dispatcher
+        self._placements, self._decodes, self._dispatcher = placements, decodes, dispatcher
         self._migrator, self._background = migrator, background
         self._moving: set[str] = set()
 
     def drain(self, instance: InstanceState) -> None:
         """Begin to drain an instance."""
         if not instance.draining:
-            logger.info("%s: draining, %d requests", instance.name, len(instance.requests))
+            requests = len(self._placements.on(instance))
+            logger.info("%s: draining, %d requests", instance.name, requests)
         instance.draining = True
 
     def undrain(self, instance: InstanceState) -> None:
@@ -65,8 +69,8 @@ class Drainer:
         now = asyncio.get_running_loop().time()
         requests = [
             request
-            for request in instance.requests.values()
-            if request.can_move and request.id not in self._moving and now >= request.rests_until
+            for request in self._placements.on(instance)
+            if request.can_move and request.id not in self._moving and not request.rests(now)
         ]
         for request, target in zip(requests, self._dispatcher.choose(requests), strict=True):
             if target is not None:

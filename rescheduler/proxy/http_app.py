@@ -89,7 +89,7 @@ class _Endpoints:
             if request.client.movable:
                 await self._proxy.flow.run(request, answer.chunks)
                 return await answer.finish(), "ok"
-            return await self._proxy.pinned.run(request, answer), "ok"
+            return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:
             return await answer.fail(error.status, error.body), "refused"
         except RequestRefusedError as error:
@@ -138,20 +138,20 @@ class _Endpoints:
     async def instances(self, http: web.Request) -> web.Response:
         """List the instances."""
         _refuse_strangers(http)
-        listed = [_told(instance) for instance in self._proxy.instances.values()]
+        listed = [self._described(instance) for instance in self._proxy.instances.values()]
         return _json({"instances": listed})
 
     async def drain(self, http: web.Request) -> web.Response:
         """Begin to drain an instance."""
         instance = self._named(http)
         self._proxy.drainer.drain(instance)
-        return _json(_told(instance))
+        return _json(self._described(instance))
 
     async def undrain(self, http: web.Request) -> web.Response:
         """Let requests come to an instance again."""
         instance = self._named(http)
         self._proxy.drainer.undrain(instance)
-        return _json(_told(instance))
+        return _json(self._described(instance))
 
     def _named(self, http: web.Request) -> InstanceState:
         _refuse_strangers(http)
@@ -162,19 +162,18 @@ class _Endpoints:
             raise RequestRefusedError(404, f"no instance {name!r}; there are: {known}")
         return instance
 
-
-def _told(instance: InstanceState) -> dict[str, Any]:
-    requests = instance.requests.values()
-    return {
-        "name": instance.name,
-        "role": instance.instance.role,
-        "url": instance.instance.url,
-        "state": instance.breaker.state.value,
-        "draining": instance.draining,
-        "requests": len(requests),
-        "movable": sum(request.can_move for request in requests),
-        "context_tokens": sum(r.prompt_tokens + r.generated_tokens for r in requests),
-    }
+    def _described(self, instance: InstanceState) -> dict[str, Any]:
+        requests = self._proxy.placements.on(instance)
+        return {
+            "name": instance.name,
+            "role": instance.instance.role,
+            "url": instance.instance.url,
+            "state": instance.breaker.state.value,
+            "draining": instance.draining,
+            "requests": len(requests),
+            "movable": sum(request.can_move for request in requests),
+            "context_tokens": sum(r.prompt_tokens + r.generated_tokens for r in requests),
+        }
 
 
 def _refuse_strangers(http: web.Request) -> None:

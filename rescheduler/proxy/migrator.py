@@ -7,9 +7,10 @@ from typing import Any
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest, Move
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.request_state import Move
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.transfer.control_messages import ControlError, Frozen, NotFrozenError
+from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 __all__ = ["Migrator"]
 
@@ -50,7 +51,7 @@ class Migrator:
                 return "gone"
             outcome = await self._move(request, source, target)
         if outcome != "moved":
-            request.rests_until = asyncio.get_running_loop().time() + _REST_SECONDS
+            request.rest(asyncio.get_running_loop().time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
         logger.info(
             "request %s, %d tokens: %s to %s: %s (%s)",
@@ -64,18 +65,8 @@ class Migrator:
         return outcome
 
     def release(self, source: InstanceState, id: str) -> None:
-        """Free, in the background, what a source keeps of a request that nobody will ask for."""
+        """Free, in the background, the KV cache that a source keeps for no target any more."""
         self._background(self._release(source, id))
-
-    def abandon(self, request: LiveRequest) -> None:
-        """Give a move up: its request has ended, or its stream has broken."""
-        move, request.move = request.move, None
-        if move is None:
-            return
-        if not move.landed.done():
-            move.landed.set_result(False)
-        if move.verdict.done() and move.verdict.exception() is None and move.verdict.result():
-            self.release(move.source, request.id)
 
     async def _move(
         self, request: LiveRequest, source: InstanceState, target: InstanceState
@@ -85,45 +76,37 @@ class Migrator:
         if request.instance is not source or not request.can_move:
             return "gone"
         assert source.control is not None
-        loop = asyncio.get_running_loop()
-        move = Move(source, target, loop.time(), loop.create_future(), loop.create_future())
-        request.move = move
-        hop = request.hop - 1
+        move, seconds = request.freeze(target), self._options.freeze_seconds
         try:
-            frozen = await source.control.freeze(request.id, hop, self._options.freeze_seconds)
+            frozen = await source.control.freeze(request.id, request.hop, seconds)
         except NotFrozenError as error:
             logger.debug("%s: not frozen: %s", request.id, error)
-            self._settle(request, move, None)
+            if request.is_freezing(move):
+                request.not_frozen()
             return "not_frozen"
         except ControlError as error:
             logger.warning("%s: %s", request.id, error)
             return await self._after_silence(request, source, move)
-        if not self._settle(request, move, frozen):
+        if not request.is_freezing(move):
+            self.release(source, request.id)
             return "ended"
+        request.frozen(frozen.output_token_ids, frozen.params)
         return "moved" if await move.landed else "rolled_back"
 
     async def _after_silence(self, request: LiveRequest, source: InstanceState, move: Move) -> str:
-        """After a freeze without an answer: take it back, or let the stream tell what it did."""
+        """After a freeze without an answer: take it back, or wait how the stream ends."""
         assert source.control is not None
+        unfrozen = False
         try:
-            if await source.control.unfreeze(request.id, self._options.control_seconds):
-                self._settle(request, move, None)
-                return "no_answer"
+            unfrozen = await source.control.unfreeze(request.id, self._options.control_seconds)
         except ControlError as error:
             logger.warning("%s: %s", request.id, error)
-        if request.move is move:
-            move.verdict.set_exception(ControlError("no answer to the freeze"))
-            move.verdict.exception()  # it is looked at only if the stream ends early
+        if request.is_freezing(move):
+            if unfrozen:
+                request.not_frozen()
+            else:
+                request.unanswered()
         return "no_answer"
-
-    def _settle(self, request: LiveRequest, move: Move, frozen: Frozen | None) -> bool:
-        """Tell the request's flow; return whether it waits for that."""
-        if request.move is not move:
-            if frozen is not None:
-                self.release(move.source, request.id)
-            return False
-        move.verdict.set_result(frozen)
-        return True
 
     async def _has_room(self, request: LiveRequest, target: InstanceState) -> bool:
         """Ask the target whether it can run the request at once."""

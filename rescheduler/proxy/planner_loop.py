@@ -11,6 +11,8 @@ from rescheduler.placement.cluster_state import cluster_view, running_requests
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.routing.policy import Needs
@@ -26,6 +28,7 @@ class PlannerLoop:
     Args:
         policy: the planner.
         seconds: between two plans.
+        placements: which requests are on which instance.
         decodes: the decode instances.
         forecasts: of remaining lengths; None if the engines tell none.
         dispatcher: knows how long a decode step takes.
@@ -38,6 +41,7 @@ class PlannerLoop:
         self,
         policy: MigrationPolicy,
         seconds: float,
+        placements: Placements[LiveRequest],
         decodes: Sequence[InstanceState],
         forecasts: LiveForecasts | None,
         dispatcher: Dispatcher,
@@ -46,7 +50,7 @@ class PlannerLoop:
         background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._policy, self._seconds = policy, seconds
-        self._decodes, self._dispatcher = decodes, dispatcher
+        self._placements, self._decodes, self._dispatcher = placements, decodes, dispatcher
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._migrator, self._metrics, self._background = migrator, metrics, background
         self._said = ""
@@ -60,23 +64,25 @@ class PlannerLoop:
     def plan(self) -> None:
         """Plan once, and begin the moves."""
         instances = [instance for instance in self._decodes if instance.available]
-        running = running_requests(instances)
+        running = running_requests(self._placements, instances)
         if len(instances) < 2 or not running:
             return
         if self._forecasts is not None:
             self._forecasts.refresh()
         started = time.perf_counter()
         now = asyncio.get_running_loop().time()
-        view = cluster_view(instances, [], self._forecasts, now, self._dispatcher.step_seconds)
+        view = cluster_view(
+            self._placements, instances, [], self._forecasts, now, self._dispatcher.step_seconds
+        )
         plan = self._policy.plan(view)
         self._metrics.planning.observe(time.perf_counter() - started)
         self._log(plan)
         for migration in plan.migrations:
             request, target = running[migration.request], instances[migration.target]
-            if now >= request.rests_until:
+            if not request.rests(now):
                 self._background(self._move(request, target, migration.gain))
 
-    async def _move(self, request: Any, target: InstanceState, gain: float) -> None:
+    async def _move(self, request: LiveRequest, target: InstanceState, gain: float) -> None:
         await self._migrator.move(request, target, f"{self._policy.name}, gain {gain:.2g}")
 
     def _log(self, plan: Plan) -> None:

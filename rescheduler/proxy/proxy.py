@@ -16,11 +16,12 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.proxy.drainer import Drainer
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.pinned_flow import PinnedFlow
+from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.planner_loop import PlannerLoop
 from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
@@ -47,11 +48,12 @@ class Proxy:
     Attributes:
         deployment: as given.
         instances: all, by name.
+        placements: which requests are on which instance.
         dispatcher: chooses instances.
         metrics: counts and times.
         upstream: connections to the engines.
         flow: of requests that may move.
-        pinned: of those that stay.
+        pass_through: of those that stay.
         drainer: empties instances.
         migrator: moves requests.
         running: requests that have arrived and not ended.
@@ -71,6 +73,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         keys = deployment.keys_folder
         self.instances: dict[str, InstanceState] = {}
+        self.placements: Placements[LiveRequest] = Placements()
         for instance in deployment.instances:
             control = ControlClient(instance.control, keys) if instance.control else None
             if control is not None:
@@ -90,6 +93,7 @@ class Proxy:
         self.upstream = Upstream(options)
         self._stack.push_async_callback(self.upstream.close)
         self.dispatcher = Dispatcher(
+            self.placements,
             self._prefills,
             self._decodes,
             self._policy,
@@ -98,13 +102,15 @@ class Proxy:
             options,
             loop.time,
         )
-        self.metrics = ProxyMetrics(states, self.dispatcher)
+        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher)
         self.migrator = Migrator(options, self.metrics, self.background)
         self.flow = RequestFlow(
             self.upstream, self.dispatcher, self.migrator, self.metrics, options, self.background
         )
-        self.pinned = PinnedFlow(self.flow, self.upstream, self.dispatcher, options)
-        self.drainer = Drainer(self._decodes, self.dispatcher, self.migrator, self.background)
+        self.pass_through = PassThrough(self.flow, self.upstream, self.dispatcher, options)
+        self.drainer = Drainer(
+            self.placements, self._decodes, self.dispatcher, self.migrator, self.background
+        )
         self._prober = Prober(self.upstream, self.dispatcher, options, deployment.served_name)
 
     @property
@@ -124,6 +130,7 @@ class Proxy:
             loop = PlannerLoop(
                 policy,
                 seconds,
+                self.placements,
                 self._decodes,
                 self._forecasts,
                 self.dispatcher,
@@ -171,7 +178,9 @@ class Proxy:
         headers = {**headers, "X-Request-Id": name}
         now = asyncio.get_running_loop().time()
         self.running += 1
-        return LiveRequest.new(id, name, client, headers, now, self._tokenizer, size)
+        return LiveRequest.new(
+            id, name, client, headers, now, self._tokenizer, size, self.placements
+        )
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""

@@ -8,6 +8,8 @@ from prometheus_client.registry import Collector
 
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 
 __all__ = ["ProxyMetrics"]
 
@@ -19,12 +21,18 @@ class ProxyMetrics(Collector):
     """Counters, histograms, and gauges that are read whenever Prometheus asks.
 
     Args:
+        placements: which requests are on which instance.
         instances: all of the deployment.
         dispatcher: with the two pools.
     """
 
-    def __init__(self, instances: Sequence[InstanceState], dispatcher: Dispatcher) -> None:
-        self._instances, self._dispatcher = instances, dispatcher
+    def __init__(
+        self,
+        placements: Placements[LiveRequest],
+        instances: Sequence[InstanceState],
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._placements, self._instances, self._dispatcher = placements, instances, dispatcher
         self._registry = CollectorRegistry()
         registry = self._registry
         self.requests = Counter(
@@ -107,7 +115,7 @@ class ProxyMetrics(Collector):
         )
         for instance in self._instances:
             labels = [instance.name, instance.instance.role]
-            requests = instance.requests.values()
+            requests = self._placements.on(instance)
             running.add_metric(labels, len(requests))
             tokens.add_metric(labels, sum(r.prompt_tokens + r.generated_tokens for r in requests))
             up.add_metric(labels, instance.breaker.closed)

@@ -15,9 +15,10 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.request_state import Landing, Leftover, Returned, Waiting
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import EngineStream, Resume, Send, TokenRelay
+from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
 from rescheduler.proxy.upstream import (
     EngineFullError,
     EngineRefusedError,
@@ -84,36 +85,23 @@ class RequestFlow:
             if instance is None:
                 return
             try:
-                request.prefilled, request.prompt_tokens = await self._upstream.prefill(
+                params, prompt_tokens = await self._upstream.prefill(
                     instance.instance, request.client.path, body, request.headers
                 )
             except UpstreamError as error:
                 self.failed(instance, error)
+                request.prefill_failed()
+                self._dispatcher.wake()
             else:
                 instance.breaker.succeeded()
+                request.prefilled(params, prompt_tokens)
+                self._dispatcher.wake()
                 return
-            finally:
-                self._dispatcher.leave_prefill(request, instance)
 
     def leave(self, request: LiveRequest) -> None:
-        """Free everything that anyone keeps for a request."""
-        self._migrator.abandon(request)
-        request.land(False)
-        instance = request.instance
-        request.leave()
-        if request.kept_at is not None:
-            self._migrator.release(request.kept_at, request.id)
-            request.kept_at = None
-        if request.prefilled is not None and instance is None:
-            self.discard_prefill(request)
+        """End a request, and free everything that anyone keeps for it."""
+        self._free(request, request.finish())
         self._dispatcher.wake()
-
-    def discard_prefill(self, request: LiveRequest) -> None:
-        """Free, in the background, what a prefill instance keeps for the request."""
-        params, request.prefilled = request.prefilled, None
-        decode = self._dispatcher.any_decode()
-        if params is not None and decode is not None:
-            self._background(self._upstream.discard(decode.instance, params))
 
     def failed(self, instance: InstanceState, error: UpstreamError) -> None:
         """Note that a call to an instance failed."""
@@ -131,8 +119,7 @@ class RequestFlow:
             RequestRefusedError: 429, since all have turned it away.
         """
         self._metrics.turned_away.labels(instance.name).inc()
-        request.avoid |= {instance}
-        request.leave()
+        request.turned_away()
         self._dispatcher.wake()
         if not self._dispatcher.has_another(request):
             message = "no engine would give the first token in time; try again later"
@@ -145,80 +132,63 @@ class RequestFlow:
         await asyncio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
     async def _decode(self, request: LiveRequest, send: Send) -> None:
-        failures = 0
-        resume: Resume | None = None
-        while True:
-            if resume is None:
-                instance = await self._dispatcher.place(request)
-            else:
-                instance = resume.instance
-                request.place(instance)
-            before = request.generated_tokens
+        failures, ended = 0, False
+        while not ended:
+            if isinstance(request.state, Waiting):
+                await self._dispatcher.place(request)
+            instance, before = request.instance, request.generated_tokens
+            assert instance is not None
             try:
-                resume = await self._segment(request, instance, resume, send)
+                ended = await self._segment(request, instance, send)
             except UpstreamError as error:
                 if isinstance(error, EngineFullError) and not request.generated_tokens:
                     self.turned_away(request, instance, error)
                     continue
-                self._migrator.abandon(request)
                 self.failed(instance, error)
                 failures = 1 if request.generated_tokens > before else failures + 1
                 if failures >= self._options.attempts:
                     raise
-                resume = await self._after_failure(request, error, resume, failures)
-                continue
-            if resume is None:
-                return
+                await self._after_failure(request, error, failures)
 
     async def _after_failure(
-        self, request: LiveRequest, error: UpstreamError, failed: Resume | None, failures: int
-    ) -> Resume | None:
-        """Return where to go on after an instance failed; None: wherever there is room.
-
-        A request whose target gave no token goes back to its source, whose prefix cache still
-        holds nearly all of it.
-        """
+        self, request: LiveRequest, error: UpstreamError, failures: int
+    ) -> None:
+        """Have a request go on after an instance failed: at the source of its move, or anywhere."""
         self._metrics.recomputed.labels(error.instance).inc()
-        request.avoid = frozenset({request.instance} if request.instance else ())
-        request.leave()
-        if not error.unsent:
-            request.prefilled = None
-        if failed is not None and not request.generating:
-            if error.unsent and request.kept_at is not None:
-                self._migrator.release(request.kept_at, request.id)
-            request.kept_at = None
-            if request.landing is not None:
-                request.land(False)
-                if failed.source.breaker.closed:
-                    return Resume(failed.source, None, failed.source)
-        request.generating = False
+        self._free(request, request.fail(error.unsent))
+        if isinstance(request.state, Returned):
+            return
         if request.generated_tokens:
             request.splicer.cut()
         self._dispatcher.wake()
         await self.back_off(failures)
-        return None
 
-    async def _segment(
-        self, request: LiveRequest, instance: InstanceState, resume: Resume | None, send: Send
-    ) -> Resume | None:
-        """Decode on one instance; return where it goes on, or None when it has ended.
+    def _free(self, request: LiveRequest, leftover: Leftover) -> None:
+        """Free, in the background, what engines keep in vain."""
+        if leftover.kept_at is not None:
+            self._migrator.release(leftover.kept_at, request.id)
+        decode = self._dispatcher.any_decode()
+        if leftover.prefill is not None and decode is not None:
+            self._background(self._upstream.discard(decode.instance, leftover.prefill))
+
+    async def _segment(self, request: LiveRequest, instance: InstanceState, send: Send) -> bool:
+        """Decode on one instance; return whether the request has ended, or else it goes on.
 
         Raises:
             UpstreamError: the instance failed or stalled.
             EngineRefusedError: it says that the request is wrong.
         """
-        options = self._options
-        body = self._body(request, resume.params if resume else request.prefilled)
+        options, body = self._options, self._body(request)
         # A source may hang, too, so that going back there is no reason for more patience.
-        first = options.moved_token_seconds if resume else options.first_token_seconds
-        request.hop += 1
+        moved = isinstance(request.state, (Landing, Returned))
+        first = options.moved_token_seconds if moved else options.first_token_seconds
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(first) as deadline:
                 response = await self._upstream.open(
                     instance.instance, request.client.path, body, request.headers
                 )
-                request.prefilled = request.kept_at = None
+                request.accepted()
                 try:
                     stream = EngineStream(request, instance, deadline, response)
                     return await self._relay.relay(stream, send)
@@ -230,17 +200,17 @@ class RequestFlow:
             raise UpstreamError(instance.instance, f"refuses to go on: {error}") from error
         except TimeoutError as error:
             if stream is not None and stream.finished:
-                return None
+                return True
             what = "token" if request.generating else "first token"
             raise UpstreamError(instance.instance, f"no {what} in time") from error
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             if stream is not None and stream.finished:
-                return None  # only the end of the events is missing
+                return True  # only the end of the events is missing
             reason = f"its stream broke: {type(error).__name__}"
             raise UpstreamError(instance.instance, reason) from error
 
-    def _body(self, request: LiveRequest, params: dict[str, Any] | None) -> bytes:
-        splicer = request.splicer
+    def _body(self, request: LiveRequest) -> bytes:
+        splicer, params = request.splicer, request.transfer_params
         if not splicer.output_token_ids:
             return decode_body(request.client, request.id, request.hop, params)
         return resumed_body(

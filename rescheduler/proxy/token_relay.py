@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -14,32 +13,17 @@ from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chun
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.request_state import Frozen, Unanswered
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
-from rescheduler.transfer.control_messages import ControlError
 
-__all__ = ["EngineStream", "Resume", "Send", "TokenRelay"]
+__all__ = ["EngineStream", "Send", "TokenRelay"]
 
 logger = logging.getLogger("headway.serve")
 
 Send = Callable[[list[bytes]], Awaitable[None]]
 """Hands chunks, as JSON, to the client."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where a frozen request goes on.
-
-    Attributes:
-        instance: to resume at.
-        params: to pull the KV cache with; None: compute it again.
-        source: where it was.
-    """
-
-    instance: InstanceState
-    params: dict[str, Any] | None
-    source: InstanceState
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +65,8 @@ class TokenRelay:
         self._dispatcher, self._migrator = dispatcher, migrator
         self._metrics, self._options = metrics, options
 
-    async def relay(self, stream: EngineStream, send: Send) -> Resume | None:
-        """Hand a stream on; return where the request goes on, or None when it has ended.
+    async def relay(self, stream: EngineStream, send: Send) -> bool:
+        """Hand a stream on; return whether the request has ended, or else goes on elsewhere.
 
         Raises:
             UpstreamError: the engine failed.
@@ -98,12 +82,14 @@ class TokenRelay:
                         continue
                     chunk = read_chunk(payload)
                     self._check(stream, chunk)
-                    if chunk.finish_reason == "length" and stream.request.move is not None:
-                        resume = await self._frozen(stream, payload, chunk, passed)
-                        if resume is not None:
-                            return resume
+                    if (
+                        chunk.finish_reason == "length"
+                        and stream.request.may_be_frozen
+                        and await self._frozen(stream, payload, chunk, passed)
+                    ):
+                        return False
                     if self._pass_on(stream, payload, chunk, passed):
-                        return None
+                        return True
             finally:
                 # Also before an error: what is counted as generated must have been sent.
                 if passed:
@@ -111,7 +97,7 @@ class TokenRelay:
             stream.deadline.reschedule(loop.time() + self._options.token_seconds)
         if not stream.finished:
             raise UpstreamError(stream.instance.instance, "its stream ended before the request")
-        return None
+        return True
 
     def _pass_on(
         self, stream: EngineStream, payload: bytes, chunk: Chunk, passed: list[bytes]
@@ -144,66 +130,52 @@ class TokenRelay:
 
     def _token(self, stream: EngineStream, tokens: int) -> None:
         """Note that tokens came."""
-        request, now = stream.request, asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        arrival = stream.request.token(now)
         self._metrics.tokens.inc(tokens)
-        if not request.generating:
-            request.generating, request.avoid = True, frozenset()
+        if arrival.first:
             stream.instance.breaker.succeeded()
-            if request.prompt_tokens != len(request.splicer.prompt_token_ids) != 0:
-                request.prompt_tokens = len(request.splicer.prompt_token_ids)
-            if request.landing is not None:
-                request.land(True)
-                request.generated_at_move = request.generated_tokens
-                self._metrics.migration_gap.observe(now - request.last_token)
-        elif request.last_token:
-            gap = (now - request.last_token) / tokens
+        if arrival.waited is None:
+            self._metrics.first_token.observe(now - stream.request.arrived)
+        elif arrival.landed:
+            self._metrics.migration_gap.observe(arrival.waited)
+        elif not arrival.first:
+            gap = arrival.waited / tokens
             self._metrics.token_gap.observe(gap)
             self._dispatcher.step_took(gap)
-        if not request.last_token:
-            self._metrics.first_token.observe(now - request.arrived)
-        request.last_token = now
 
     async def _frozen(
         self, stream: EngineStream, payload: bytes, chunk: Chunk, passed: list[bytes]
-    ) -> Resume | None:
-        """Return where a stream goes on whose end may be a freeze's, or None if it is its own."""
-        request, splicer, move = stream.request, stream.request.splicer, stream.request.move
-        assert move is not None
-        params = None
-        target = move.source
-        try:
-            frozen = await move.verdict
-        except ControlError:
+    ) -> bool:
+        """Return whether a stream has ended by a freeze, so that its request goes on elsewhere."""
+        request, splicer = stream.request, stream.request.splicer
+        await request.freeze_answered()
+        state = request.state
+        if isinstance(state, Unanswered):
             limit = self._limit(request)
             if limit is None or request.generated_tokens + len(chunk.token_ids) >= limit:
-                request.move = None
-                return None
-            frozen = None
-        else:
-            if frozen is None:
-                request.move = None
-                return None
-        request.move = None
+                request.never_froze()
+                return False
+        elif not isinstance(state, Frozen):
+            return False
         self._token(stream, len(chunk.token_ids))
         out = splicer.pass_on_frozen(payload, chunk)
-        if frozen is not None:
-            if frozen.output_token_ids == splicer.output_token_ids:
-                params, target = frozen.params, move.target
-                request.kept_at, request.landing = move.source, move
-            else:
-                logger.error(
-                    "request %s: %s says %d tokens, the proxy has %d; computed again",
-                    request.id,
-                    move.source.name,
-                    len(frozen.output_token_ids),
-                    len(splicer.output_token_ids),
-                )
-                self._migrator.release(move.source, request.id)
-        if params is None:
-            move.landed.set_result(False)
         if out is not None:
             passed.append(out)
-        return Resume(target, params, move.source)
+        if isinstance(state, Frozen) and state.output_token_ids == tuple(splicer.output_token_ids):
+            request.land()
+            return True
+        if isinstance(state, Frozen):
+            logger.error(
+                "request %s: %s reports %d tokens, the proxy has %d; computed again",
+                request.id,
+                state.move.source.name,
+                len(state.output_token_ids),
+                len(splicer.output_token_ids),
+            )
+        request.give_back()
+        self._migrator.release(state.move.source, request.id)
+        return True
 
     def _limit(self, request: LiveRequest) -> int | None:
         """Return how many tokens a request may generate, as far as that is known."""

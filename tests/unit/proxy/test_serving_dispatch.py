@@ -17,6 +17,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing import Needs, RoutingPolicy
 
@@ -50,9 +51,13 @@ def tokenizer(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
 
 
-def requests(tokenizer: Tokenizer, n: int) -> list[LiveRequest]:
+def requests(
+    tokenizer: Tokenizer, n: int, placements: Placements[LiveRequest]
+) -> list[LiveRequest]:
     client = read_request(COMPLETIONS, b'{"prompt": "a"}')
-    return [LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, 1) for i in range(n)]
+    return [
+        LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, 1, placements) for i in range(n)
+    ]
 
 
 def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(tokenizer: Tokenizer) -> None:
@@ -63,18 +68,19 @@ def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(tokenizer: Tok
             InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None)
             for name in "abc"
         ]
-        dispatcher = Dispatcher([], states, policy, None, None, options, clock)
+        placements: Placements[LiveRequest] = Placements()
+        dispatcher = Dispatcher(placements, [], states, policy, None, None, options, clock)
 
         async def place(request: LiveRequest) -> str:
             return (await dispatcher.place(request)).name
 
         states[0].draining = True
-        where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4)))
+        where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4, placements)))
         assert where == ["b"] * 4, "the one that drains is shown, without slots"
         assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
         assert (np.diff(policy.decided) > 0.9 * EVERY).all()
         states[0].draining = False
-        assert [await place(r) for r in requests(tokenizer, 1)] == ["a"]
+        assert [await place(r) for r in requests(tokenizer, 1, placements)] == ["a"]
         await asyncio.sleep(2 * EVERY)
         assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
 

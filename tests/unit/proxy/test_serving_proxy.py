@@ -90,7 +90,7 @@ class Cluster:
         (request,) = [
             request
             for instance in self.proxy.instances.values()
-            for request in instance.requests.values()
+            for request in self.proxy.placements.on(instance)
         ]
         return request
 
@@ -108,7 +108,9 @@ class Cluster:
         """Nothing is left anywhere, neither with the proxy nor with an engine."""
         async with asyncio.timeout(20):
             while (
-                any(instance.requests for instance in self.proxy.instances.values())
+                any(
+                    self.proxy.placements.on(instance) for instance in self.proxy.instances.values()
+                )
                 or any(engine.running or engine.kept for engine in self.engines.values())
                 or self.proxy.running
                 or self.proxy.dispatcher.waiting
@@ -219,7 +221,7 @@ def test_moves_at_random_tokens_change_nothing(
                         while not any(
                             r.generated_tokens >= cut and r.can_move
                             for i in it.proxy.instances.values()
-                            for r in i.requests.values()
+                            for r in it.proxy.placements.on(i)
                         ):
                             await asyncio.sleep(0.001)
                         outcomes.append(await it.move())
@@ -259,9 +261,18 @@ def test_a_stop_string_across_a_move_ends_the_request(tokenizer: Tokenizer) -> N
             parts = [tokenizer.decode(it.expected(n)) for n in range(61)]
             stop = whole[len(parts[20]) - 2 : len(parts[40]) + 1]  # begins early, ends late
 
+            for engine in it.decodes:
+                engine.stalls_at = 15
+
             async def at(tokens: int) -> None:
                 if tokens == 10:
-                    assert await it.move() == "moved"
+                    moving = asyncio.create_task(it.move())
+                    async with asyncio.timeout(20):
+                        while not any(r.freezing for e in it.decodes for r in e.running.values()):
+                            await asyncio.sleep(0.001)
+                    for engine in it.decodes:
+                        engine.stalls_at = 0
+                    assert await moving == "moved"
 
             body = {"prompt": PROMPT, "max_tokens": 60, "stop": [stop]}
             chunks = await it.stream({**body, "stream_options": {"include_usage": True}}, at)
@@ -767,7 +778,7 @@ def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: Tokenize
             moves: set[asyncio.Task[str]] = set()
             for step in range(150):
                 await asyncio.sleep(0.004)
-                requests = [r for i in decodes for r in i.requests.values() if r.can_move]
+                requests = [r for i in decodes for r in it.proxy.placements.on(i) if r.can_move]
                 if requests:
                     request, target = random_.choice(requests), random_.choice(decodes)
                     moves.add(asyncio.create_task(it.proxy.migrator.move(request, target, "storm")))

@@ -1,5 +1,6 @@
 """What policies see of the proxy's requests."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.routing import create_policy
@@ -61,20 +63,36 @@ def request(
     prompt: int,
     generated: int,
     at: InstanceState | None = None,
+    placements: Placements[LiveRequest] | None = None,
     **body: Any,
 ) -> LiveRequest:
     client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
-    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1)
-    made.prompt_tokens = prompt
-    made.splicer.output_token_ids = list(range(generated))
+    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1, placements or Placements())
+    made.begin_prefill(instance("prefill"))
+    made.prefilled({}, prompt)
     if at is not None:
         made.place(at)
-        made.generating = generated > 0
+        if generated:
+            made.token(0.0)
+    made.splicer.output_token_ids = list(range(generated))
     return made
 
 
+def move(request: LiveRequest, target: InstanceState, tokens: int) -> None:
+    """Move a request, which generates some tokens at its target."""
+
+    async def run() -> None:
+        request.freeze(target)
+
+    asyncio.run(run())
+    request.frozen(request.splicer.output_token_ids, {})
+    request.land()
+    request.token(1.0)
+    request.splicer.output_token_ids += range(tokens)
+
+
 def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
-    a, b = instance("a"), instance("b")
+    a, b, on = instance("a"), instance("b"), Placements[LiveRequest]()
     a.engine = EngineState(
         number=0,
         version="v",
@@ -87,12 +105,12 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
         waiting=0,
         frozen=[],
     )
-    request(tokenizer, "r1", 10, 5, a)
-    request(tokenizer, "r2", 20, 0, a)
-    request(tokenizer, "r3", 30, 7, b)
+    request(tokenizer, "r1", 10, 5, a, on)
+    request(tokenizer, "r2", 20, 0, a, on)
+    request(tokenizer, "r3", 30, 7, b, on)
     waiting = request(tokenizer, "r4", 40, 0)
-    waiting.waiting_since = 8.0
-    view = cluster_view([a, b], [waiting], None, 10.0, 0.05, 3)
+    waiting.wait(8.0)
+    view = cluster_view(on, [a, b], [waiting], None, 10.0, 0.05, 3)
     assert view.slots.tolist() == [8, UNLIMITED]
     assert view.kv_capacity.tolist() == [1600, UNLIMITED]
     assert view.kv_load.tolist() == [35, 37]
@@ -106,13 +124,13 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
 
 def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
     a, deaf = instance("a"), instance("deaf", control=None)
-    request(tokenizer, "never moved", 10, 5, a)
-    moved = request(tokenizer, "moved", 10, 50, a)
-    moved.generated_at_move = 20
-    request(tokenizer, "has not begun", 10, 0, a)
-    request(tokenizer, "n = 2", 10, 5, a, n=2)
-    request(tokenizer, "without a control socket", 10, 5, deaf)
-    view = cluster_view([a, deaf], [], None, 0.0, 0.05)
+    on = Placements[LiveRequest]()
+    request(tokenizer, "never moved", 10, 5, a, on)
+    move(request(tokenizer, "moved", 10, 20, instance("b"), on), a, tokens=30)
+    request(tokenizer, "has not begun", 10, 0, a, on)
+    request(tokenizer, "n = 2", 10, 5, a, on, n=2)
+    request(tokenizer, "without a control socket", 10, 5, deaf, on)
+    view = cluster_view(on, [a, deaf], [], None, 0.0, 0.05)
     assert view.since_move is not None
     assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
 

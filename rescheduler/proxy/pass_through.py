@@ -14,10 +14,10 @@ from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
 
-__all__ = ["PinnedFlow"]
+__all__ = ["PassThrough"]
 
 
-class PinnedFlow:
+class PassThrough:
     """Takes a request to one decode instance, and its answer back byte for byte.
 
     If the instance fails before the client has got anything, the request starts again elsewhere;
@@ -59,10 +59,7 @@ class PinnedFlow:
                     failures += 1
                     if answer.begun or failures >= self._options.attempts:
                         raise
-                    if not error.unsent:
-                        request.prefilled = None
-                    request.avoid = frozenset({instance})
-                    request.leave()
+                    request.fail(error.unsent)
                     self._dispatcher.wake()
                     await self._flow.back_off(failures)
         finally:
@@ -71,8 +68,7 @@ class PinnedFlow:
     async def _hand_through(
         self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer
     ) -> web.StreamResponse:
-        body = decode_body(request.client, request.id, request.hop, request.prefilled)
-        request.hop += 1
+        body = decode_body(request.client, request.id, request.hop, request.transfer_params)
         response: web.StreamResponse
         try:
             if request.client.stream:
@@ -97,8 +93,7 @@ class PinnedFlow:
             response = await self._open(request, instance, body)
             try:
                 async for data in response.content.iter_any():
-                    request.generating = True
-                    request.untracked += data.count(b"data: ")
+                    request.untracked_tokens(data.count(b"data: "), loop.time())
                     await answer.write(data)
                     time.reschedule(loop.time() + options.token_seconds)
             finally:
@@ -129,5 +124,5 @@ class PinnedFlow:
         response = await self._upstream.open(
             instance.instance, request.client.path, body, request.headers
         )
-        request.prefilled = None
+        request.accepted()
         return response
