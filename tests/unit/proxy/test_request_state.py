@@ -1,0 +1,204 @@
+"""The states of a live request: what follows what, and that nothing is lost on the way."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
+from rescheduler.placement.request_state import (
+    TRANSITIONS,
+    Decoding,
+    Finished,
+    Freezing,
+    Frozen,
+    IllegalTransitionError,
+    Landing,
+    Leftover,
+    Move,
+    Placed,
+    Prefilling,
+    RequestState,
+    Returned,
+    Unanswered,
+    Waiting,
+)
+
+DOCS = Path(__file__).parents[3] / "docs"
+PARAMS = {"remote_request_id": "blocks"}
+
+
+def instance(name: str, role: str = "decode") -> InstanceState:
+    control: Any = "a client"
+    return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)
+
+
+def new_request(name: str, placements: Placements[LiveRequest]) -> LiveRequest:
+    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    return LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1, placements)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_no_sequence_of_events_loses_a_slot_a_future_or_kept_blocks(data: st.DataObject) -> None:
+    asyncio.run(live(data))
+
+
+async def live(data: st.DataObject) -> None:
+    """Take two requests on three decode instances through any legal events to their ends."""
+    placements: Placements[LiveRequest] = Placements()
+    prefill, decodes = instance("prefill", "prefill"), [instance(name) for name in "abc"]
+    requests = [new_request(name, placements) for name in ("r1", "r2")]
+    moves: list[tuple[LiveRequest, Move]] = []
+    kept: dict[LiveRequest, InstanceState | None] = {}  # None: by the prefill instance
+
+    def free(request: LiveRequest, leftover: Leftover) -> None:
+        if leftover.prefill is not None:
+            assert kept.pop(request) is None
+        if leftover.kept_at is not None:
+            assert kept.pop(request) is leftover.kept_at
+
+    def prefilled(request: LiveRequest) -> None:
+        request.prefilled(PARAMS, 7)
+        kept[request] = None
+
+    def accepted(request: LiveRequest) -> None:
+        request.accepted()
+        kept.pop(request, None)
+
+    def freeze(request: LiveRequest) -> None:
+        moves.append((request, request.freeze(data.draw(st.sampled_from(decodes)))))
+
+    def frozen(request: LiveRequest) -> None:
+        kept[request] = request.instance
+        request.frozen([1, 2], PARAMS)
+
+    def give_back(request: LiveRequest) -> None:
+        request.give_back()
+        kept.pop(request, None)  # the caller releases the source
+
+    def fail(request: LiveRequest) -> None:
+        unsent = data.draw(st.booleans()) and not request.generating
+        if data.draw(st.booleans()):
+            for one in decodes:
+                one.breaker.failed(0.0, certain=True)
+        free(request, request.fail(unsent))
+        if not unsent:
+            kept.pop(request, None)  # whether the instance has it nobody knows: a lease ends
+
+    def finish(request: LiveRequest) -> None:
+        waits = not isinstance(request.state, Placed)
+        free(request, request.finish())
+        assert kept.pop(request, None) is None or waits
+        assert request not in kept
+
+    def token(request: LiveRequest) -> None:
+        was = request.state
+        arrival = request.token(1.0)
+        assert arrival.landed == isinstance(was, Landing)
+        if arrival.first:
+            kept.pop(request, None)
+
+    def place(request: LiveRequest) -> None:
+        request.place(data.draw(st.sampled_from(decodes)))
+
+    events: dict[type[RequestState], list[Callable[[LiveRequest], object]]] = {
+        Waiting: [lambda r: r.begin_prefill(prefill), place, finish],
+        Prefilling: [prefilled, LiveRequest.prefill_failed, finish],
+        Placed: [accepted, token, LiveRequest.turned_away, fail, finish],
+        Returned: [accepted, token, fail, finish],
+        Decoding: [freeze, token, fail, finish],
+        Freezing: [frozen, LiveRequest.not_frozen, LiveRequest.unanswered, token, fail, finish],
+        Unanswered: [LiveRequest.never_froze, give_back, token, fail, finish],
+        Frozen: [LiveRequest.land, give_back, token, fail, finish],
+        Landing: [accepted, token, fail, finish],
+    }
+    for _ in range(data.draw(st.integers(1, 25))):
+        live = [one for one in requests if not isinstance(one.state, Finished)]
+        if not live:
+            break
+        request = data.draw(st.sampled_from(live))
+        before = request.state
+        if isinstance(before, Waiting) and request in kept:  # prefilled once
+            data.draw(st.sampled_from([place, finish]))(request)
+        else:
+            data.draw(st.sampled_from(events[type(before)]))(request)
+        for one in requests:
+            holders = [i for i in [prefill, *decodes] if one in placements.on(i)]
+            assert holders == ([one.instance] if one.instance else [])
+        for owner, move in moves:
+            ends = getattr(owner.state, "move", None) is not move
+            assert move.landed.done() == ends
+            assert move.answered.done() == (not owner.is_freezing(move))
+    for one in requests:
+        if not isinstance(one.state, Finished):
+            finish(one)
+    assert not kept
+    assert not any(placements.on(one) for one in [prefill, *decodes])
+    assert all(move.answered.done() and move.landed.done() for _, move in moves)
+
+
+def test_an_illegal_event_raises_and_changes_nothing() -> None:
+    request = new_request("r", Placements())
+    for event in (
+        request.prefill_failed,
+        request.accepted,
+        request.land,
+        request.not_frozen,
+        request.unanswered,
+        request.never_froze,
+        request.give_back,
+        request.turned_away,
+        lambda: request.token(0.0),
+        lambda: request.prefilled(PARAMS, 1),
+        lambda: request.frozen([], PARAMS),
+        lambda: request.fail(True),
+    ):
+        with pytest.raises(IllegalTransitionError, match="Waiting"):
+            event()
+        assert request.state == Waiting()
+    request.finish()
+    with pytest.raises(IllegalTransitionError, match="from Finished to Finished"):
+        request.finish()
+    with pytest.raises(IllegalTransitionError, match="is Finished, not Waiting"):
+        request.place(instance("a"))
+
+
+def test_a_target_that_fails_returns_the_request_to_a_source_in_service() -> None:
+    async def run() -> None:
+        source, target = instance("a"), instance("b")
+        for in_service in (True, False):
+            request = new_request("r", Placements())
+            request.place(source)
+            request.token(0.0)
+            move = request.freeze(target)
+            request.frozen([], PARAMS)
+            request.land()
+            if not in_service:
+                source.breaker.failed(0.0, certain=True)
+            assert request.fail(unsent=True) == Leftover(kept_at=source)
+            assert request.state == (Returned(source) if in_service else Waiting())
+            assert request.avoid == {target}
+            assert move.landed.result() is False
+
+    asyncio.run(run())
+
+
+def test_the_diagram_shows_every_state_and_every_transition() -> None:
+    drawn = re.findall(r"^ +(\S+) --> ([^\s:]+)", (DOCS / "transfer.md").read_text(), re.MULTILINE)
+    ends = [("[*]", "Waiting"), ("Finished", "[*]")]
+    allowed = [(a.__name__, b.__name__) for a, after in TRANSITIONS.items() for b in after]
+    assert sorted(drawn) == sorted(allowed + ends)
+    assert set(TRANSITIONS) == set(get_args(RequestState))
