@@ -51,6 +51,7 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import TelemetryView
 
 REQUESTS, HORIZON, MEAN_LENGTH = 64, 128, 300
 LIVE_INSTANCES = 256
@@ -97,7 +98,9 @@ def live_times(repeats: int) -> dict[str, float]:
     placements: Placements[LiveRequest] = Placements()
     instances = live_cluster(generator, placements)
     took: dict[str, list[float]] = {"receive": [], "refresh": [], "view": [], "plan": []}
-    with TelemetrySubscriber(bind="tcp://127.0.0.1:*") as telemetry:
+    with TelemetrySubscriber(
+        bind="tcp://127.0.0.1:*", view=TelemetryView(history=False)
+    ) as telemetry:
         forecasts = LiveForecasts(telemetry)
 
         def receive(messages: list[bytes]) -> None:

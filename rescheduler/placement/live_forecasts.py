@@ -1,31 +1,21 @@
 """What the engines' telemetry forecasts of the proxy's requests, aged to now."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from data_collection.capture.request_ids import parse_request_id
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.live.telemetry_messages import decode_survival
+from rescheduler.placement.forecast_table import ForecastTable
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import KeptForecast
 
 __all__ = ["LiveForecasts"]
 
 _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
 _KEPT = 50_000
-_GRID = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has told its own
-
-
-class _Known(NamedTuple):
-    """A forecast, and the request's context when it was made."""
-
-    context: int
-    tokens_left: int
-    survival: bytes
+_GRID = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has published its own
 
 
 class LiveForecasts:
@@ -35,65 +25,74 @@ class LiveForecasts:
     one comes from there. Until its first one a request is expected to be like those that ended
     lately: S(h) = exp(-h / mean length).
 
+    Engines may have predictors with different grids, as during a rolling change: forecasts are
+    kept by grid, and read on the union of the grids, on which each curve is the same function.
+
     Args:
         telemetry: of the engines.
     """
 
     def __init__(self, telemetry: TelemetrySubscriber) -> None:
         self._telemetry = telemetry
-        self._known: dict[str, _Known] = {}
-        self._edges: tuple[int, ...] = ()
+        self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
 
     def refresh(self) -> None:
-        """Take over what the engines have told."""
-        for finished in self._telemetry.take_finished():
-            if finished.event.finish_reason == "moved" and finished.forecasts:
-                event, newest = finished.event, finished.forecasts[-1]
-                self._take(event.request_id, event.prompt_tokens, newest, finished.edges)
-        with self._telemetry.lock:
-            for instance in self._telemetry.view.instances.values():
-                for request_id, running in instance.requests.items():
-                    latest = running.latest
-                    kept = KeptForecast(latest.forecast_at, latest.tokens_left, latest.survival)
-                    self._take(request_id, latest.prompt_tokens, kept, instance.edges)
-        while len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
+        """Take over what the engines have published since the last call."""
+        for batch in self._telemetry.take_forecasts():
+            self._take(batch)
+        tables = self._tables
+        for edges in [edges for edges, table in tables.items() if not table]:
+            del tables[edges]  # the last request of a replaced predictor has ended
+        while sum(map(len, tables.values())) > _KEPT:
+            max(tables.values(), key=len).drop_oldest()
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself."""
-        self._known.pop(request.external_id, None)
+        for table in self._tables.values():
+            table.drop(request.external_id)
         if by_itself:
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 
     def forecast(self, requests: Sequence[LiveRequest]) -> SurvivalForecast:
         """Return the forecasts of some requests, [n_requests]."""
-        edges = np.array(self._edges or _GRID, dtype=np.float64)
-        survival = np.empty((len(requests), len(edges)))
-        age = np.zeros(len(requests))
-        left = np.full(len(requests), np.inf)
-        prior = np.exp(-edges / max(1.0, self._mean_length))
-        for i, request in enumerate(requests):
-            known = self._known.get(request.external_id)
-            if known is None:
-                survival[i] = prior
-                if request.client.max_tokens is not None:
-                    left[i] = max(1, request.client.max_tokens - request.generated_tokens)
-            else:
-                survival[i] = decode_survival([known.survival], len(edges))[0]
-                context = request.prompt_tokens + request.generated_tokens
-                age[i] = max(0, context - known.context)
-                left[i] = known.tokens_left
+        n, names = len(requests), [request.external_id for request in requests]
+        tables = list(self._tables.values())
+        edges = np.array(_GRID, dtype=np.float64)
+        if tables:
+            edges = np.unique(np.concatenate([table.edges for table in tables]))
+        survival, age, left = np.empty((n, len(edges))), np.zeros(n), np.full(n, np.inf)
+        unknown = np.ones(n, dtype=bool)
+        context = np.fromiter((r.prompt_tokens + r.generated_tokens for r in requests), float, n)
+        for table in tables:
+            rows = table.rows(names)
+            known = rows >= 0
+            rows = rows[known]
+            survival[known] = table.survival(rows, edges)
+            age[known] = np.maximum(0.0, context[known] - table.context[rows])
+            left[known] = table.tokens_left[rows]
+            if len(tables) > 1:  # no request passes the last edge of its own grid
+                left[known] = np.minimum(left[known], table.edges[-1])
+            unknown &= ~known
+        survival[unknown] = np.exp(-edges / max(1.0, self._mean_length))
+        for i in np.flatnonzero(unknown).tolist():
+            most = requests[i].client.max_tokens
+            if most is not None:
+                left[i] = max(1, most - requests[i].generated_tokens)
         return SurvivalForecast.new(edges, survival, left).aged(age)
 
-    def _take(
-        self, request_id: str, prompt_tokens: int, told: KeptForecast, edges: tuple[int, ...]
-    ) -> None:
-        if edges != self._edges:  # another predictor: what it says replaces all
-            self._edges = edges
-            self._known.clear()
-        name = parse_request_id(request_id).external_id
-        known = self._known.get(name)
-        context = prompt_tokens + told.forecast_at
-        if known is None or context >= known.context:
-            self._known[name] = _Known(context, told.tokens_left, told.survival)
+    def _take(self, batch: ForecastBatch) -> None:
+        """Keep the forecasts of a batch that are newer than what is known of their requests."""
+        newest = np.ones(len(batch.names), dtype=bool)
+        for table in self._tables.values():
+            rows = table.rows(batch.names)
+            newest &= (rows < 0) | (batch.context >= table.context[rows])
+        chosen = np.flatnonzero(newest)
+        if batch.edges not in self._tables:
+            self._tables[batch.edges] = ForecastTable(batch.edges)
+        for edges, table in self._tables.items():
+            if edges == batch.edges:
+                table.put(batch, chosen)
+            elif len(table):
+                for i in chosen.tolist():
+                    table.drop(batch.names[i])

@@ -29,6 +29,7 @@ from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]
@@ -59,7 +60,7 @@ class Proxy:
         running: requests that have arrived and not ended.
 
     Raises:
-        DeploymentError: a policy that does not exist, or needs forecasts that nobody tells.
+        DeploymentError: unknown policy, or one whose forecasts no instance publishes.
     """
 
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
@@ -85,7 +86,7 @@ class Proxy:
         endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
         self._forecasts, budgets = None, None
         if endpoints:
-            telemetry = TelemetrySubscriber(endpoints, keys=keys)
+            telemetry = TelemetrySubscriber(endpoints, keys=keys, view=TelemetryView(history=False))
             self._stack.callback(telemetry.close)
             self._forecasts = LiveForecasts(telemetry)
             if self._policy.needs_budget:

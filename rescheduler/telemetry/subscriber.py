@@ -12,6 +12,7 @@ import zmq
 
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.telemetry_messages import TOPIC, TelemetryError
+from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
 
 __all__ = ["TelemetrySubscriber"]
@@ -77,6 +78,11 @@ class TelemetrySubscriber:
             finished = list(self._finished)
             self._finished.clear()
         return finished
+
+    def take_forecasts(self) -> Sequence[ForecastBatch]:
+        """Return the forecasts since the last call, oldest first; needs a view without history."""
+        with self.lock:
+            return self.view.take_batches()
 
     def close(self) -> None:
         """Stop receiving and close the socket; the view stays."""

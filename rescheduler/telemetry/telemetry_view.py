@@ -1,10 +1,12 @@
-"""What running engines tell: the latest view of each."""
+"""What running engines publish: the latest view of each."""
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from predictor.forecasts.forecast import SurvivalForecast
@@ -20,6 +22,7 @@ from predictor.live.telemetry_messages import (
     decode_message,
     decode_survival,
 )
+from rescheduler.telemetry.forecast_batch import ForecastBatch
 
 __all__ = [
     "FinishedForecasts",
@@ -36,6 +39,7 @@ _KEPT_FORECASTS = 256
 _KEPT_FINISHED = 20_000
 _KEPT_VANISHED = 1_000
 _KEPT_GAPS = 1_000
+_KEPT_BATCHES = 4_096
 
 
 class InstanceKey(NamedTuple):
@@ -89,9 +93,9 @@ class RunningRequest:
     """A running request.
 
     Attributes:
-        latest: what was told of it last.
-        seq: number of the message that told it.
-        forecasts: what was forecast so far, oldest first.
+        latest: its newest report; without its curve in a view without history.
+        seq: number of the message that reported it.
+        forecasts: its forecasts so far, oldest first; none in a view without history.
     """
 
     latest: RequestForecast
@@ -100,17 +104,15 @@ class RunningRequest:
     _stride: int = 1
     _skipped: int = 0
 
-    def tell(self, told: RequestForecast, seq: int) -> None:
-        """Take what a message tells, and keep its forecast when it is a new one."""
-        newest = self.latest.forecast_at if self.forecasts else -1
-        self.latest, self.seq = told, seq
-        if told.forecast_at <= newest:
+    def keep_forecast(self, newest: int, report: RequestForecast) -> None:
+        """Keep the forecast of a report if it is newer than the one made at ``newest`` tokens."""
+        if report.forecast_at <= newest:
             return
         self._skipped += 1
         if self.forecasts and self._skipped < self._stride:
             return
         self._skipped = 0
-        self.forecasts.append(KeptForecast(told.forecast_at, told.tokens_left, told.survival))
+        self.forecasts.append(KeptForecast(report.forecast_at, report.tokens_left, report.survival))
         if len(self.forecasts) > _KEPT_FORECASTS:
             del self.forecasts[1::2]
             self._stride *= 2
@@ -197,6 +199,8 @@ class TelemetryView:
     Args:
         stale_after: seconds without a message after which an engine is stale.
         forget_after: seconds without a message after which it is forgotten.
+        history: keep the forecasts of running requests here, to score and show them. Without it
+            they are handed on by `take_batches`, once, and nothing of them is kept.
 
     Attributes:
         instances: the latest of each engine.
@@ -204,20 +208,29 @@ class TelemetryView:
         duplicated: messages that came before.
         outdated: messages that newer ones had overtaken: of an engine before its restart, or
             snapshots and forecasts older than the last snapshot.
-        vanished: requests that a snapshot no longer had and whose end was not told.
+        vanished: requests that a snapshot no longer had and whose end was not reported.
     """
 
-    def __init__(self, stale_after: float = 3.0, forget_after: float = 300.0) -> None:
+    def __init__(
+        self, stale_after: float = 3.0, forget_after: float = 300.0, history: bool = True
+    ) -> None:
         self.instances: dict[InstanceKey, InstanceView] = {}
         self.malformed = self.duplicated = self.outdated = self.vanished = 0
         self._stale_after, self._forget_after = stale_after, forget_after
         self._lost_before = 0
+        self._history = history
+        self._batches: deque[ForecastBatch] = deque(maxlen=_KEPT_BATCHES)
 
     @property
     def lost(self) -> int:
         """Messages that were numbered and never came, between the first and the last that did."""
         current = (view._received_seqs.lost for view in self.instances.values())
         return self._lost_before + sum(current)
+
+    def take_batches(self) -> Sequence[ForecastBatch]:
+        """Return the forecasts received since the last call, oldest first."""
+        batches, self._batches = self._batches, deque(maxlen=_KEPT_BATCHES)
+        return batches
 
     def receive(self, frames: Sequence[bytes], now: float) -> list[FinishedForecasts]:
         """Take one ZMQ message; what is no telemetry is counted, never raised.
@@ -227,7 +240,7 @@ class TelemetryView:
             now: seconds on a monotonic clock.
 
         Returns:
-            The requests whose end it tells for the first time.
+            The requests whose end it reports for the first time.
         """
         for key in [k for k, v in self.instances.items() if now - v.received > self._forget_after]:
             self.forget(key)
@@ -263,8 +276,9 @@ class TelemetryView:
             view.edges = tuple(message.edges)
             if isinstance(message, Snapshot):
                 self._take_snapshot(view, message)
-            for told in message.requests:
-                self._tell(view, told, message.seq)
+            new = [one for one in message.requests if self._update(view, one, message.seq)]
+            if new and not self._history:
+                self._batches.append(ForecastBatch.new(view.edges, new))
         return []
 
     def forecast(self, key: InstanceKey) -> tuple[list[str], SurvivalForecast]:
@@ -283,7 +297,7 @@ class TelemetryView:
         return list(view.requests), _decoded_forecast(view.edges, kept).aged(ages)
 
     def is_stale(self, key: InstanceKey, now: float) -> bool:
-        """Return whether an engine has told nothing for too long."""
+        """Return whether an engine has not reported recently."""
         return now - self.instances[key].received > self._stale_after
 
     def forget(self, key: InstanceKey) -> None:
@@ -297,28 +311,35 @@ class TelemetryView:
         view.snapshot_seq = snapshot.seq
         view.gauges, view.k = snapshot.gauges, snapshot.k
         view.model, view.checkpoint = snapshot.model, snapshot.checkpoint
-        told = {request.request_id for request in snapshot.requests}
+        reported = {request.request_id for request in snapshot.requests}
         for name, request in list(view.requests.items()):
-            if name not in told and request.seq < snapshot.seq:  # else it began afterwards
+            if name not in reported and request.seq < snapshot.seq:  # else it began afterwards
                 view._vanished[name] = view.requests.pop(name)
                 self.vanished += 1
         _keep_newest(view._vanished, _KEPT_VANISHED)
 
-    def _tell(self, view: InstanceView, told: RequestForecast, seq: int) -> None:
-        """Add or update a running request, unless what is known of it is newer."""
-        name = told.request_id
+    def _update(self, view: InstanceView, report: RequestForecast, seq: int) -> bool:
+        """Add or update a running request; return False if what is known of it is newer."""
+        name = report.request_id
         if name in view._finished:
-            return
+            return False
         request = view.requests.get(name)
         if request is None:
             request = view._vanished.pop(name, None)
             self.vanished -= request is not None
-        elif seq < request.seq or told.forecast_at < request.latest.forecast_at:
-            return
+        elif seq < request.seq or report.forecast_at < request.latest.forecast_at:
+            return False
         if request is None:
-            request = RunningRequest(told, seq)
-        request.tell(told, seq)
+            request = RunningRequest(report, seq)
+        newest = request.latest.forecast_at if request.forecasts else -1
+        if self._history:
+            request.keep_forecast(newest, report)
+            request.latest = report
+        else:
+            request.latest = msgspec.structs.replace(report, survival=b"")
+        request.seq = seq
         view.requests[name] = request
+        return True
 
     def _finish(
         self, key: InstanceKey, view: InstanceView, event: FinishedEvent

@@ -13,6 +13,7 @@ import pytest
 import zmq
 from tokenizers import Tokenizer
 
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
     TOPIC,
     Finished,
@@ -36,6 +37,7 @@ from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_messages import EngineState
 
 EDGES = [0, 10, 100, 1000]
@@ -153,7 +155,8 @@ def test_forecasts_follow_their_requests_and_age(
         requests=[told],
         **header,
     )
-    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}", view=view) as telemetry:
         forecasts = LiveForecasts(telemetry)
         known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
         unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
@@ -189,6 +192,91 @@ def test_forecasts_follow_their_requests_and_age(
         assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
         forecasts.ended(known, True)
         assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
+
+
+def snapshot_of(at: str, seq: int, edges: list[int], **curves: list[float]) -> list[bytes]:
+    """Return what an engine publishes of requests with 10 prompt tokens, 5 tokens on."""
+    requests = [
+        RequestForecast(f"cmpl-{name}-0-{seq:08x}", 10, 5, 5, 500, curve)
+        for name, curve in zip(
+            curves, encode_survival(np.array(list(curves.values()))), strict=True
+        )
+    ]
+    message = Snapshot(
+        instance=at,
+        rank=0,
+        epoch=1,
+        step=seq,
+        time=0.0,
+        seq=seq,
+        gauges=Gauges(),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=edges,
+        requests=requests,
+    )
+    return [TOPIC, encode_message(message)]
+
+
+def test_a_rolling_change_of_predictors_loses_no_forecast(tokenizer: Tokenizer) -> None:
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        requests = [request(tokenizer, name, 10, 5) for name in ("r1", "r2", "r3")]
+        r1, r2, r3 = [1.0, 0.8, 0.4, 0.1], [1.0, 0.6, 0.2], [1.0, 0.9, 0.9, 0.3]
+        at = np.array([0, 10, 49, 50, 51, 99, 100, 399, 400, 401])
+
+        def receive(*messages: list[bytes]) -> None:
+            with telemetry.lock:
+                for message in messages:
+                    telemetry.view.receive(message, 0.0)
+            forecasts.refresh()
+
+        def alone(edges: list[int], curve: list[float]) -> np.ndarray:
+            coded = np.rint(np.array([curve]) * 65_535) / 65_535
+            return SurvivalForecast.new(edges, coded, 500.0).at(at)[0]
+
+        receive(snapshot_of("a", 0, EDGES, r1=r1, r3=r3))
+        only = forecasts.forecast(requests[::2])
+        assert only.edges.tolist() == EDGES
+        assert (only.at(at) == [alone(EDGES, r1), alone(EDGES, r3)]).all()
+        # The engine b has a new predictor, whose grid is another and ends earlier.
+        receive(snapshot_of("b", 0, [0, 50, 400], r2=r2))
+        both = forecasts.forecast(requests)
+        expected = [alone(EDGES, r1), alone([0, 50, 400], r2), alone(EDGES, r3)]
+        assert both.at(at) == pytest.approx(np.array(expected), abs=1e-12)
+        assert both.mean()[1] == pytest.approx(
+            SurvivalForecast.new([0, 50, 400], [r2], 500.0).mean()[0], abs=0.05
+        )
+        # The request r1 moves to b, whose first forecast of it replaces the other.
+        receive(snapshot_of("b", 1, [0, 50, 400], r1=r2, r2=r2), snapshot_of("a", 1, EDGES, r3=r3))
+        expected[0] = alone([0, 50, 400], r2)
+        assert forecasts.forecast(requests).at(at) == pytest.approx(np.array(expected), abs=1e-12)
+        # The last request of the old predictor ends.
+        forecasts.ended(requests[2], True)
+        forecasts.refresh()
+        assert forecasts.forecast(requests[:2]).edges.tolist() == [0, 50, 400]
+
+
+def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer) -> None:
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
+        forecasts, n = LiveForecasts(telemetry), 700
+        curves = {f"r{i}": [1.0, 1 - i / 1000, 0.1, 0.0] for i in range(n)}
+        with telemetry.lock:
+            telemetry.view.receive(snapshot_of("a", 0, EDGES, **curves), 0.0)
+        forecasts.refresh()
+        for i in range(0, n, 3):
+            forecasts.ended(request(tokenizer, f"r{i}", 10, 5), False)
+        with telemetry.lock:
+            new = {f"new{i}": [1.0, i / 1000, 0.0, 0.0] for i in range(n)}
+            telemetry.view.receive(snapshot_of("b", 0, EDGES, **new), 0.0)
+        forecasts.refresh()
+        names = [f"r{i}" for i in range(n) if i % 3] + [f"new{i}" for i in range(n)]
+        at = forecasts.forecast([request(tokenizer, name, 10, 5) for name in names]).at(10)
+        expected = [1 - i / 1000 for i in range(n) if i % 3] + [i / 1000 for i in range(n)]
+        assert at == pytest.approx(expected, abs=1e-5)
 
 
 def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
