@@ -20,7 +20,7 @@ TRAININGS = (SurvivalTraining, RemainingLengthTraining)
 
 
 class _TrainCLI(LightningCLI):
-    """Adds where to write, how patient to be, and the logs of every training."""
+    """Adds the output folder, the patience, and the logs of every training."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the arguments that belong to neither model, data nor trainer."""
@@ -31,7 +31,7 @@ class _TrainCLI(LightningCLI):
             "--patience",
             type=int,
             default=10,
-            help="stop after so many epochs without a better validation figure",
+            help="stop after this many epochs without a better validation figure",
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -52,15 +52,22 @@ class _TrainCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def train(arguments: list[str]) -> None:
+def train(
+    arguments: list[str], parser_class: type[LightningArgumentParser] = LightningArgumentParser
+) -> None:
     """Run ``headway train fit|validate|test`` with Lightning's command line.
 
     ``--model`` is SurvivalTraining or RemainingLengthTraining; the files in
     ``configs/predictor/`` choose one.
+
+    Args:
+        arguments: of the command line.
+        parser_class: how they are read.
     """
     _TrainCLI(
         PredictorTraining,
         RowsDataModule,
+        parser_class=parser_class,
         subclass_mode_model=True,
         args=arguments,
         seed_everything_default=0,

@@ -1,83 +1,128 @@
-"""The command ``headway``: one verb a task, every verb with YAML and overrides."""
+"""The command ``headway``: one verb per task, every verb with YAML and overrides."""
 
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from rescheduler.commands.quiet import quieten
 
 __all__ = ["main"]
 
-_VERBS: dict[str, tuple[str, str]] = {
-    "doctor": (
-        "rescheduler.commands.doctor:doctor",
-        "say what is installed and what would not work",
+
+class _Verb(NamedTuple):
+    """A verb.
+
+    Attributes:
+        function: ``module:name``, loaded when the verb is used.
+        text: what it does, in the imperative.
+        members: names that follow the verb -> functions and texts, where it has several.
+    """
+
+    function: str
+    text: str
+    members: Mapping[str, tuple[str, str]] = {}
+
+
+_DATASET = {
+    "inspect": (
+        "data_collection.dataset.inspect_dataset:inspect",
+        "print counts and length distributions, and plot them",
     ),
-    "model": ("data_collection.model_command:model", "prepare the embedded model"),
-    "collect": (
-        "data_collection.workload.collect:collect",
-        "collect a dataset from a model in vLLM",
+    "validate": (
+        "data_collection.dataset.validate_dataset:validate",
+        "check everything that training relies on",
     ),
-    "dataset": ("", "inspect, validate or merge datasets"),
-    "train": ("predictor.training.train_command:train", "train a predictor with Lightning"),
-    "train-length": (
-        "predictor.prompt_length.train_length:train_length",
-        "train predictors of answer lengths that read the prompt",
-    ),
-    "train-router": (
-        "rescheduler.learned_router.train_router:train_router_command",
-        "train routers by reinforcement and compare them",
-    ),
-    "tune": ("predictor.training.tuning:tune", "search a predictor's shape and training"),
-    "evaluate": (
-        "predictor.evaluation.evaluate:evaluate",
-        "measure a predictor beside its comparators",
-    ),
-    "advise": (
-        "rescheduler.simulator.advice.advise:advise",
-        "say what forecasts are worth on a trace",
-    ),
-    "simulate": ("rescheduler.simulator.simulate:simulate_command", "compare routing policies"),
-    "sweep": (
-        "rescheduler.simulator.experiments.sweep:sweep_command",
-        "simulate over many settings",
-    ),
-    "study": (
-        "rescheduler.simulator.studies.study:study_command",
-        "reproduce a paper's scaling or table",
-    ),
-    "record": (
-        "rescheduler.simulator.forecasts.record_forecasts:record",
-        "keep a predictor's forecasts of a dataset, to simulate with",
-    ),
-    "watch": (
-        "rescheduler.monitoring.watch:watch",
-        "show what running requests will still generate",
-    ),
-    "serve": ("rescheduler.proxy.serve:serve", "serve a prefill/decode deployment"),
-    "drain": ("rescheduler.proxy.drain:drain", "move everything away from an instance"),
-    "profile": (
-        "rescheduler.profiling.profile_command:profile",
-        "measure how long an engine's steps take",
-    ),
-    "recalibrate": (
-        "rescheduler.monitoring.recalibrate:recalibrate",
-        "mend a predictor from what it served",
-    ),
-    "launch": ("rescheduler.engines.launch:launch", "start a deployment's engines"),
-    "demo": ("rescheduler.demo.demo:demo", "see requests move between engines"),
-    "keys": ("predictor.live.curve_keys:keys", "make keys for telemetry between machines"),
+    "merge": ("data_collection.dataset.merge_datasets:merge", "merge datasets into a new one"),
 }
 
-_OWN_COMMAND_LINES = (
-    *("train", "train-router", "simulate", "sweep", "study", "launch", "serve", "drain", "demo"),
-)
-"""Verbs that read their arguments themselves."""
-
-_DATASET_VERBS = {
-    "inspect": "data_collection.dataset.inspect_dataset:inspect",
-    "validate": "data_collection.dataset.validate_dataset:validate",
-    "merge": "data_collection.dataset.merge_datasets:merge",
+_STUDIES = {
+    "scaling": (
+        "rescheduler.simulator.studies.study:scaling_study",
+        "how imbalance grows with workers and batches (BF-IO's theorems)",
+    ),
+    "barrier-tax": (
+        "rescheduler.simulator.studies.study:barrier_tax_study",
+        "what routing gains under several step-time models",
+    ),
+    "rescheduling": (
+        "rescheduler.simulator.studies.study:rescheduling_study",
+        "migration planners in several cases (STAR's figures)",
+    ),
+    "fairbatching": (
+        "rescheduler.simulator.studies.study:fairbatching_study",
+        "requests served in time, by load (FairBatching)",
+    ),
 }
+
+_GROUPS: dict[str, dict[str, _Verb]] = {
+    "Collect and train": {
+        "model": _Verb("data_collection.model_command:model", "prepare the embedded model"),
+        "collect": _Verb(
+            "data_collection.workload.collect:collect", "collect a dataset from a model in vLLM"
+        ),
+        "dataset": _Verb("", "inspect, validate or merge datasets", _DATASET),
+        "train": _Verb("rescheduler.commands.train:train", "train a predictor with Lightning"),
+        "train-length": _Verb(
+            "predictor.prompt_length.train_length:train_length",
+            "train predictors of answer lengths that read the prompt",
+        ),
+        "tune": _Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
+        "evaluate": _Verb(
+            "predictor.evaluation.evaluate:evaluate", "compare a predictor with baselines"
+        ),
+        "recalibrate": _Verb(
+            "rescheduler.monitoring.recalibrate:recalibrate",
+            "recalibrate a predictor on served requests",
+        ),
+    },
+    "Serve": {
+        "launch": _Verb("rescheduler.engines.launch:launch", "start a deployment's engines"),
+        "serve": _Verb("rescheduler.proxy.serve:serve", "serve a deployment at one address"),
+        "drain": _Verb("rescheduler.proxy.drain:drain", "drain an instance"),
+        "watch": _Verb(
+            "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"
+        ),
+        "profile": _Verb(
+            "rescheduler.profiling.profile_command:profile", "measure an engine's step times"
+        ),
+        "keys": _Verb(
+            "predictor.live.curve_keys:keys", "create keys for telemetry between machines"
+        ),
+        "demo": _Verb("rescheduler.demo.demo:demo", "watch requests move between engines"),
+    },
+    "Simulate": {
+        "advise": _Verb(
+            "rescheduler.simulator.advice.advise:advise",
+            "estimate how much forecasting would help on a trace",
+        ),
+        "simulate": _Verb("rescheduler.simulator.simulate:simulate", "compare routing policies"),
+        "sweep": _Verb(
+            "rescheduler.simulator.experiments.sweep:sweep",
+            "simulate many combinations of settings",
+        ),
+        "study": _Verb("", "reproduce a paper's figure or table", _STUDIES),
+        "record": _Verb(
+            "rescheduler.simulator.forecasts.record_forecasts:record",
+            "record a predictor's forecasts of a dataset, for simulations",
+        ),
+        "train-router": _Verb(
+            "rescheduler.learned_router.train_router:train_routers",
+            "train routers by reinforcement learning, and compare them",
+        ),
+    },
+    "Check": {
+        "doctor": _Verb(
+            "rescheduler.commands.doctor:doctor", "check the installation, and suggest remedies"
+        ),
+    },
+}
+
+_VERBS = {name: verb for group in _GROUPS.values() for name, verb in group.items()}
+
+_OWN_COMMAND_LINES = ("train",)
+"""Verbs whose functions take the command line: Lightning builds its parser."""
 
 _USAGE = """\
 usage: headway VERB [options]
@@ -98,24 +143,26 @@ Routing policies on a simulated cluster:
 Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):
   headway watch --connect tcp://127.0.0.1:5557
 
-Every verb takes --help, --config FILE.yaml and --print_config.
+Every verb takes --help, --config FILE.yaml, --print-config and --verbose.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; return the exit status.
 
-    A mistake in the input is told in one line on standard error, with exit status 1;
-    a mistake in the command line is 2; Ctrl-C is 130.
+    An input error is reported in one line on standard error, with exit status 1; the status of
+    a usage error is 2, and that of Ctrl-C is 130.
     """
     given = sys.argv[1:] if arguments is None else arguments
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
-    if verb in ("-h", "--help"):
+    if verb == "help" and rest:
+        verb, rest = rest[0], [*rest[1:], "--help"]
+    if verb in ("-h", "--help", "help"):
         print(_usage())
         return 0
     if verb not in _VERBS:
-        print(f"headway: unknown verb {verb!r}\n\n{_usage()}", file=sys.stderr)
-        return 2
+        return _unknown("headway", "verb", verb, _VERBS)
+    quieten(verbose="--verbose" in rest)
     try:
         result = _run(verb, rest)
     except KeyboardInterrupt:
@@ -131,23 +178,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {verb:<14}{text}" for verb, (_, text) in _VERBS.items()]
-    return _USAGE.format(verbs="\n".join(lines))
+    groups = [
+        "\n".join([f"{title}:", *(f"  {name:<14}{verb.text}" for name, verb in verbs.items())])
+        for title, verbs in _GROUPS.items()
+    ]
+    return _USAGE.format(verbs="\n\n".join(groups))
 
 
 def _run(verb: str, rest: list[str]) -> Any:
+    found = _VERBS[verb]
     if verb in _OWN_COMMAND_LINES:
-        return _load(_VERBS[verb][0])(rest)
-    from jsonargparse import auto_cli
+        return _load(found.function)(rest)
+    function, prog = found.function, f"headway {verb}"
+    if found.members:
+        name, rest = (rest[0], rest[1:]) if rest else ("--help", [])
+        if name in ("-h", "--help"):
+            lines = [f"  {known:<14}{text}" for known, (_, text) in found.members.items()]
+            print("\n".join([f"usage: {prog} NAME [options]", "", *lines]))
+            return 0
+        if name not in found.members:
+            return _unknown(prog, "name", name, found.members)
+        function, prog = found.members[name][0], f"{prog} {name}"
+    from rescheduler.commands.command import run_command
 
-    from rescheduler.commands.command_parser import CommandParser
+    return run_command(_load(function), rest, prog)
 
-    if verb == "dataset":
-        functions: dict[str, Any] = {name: _load(where) for name, where in _DATASET_VERBS.items()}
-        return auto_cli(functions, args=rest, prog="headway dataset", parser_class=CommandParser)
-    return auto_cli(
-        _load(_VERBS[verb][0]), args=rest, prog=f"headway {verb}", parser_class=CommandParser
-    )
+
+def _unknown(prog: str, what: str, given: str, known: Mapping[str, Any]) -> int:
+    near = get_close_matches(given, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    print(f"tip: For a list run: {prog} --help", file=sys.stderr)
+    print(f"error: unknown {what} {given!r}{hint}", file=sys.stderr)
+    return 2
 
 
 def _load(target: str) -> Callable[..., Any]:

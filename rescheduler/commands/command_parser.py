@@ -1,33 +1,88 @@
-"""Command lines that tell a mistake in two lines."""
+"""The parser of every verb: one spelling of options, and errors of two lines."""
 
 import re
 import sys
+import textwrap
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-__all__ = ["CommandParser"]
+from rescheduler.commands.option_spelling import normalised
+
+__all__ = ["CommandParser", "CommandParsing"]
 
 _UNKNOWN = re.compile(
     r"unrecognized arguments: (?P<dashes>--)(?P<option>[\w.-]+)"
     r"|^Option '(?P<key>[\w.-]+)' is not accepted"
 )
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w.]*_[\w.]*")
 
 
-class CommandParser(ArgumentParser):
-    """Names the option or the key that was meant, and leaves out the usage that would hide it."""
+class CommandParsing:
+    """How verbs read their options, mixed into `jsonargparse.ArgumentParser`.
+
+    Options are spelt with dashes, as ``--kv-capacity``; underscores are accepted too. An unknown
+    option or YAML key is reported with the closest known one.
+    """
+
+    def parse_args(self, args: list[str] | None = None, *more: Any, **options: Any) -> Any:
+        """Parse options spelt with dashes or underscores."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_args(normalised(self, given), *more, **options)  # type: ignore[misc]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Tell what is wrong, and exit with status 2."""
+        """Report what is wrong, and exit with status 2."""
         unknown = _UNKNOWN.search(message)
         if unknown is not None:
-            known = [option.removeprefix("--") for option in self._option_string_actions]
-            for near in get_close_matches(unknown["option"] or unknown["key"], known, n=1):
-                message += f"; did you mean {unknown['dashes'] or ''}{near}?"
-        super().error(message, ex)
+            message += _suggestion(self, unknown)
+        super().error(_dashed(message), ex)  # type: ignore[misc]
+
+    def format_help(self) -> str:
+        """Return the help, its options spelt with dashes."""
+        text = super().format_help().replace("{true,false}", "[true|false]")  # type: ignore[misc]
+        return _dashed(text).replace("``", "`")
 
     def print_usage(self, file: Any = None) -> None:
-        """Print it where it is asked for, but not before an error."""
+        """Print the usage where it is asked for, but not before an error."""
         if file is not sys.stderr:
-            super().print_usage(file)
+            super().print_usage(file)  # type: ignore[misc]
+
+
+class CommandParser(CommandParsing, ArgumentParser):
+    """The parser of a verb."""
+
+    def _get_formatter(self) -> Any:
+        formatter = super()._get_formatter()
+        formatter._fill_text = _paragraphs
+        return formatter
+
+
+def _suggestion(parser: Any, unknown: re.Match[str]) -> str:
+    known = {option.removeprefix("--") for option in _options(parser)}
+    if unknown["option"]:
+        dashed = {option.replace("_", "-") for option in known}
+        near = get_close_matches(unknown["option"].replace("_", "-"), sorted(dashed), n=1)
+        return f"; did you mean --{near[0]}?" if near else ""
+    near = get_close_matches(unknown["key"], sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _options(parser: Any) -> Iterator[str]:
+    """Yield the options of a parser and of its subcommands."""
+    yield from parser._option_string_actions
+    subcommands = parser._subcommands_action
+    for subparser in subcommands.choices.values() if subcommands else ():
+        yield from _options(subparser)
+
+
+def _dashed(text: str) -> str:
+    return _OPTION.sub(lambda option: option[0].replace("_", "-"), text)
+
+
+def _paragraphs(text: str, width: int, indent: str) -> str:
+    return "\n\n".join(
+        textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
+        for paragraph in text.split("\n\n")
+    )

@@ -1,9 +1,7 @@
-"""`headway demo`: requests that move between engines while their clients read on."""
+"""`headway demo`: requests move between engines without interrupting client streams."""
 
-import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,21 +18,12 @@ from rescheduler.demo.demo_load import LoadRequest, ServedRequest
 from rescheduler.demo.demo_moves import Move
 from rescheduler.demo.demo_phase import Phase, running_phase
 from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
-from rescheduler.engines.deployment import Deployment, EngineOptions, read_deployment
+from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
 from rescheduler.engines.launch_progress import LaunchProgress
 
 __all__ = ["demo"]
-
-_DESCRIPTION = """\
-See running requests move between two decode engines while their clients read on.
-
-Starts a small deployment of the embedded model on this machine's CPU and sends it the same load
-twice: long and short answers, placed in turn, so that all long ones meet on one engine, whose KV
-cache holds half of them. First nothing moves; then the planner moves requests. Needs about four
-minutes and 10 GiB of memory on two cores. With --config it uses engines that run already.
-"""
 
 _ENGINE = EngineOptions(
     dtype="float32",
@@ -84,39 +73,42 @@ _QUESTIONS = (
 )
 
 
-def demo(arguments: list[str]) -> int:
-    """Run ``headway demo`` with these arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="headway demo",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", type=Path, help="deployment whose engines run already")
-    parser.add_argument("--logs", type=Path, help="folder of the engines' logs")
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        choices=range(1, len(_HEROES) + 1),
-        default=_PAIRS,
-        metavar="N",
-        help=f"so many long and as many short requests, 1 to {len(_HEROES)} (%(default)s)",
-    )
-    options = parser.parse_args(arguments)
+def demo(
+    config: Deployment | None = None, logs: Path = Path("runs/demo/logs"), pairs: int = _PAIRS
+) -> None:
+    """Show running requests that move between two decode engines without interrupting streams.
+
+    Starts a small deployment of the embedded model on this machine's CPU and sends it the same
+    load twice: long and short answers, placed in turn, so that all long ones meet on one engine,
+    whose KV cache holds half of them. First nothing moves; then the planner moves requests. Takes
+    about four minutes and 10 GiB of memory on two cores. With --config it uses engines that are
+    already running.
+
+    Args:
+        config: deployment whose engines are already running.
+        logs: folder of the engines' logs.
+        pairs: number of long and number of short requests.
+
+    Raises:
+        ValueError: ``pairs`` is out of its range.
+    """
+    if not 1 <= pairs <= len(_HEROES):
+        raise ValueError(f"--pairs must be between 1 and {len(_HEROES)}, not {pairs}")
     console = Console()
     with ExitStack() as stack:
-        if options.config is not None:
-            deployment = _on_free_port(read_deployment(options.config))
+        if config is not None:
+            deployment = _on_free_port(config)
         else:
-            logs = options.logs or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-demo-"))
-            )
             deployment = local_deployment("smollm2", _ENGINE, migration=_MIGRATION)
-            print("Starting one prefill and two decode engines.", file=sys.stderr, flush=True)
+            print(
+                f"Starting one prefill and two decode engines, logs in {logs}",
+                file=sys.stderr,
+                flush=True,
+            )
             progress = stack.enter_context(LaunchProgress(logs))
             stack.enter_context(launched(deployment, logs, tell=progress.tell))
             progress.finish()
-        asyncio.run(_show(deployment, skewed_load(options.pairs), console))
-    return 0
+        asyncio.run(_show(deployment, skewed_load(pairs), console))
 
 
 def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:

@@ -162,7 +162,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         model: an embedded model's name, a folder, or a Hugging Face id.
         served_model_name: what clients call it; empty: ``model``.
         instances: at least one that decodes; without one that prefills, they do that too.
-        keys: folder made by `headway keys`, needed where an endpoint leaves the machine.
+        keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
@@ -178,6 +178,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     migration: dict[str, Any] | None = None
     proxy: ProxyOptions = ProxyOptions()
     engine: EngineOptions = EngineOptions()
+
+    @classmethod
+    def from_values(cls, values: Any) -> "Deployment":
+        """Return the deployment that a mapping describes, as a YAML file would.
+
+        Raises:
+            DeploymentError: names the field, and what it should be.
+        """
+        try:
+            deployment = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise DeploymentError(_with_path_first(str(error))) from error
+        _check(deployment)
+        return deployment
 
     @property
     def served_name(self) -> str:
@@ -218,15 +232,11 @@ def read_deployment(path: Path | str) -> Deployment:
     except OSError as error:
         raise DeploymentError(f"{path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path}: no YAML: {' '.join(str(error).split())}") from error
+        raise DeploymentError(f"{path}: invalid YAML: {' '.join(str(error).split())}") from error
     try:
-        deployment = msgspec.convert(values, Deployment)
-        _check(deployment)
-    except msgspec.ValidationError as error:
-        raise DeploymentError(f"{path}: {_with_path_first(str(error))}") from error
+        return Deployment.from_values(values)
     except DeploymentError as error:
         raise DeploymentError(f"{path}: {error}") from error
-    return deployment
 
 
 def _check(deployment: Deployment) -> None:
@@ -251,12 +261,12 @@ def _check(deployment: Deployment) -> None:
                 continue
             if "://" not in endpoint:
                 raise DeploymentError(
-                    f"{where}.{field}: {endpoint!r} is no ZMQ endpoint; they read like "
+                    f"{where}.{field}: {endpoint!r} is not a ZMQ endpoint such as "
                     "tcp://127.0.0.1:5557"
                 )
             if deployment.keys is None and not is_loopback(endpoint):
                 raise DeploymentError(
-                    f"{where}.{field}: {endpoint} leaves the machine: make keys with "
+                    f"{where}.{field}: {endpoint} leaves the machine: create keys with "
                     "`headway keys DIR` and give DIR as keys"
                 )
     if not deployment.decode:
@@ -269,7 +279,9 @@ def _check(deployment: Deployment) -> None:
             raise DeploymentError(f"{field}.name: the policy's name is missing")
     interval = (deployment.migration or {}).get("interval_seconds", 1.0)
     if isinstance(interval, bool) or not isinstance(interval, int | float) or interval <= 0:
-        raise DeploymentError(f"migration.interval_seconds: {interval!r} is no time above 0")
+        raise DeploymentError(
+            f"migration.interval_seconds: must be a positive number, not {interval!r}"
+        )
 
 
 def _check_batching(deployment: Deployment) -> None:

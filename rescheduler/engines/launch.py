@@ -1,13 +1,13 @@
 """`headway launch`: start a deployment's engines on this machine, and stop them cleanly."""
 
-import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from data_collection.models import resolve_model
-from rescheduler.engines.deployment import Deployment, read_deployment
+from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_checks import LaunchError, cpu_interpreter
 from rescheduler.engines.launch_engines import Launched, chosen, launched
@@ -17,59 +17,51 @@ __all__ = ["launch"]
 
 _WATCH_SECONDS = 0.5
 
-_DESCRIPTION = """\
-Start the engines of a deployment on this machine and stay in the foreground.
 
-Each engine becomes a process group of its own and writes a log. Ctrl-C, SIGTERM and a closed
-terminal stop them all. An engine that ends by itself is reported, and the others go on.
-Exit status: 0 stopped as asked, 130 the same while engines still load, 1 an engine ended.
-"""
+def launch(
+    config: Deployment,
+    print: bool = False,
+    logs: Path = Path("runs/launch"),
+    serve: bool = False,
+    only: Sequence[str] = (),
+    at_once: int | None = None,
+) -> int:
+    """Start the engines of a deployment on this machine and stay in the foreground.
 
+    Each engine runs in a process group of its own and writes a log. Ctrl-C, SIGTERM and a closed
+    terminal stop them all. An engine that exits by itself is reported, and the others go on.
+    Exit status: 0 stopped as asked, 130 the same while engines still load, 1 an engine exited.
 
-def launch(arguments: list[str]) -> int:
-    """Run ``headway launch`` with these arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="headway launch",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", type=Path, required=True, help="the deployment, a YAML file")
-    parser.add_argument(
-        "--print", action="store_true", dest="only_print", help="show the commands, start nothing"
-    )
-    parser.add_argument(
-        "--logs", type=Path, default=Path("runs/launch"), help="folder of the logs (%(default)s)"
-    )
-    parser.add_argument("--serve", action="store_true", help="start the proxy as well")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="these instances, not all"
-    )
-    parser.add_argument(
-        "--at-once", type=_positive, metavar="N", help="load so many at a time, not all"
-    )
-    options = parser.parse_args(arguments)
-    deployment = read_deployment(options.config)
-    if options.only_print:
-        print(_commands(deployment, options.only))
+    Args:
+        config: the deployment.
+        print: print the engines' commands, start nothing.
+        logs: folder of the logs and of ``deployment.yaml``, the deployment with all its defaults.
+        serve: start the proxy too.
+        only: names of the instances to start; all when not given.
+        at_once: engines that load at the same time; all when not given.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: an option is out of its range.
+        LaunchError: an engine cannot be started, or all have exited.
+    """
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"--at-once must be a positive number, not {at_once}")
+    if print:
+        sys.stdout.write(_commands(config, only) + "\n")
         return 0
-    serve = options.config if options.serve else None
     with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(options.logs))
-        running = stack.enter_context(
-            launched(deployment, options.logs, options.only, serve, progress.tell, options.at_once)
-        )
+        progress = stack.enter_context(LaunchProgress(logs))
+        running = stack.enter_context(launched(config, logs, only, serve, progress.tell, at_once))
         progress.finish()
-        print(_summary(running, options.config, options.serve), flush=True)
+        sys.stdout.write(_summary(running, serve) + "\n")
+        sys.stdout.flush()
         return _watch(running)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return int(text)
-
-
-def _commands(deployment: Deployment, only: list[str]) -> str:
+def _commands(deployment: Deployment, only: Sequence[str]) -> str:
     """Return what would be started, for a shell."""
     model, python = resolve_model(deployment.model), cpu_interpreter()
     return "\n\n".join(
@@ -79,7 +71,7 @@ def _commands(deployment: Deployment, only: list[str]) -> str:
     )
 
 
-def _summary(running: Launched, config: Path, serve: bool) -> str:
+def _summary(running: Launched, serve: bool) -> str:
     deployment = running.deployment
     if serve:
         body = f'{{"model": "{deployment.served_name}", "prompt": "Once", "max_tokens": 32}}'
@@ -89,7 +81,7 @@ def _summary(running: Launched, config: Path, serve: bool) -> str:
             f"    -H 'Content-Type: application/json' -d '{body}'"
         )
     else:
-        how = f"start the proxy with: headway serve --config {config}"
+        how = f"start the proxy with: headway serve --config {running.file}"
     return f"{', '.join(running.servers)}: ready, logs in {running.logs}\n{how}\nCtrl-C stops them"
 
 

@@ -15,12 +15,14 @@ from rescheduler.engines.launch_checks import (
     check_versions,
     cpu_interpreter,
 )
+from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.engines.server_group import GRACE_SECONDS, ServerGroup, Stage
 
 __all__ = ["Launched", "chosen", "launched"]
 
 _PROXY = "proxy"
+_FILE = "deployment.yaml"
 
 
 class Launched(ServerGroup):
@@ -28,7 +30,7 @@ class Launched(ServerGroup):
 
     Attributes:
         deployment: what they are.
-        logs: folder of their logs, one a server.
+        logs: folder of their logs, one per server, and of ``deployment.yaml``.
     """
 
     def __init__(
@@ -41,6 +43,11 @@ class Launched(ServerGroup):
         super().__init__(servers, tell)
         self.deployment = deployment
         self.logs = logs
+
+    @property
+    def file(self) -> Path:
+        """The deployment with all its defaults, for `headway serve`."""
+        return self.logs / _FILE
 
     def close(self) -> None:
         """Stop all servers, the proxy before the engines, and wait until they are gone."""
@@ -56,7 +63,7 @@ def launched(
     deployment: Deployment,
     logs: Path,
     only: Sequence[str] = (),
-    serve: Path | None = None,
+    serve: bool = False,
     tell: Callable[[str, Stage], None] = lambda name, stage: None,
     at_once: int | None = None,
 ) -> Iterator[Launched]:
@@ -64,10 +71,10 @@ def launched(
 
     Args:
         deployment: what to start.
-        logs: folder of the logs; made if need be.
+        logs: folder of the logs and of ``deployment.yaml``; created if missing.
         only: names of the instances to start; all when empty.
-        serve: the deployment's file, to start its proxy too.
-        tell: is told a server's name at each of its stages.
+        serve: start the deployment's proxy too.
+        tell: called with a server's name at each of its stages.
         at_once: how many engines load at the same time; None: all.
 
     Raises:
@@ -76,9 +83,10 @@ def launched(
     """
     instances = chosen(deployment, only)
     check_versions()
-    check_ports(deployment, instances, serve is not None)
+    check_ports(deployment, instances, serve)
     model, python = resolve_model(deployment.model), cpu_interpreter()
     logs.mkdir(parents=True, exist_ok=True)
+    write_deployment(deployment, logs / _FILE)
     servers = [
         ServerProcess(
             instance.name,
@@ -88,14 +96,15 @@ def launched(
         )
         for instance in instances
     ]
-    if serve is not None:
-        command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(serve)]
+    if serve:
+        file = str(logs / _FILE)
+        command = [sys.executable, "-m", "rescheduler", "serve", "--config", file]
         log = logs / "proxy.log"
         servers.append(ServerProcess(_PROXY, EngineCommand(command, {}), deployment.proxy_url, log))
     running = Launched(deployment, logs, servers, tell)
     with ending_signals_raised(), closing(running):
         running.start([instance.name for instance in instances], at_once)
-        if serve is not None:
+        if serve:
             running.start([_PROXY])
         yield running
 

@@ -145,7 +145,7 @@ def refuse_study(
             raise ValueError(f"two take part as {label!r}; give one another label")
     for label in published:
         if label not in labels:
-            raise ValueError(f"published: nobody takes part as {label!r}, only {labels}")
+            raise ValueError(f"published: unknown policy label {label!r}; known: {labels}")
     for each in taking_part:
         if not each.policies:
             raise ValueError(f"checkpoints.{each.label}: at least one folder")

@@ -30,39 +30,12 @@ from rescheduler.learned_router.training import (
     Variant,
 )
 from rescheduler.routing.learned.rl import LearnedRouter
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import changed_config
 from rescheduler.simulator.experiments.progress import compile_notice
 from rescheduler.simulator.results.report_files import about, refuse_foreign_folder, write_study
 
-__all__ = ["train_router_command", "train_routers"]
-
-_DESCRIPTION = """Train routers on a simulated cluster, one for each reward and seed, and compare
-them with the policies of the configuration over as many episodes as it has seeds. Run it again to
-go on after Ctrl-C."""
-
-
-def train_router_command(arguments: list[str]) -> int:
-    """Run `train-router` with a command line; return the exit status."""
-    parser = config_parser("train-router", _DESCRIPTION)
-    parser.add_function_arguments(train_routers, skip={"config"})
-    given = parser.parse_args(arguments)
-    made = parser.instantiate(given)
-    return train_routers(
-        parsed_config(parser, given),
-        given.out,
-        made["router"],
-        made["agent"],
-        made["training"],
-        given.variants,
-        given.checkpoints,
-        given.pooled,
-        given.train_on,
-        given.cases,
-        given.published,
-        given.workers,
-    )
+__all__ = ["train_routers"]
 
 
 def train_routers(
@@ -79,7 +52,11 @@ def train_routers(
     published: dict[str, float] | None = None,
     workers: int | None = None,
 ) -> int:
-    """Train, compare, and write checkpoints, tables and figures; return the exit status.
+    """Train routers on a simulated cluster, and compare them with the configured policies.
+
+    One router is trained for each reward and seed; all are compared over as many episodes as the
+    configuration has seeds. Writes checkpoints, tables and figures. Run it again to resume after
+    Ctrl-C.
 
     Args:
         config: of the simulation; its policies are compared with, the first is the base of the
@@ -97,10 +74,13 @@ def train_routers(
             not given.
         cases: title -> key -> value, of simulations to compare in; as configured when not given.
         published: label -> improvement over the base in percent, shown beside.
-        workers: trainings at once; one a core when not given.
+        workers: trainings at once; one per core when not given.
+
+    Returns:
+        The exit status.
 
     Raises:
-        ValueError: a key or value that means nothing, or a folder of something else.
+        ValueError: an invalid key or value, or a folder of something else.
     """
     if variants == [] and (out / "training").is_dir():
         raise ValueError(f"{out}: has trainings, and this would train nothing; choose another one")

@@ -1,6 +1,5 @@
 """`headway serve`: the proxy as a command."""
 
-import argparse
 import asyncio
 import logging
 import signal
@@ -11,7 +10,7 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
-from rescheduler.engines.deployment import Deployment, DeploymentError, read_deployment
+from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.proxy.http_app import http_app
 from rescheduler.proxy.proxy import Proxy
 
@@ -19,31 +18,31 @@ __all__ = ["load_tokenizer", "serve"]
 
 logger = logging.getLogger("headway.serve")
 
-_DESCRIPTION = """\
-Serve a deployment of prefill and decode instances behind one OpenAI-compatible address. The
-instances must run already: `headway launch` starts them. Ctrl-C or SIGTERM ends it, once running
-requests are finished or their time is up.
-"""
-
 _CLEANUP_SECONDS = 2.0
 
 
-def serve(arguments: list[str]) -> None:
-    """Run ``headway serve``."""
-    parser = argparse.ArgumentParser(prog="headway serve", description=_DESCRIPTION)
-    parser.add_argument("--config", type=Path, required=True, help="the deployment, a YAML file")
-    parser.add_argument("--verbose", action="store_true", help="also say why nothing is moved")
-    given = parser.parse_args(arguments)
+def serve(config: Deployment, verbose: bool = False) -> None:
+    """Serve a deployment of prefill and decode instances behind one OpenAI-compatible address.
+
+    The instances must be running: `headway launch` starts them. Ctrl-C or SIGTERM stops it, once
+    running requests have finished or their time is up.
+
+    Args:
+        config: the deployment.
+        verbose: also log why no request is moved, and the messages of libraries.
+
+    Raises:
+        DeploymentError: the deployment cannot be served.
+    """
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logger.setLevel(logging.DEBUG if given.verbose else logging.INFO)
-    deployment = read_deployment(given.config)
-    tokenizer = load_tokenizer(deployment.model)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    tokenizer = load_tokenizer(config.model)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_serve(deployment, tokenizer))
+        asyncio.run(_serve(config, tokenizer))
     else:
-        uvloop.run(_serve(deployment, tokenizer))
+        uvloop.run(_serve(config, tokenizer))
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather
@@ -30,20 +29,7 @@ from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import Contender, create_contenders, run_setup
 from rescheduler.simulator.simulation import run
 
-__all__ = ["simulate", "simulate_command"]
-
-_DESCRIPTION = """Simulate routing policies on one cluster and compare them. Every key of the
-configuration can be given on the command line: --cluster.instances 32 --trace.requests 5000."""
-
-
-def simulate_command(arguments: list[str]) -> int:
-    """Run `simulate` with a command line; return the exit status."""
-    parser = config_parser("simulate", _DESCRIPTION)
-    parser.add_function_arguments(simulate, skip={"config", "overwrite"})
-    parser.add_argument("--overwrite", action="store_true", help="write among other files too")
-    given = parser.parse_args(arguments)
-    config = parsed_config(parser, given)
-    return simulate(config, given.json, given.out, given.overwrite)
+__all__ = ["simulate"]
 
 
 def simulate(
@@ -52,9 +38,11 @@ def simulate(
     out: Path | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Simulate every policy with every seed, print a comparison; return the exit status.
+    """Simulate routing policies on one cluster, and compare them.
 
-    Ctrl-C ends it early and keeps the runs that have finished.
+    Every key of the configuration can be given on the command line:
+    ``--cluster.instances 32 --trace.requests 5000``. Every policy runs with every seed. Ctrl-C
+    ends it early and keeps the runs that have finished.
 
     Args:
         config: of the simulation.
@@ -63,9 +51,12 @@ def simulate(
             requests.parquet in it. A folder of an earlier simulation is replaced.
         overwrite: write to ``out`` whatever is in it.
 
+    Returns:
+        The exit status.
+
     Raises:
-        ValueError: a configuration or a trace that cannot be simulated, or a folder that is
-            not to be overwritten.
+        ValueError: a configuration or a trace that cannot be simulated, or a folder that must
+            not be overwritten.
     """
     contenders = create_contenders(run_setup(config))
     if out is not None:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import Row, compute
@@ -20,23 +19,9 @@ from rescheduler.simulator.results.report import main_columns
 from rescheduler.simulator.results.report_files import about, json_text, write_report
 from rescheduler.simulator.run_setup import create_contenders, run_setup
 
-__all__ = ["sweep", "sweep_command"]
-
-_DESCRIPTION = """Simulate every combination of some settings with every policy and seed.
-Name what varies in the YAML file, as vary: {cluster.instances: [8, 16]}, or on the command line,
-as --vary cluster.instances=[8,16] --vary policies.bfio.horizon=[0,20,40,80]."""
+__all__ = ["sweep"]
 
 _SHOWN_ROWS = 60
-
-
-def sweep_command(arguments: list[str]) -> int:
-    """Run `sweep` with a command line; return the exit status."""
-    parser = config_parser("sweep", _DESCRIPTION)
-    parser.add_function_arguments(sweep, skip={"config", "overwrite"})
-    parser.add_argument("--overwrite", action="store_true", help="write among other files too")
-    given = parser.parse_args(_spelt_out(arguments))
-    config = parsed_config(parser, given)
-    return sweep(config, given.out, given.vary, given.workers, given.ray, given.overwrite)
 
 
 def sweep(
@@ -47,8 +32,10 @@ def sweep(
     ray: str | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Simulate every combination, and write them as a table; return the exit status.
+    """Simulate every combination of some settings with every policy and seed.
 
+    Name what varies in the YAML file, as ``vary: {cluster.instances: [8, 16]}``, or on the
+    command line, as ``--vary cluster.instances=[8,16] --vary policies.bfio.horizon=[0,20,40]``.
     Each policy with each seed in each combination is a cell of its own, kept as soon as it is
     finished. Run it again to resume, or to add values, policies or seeds: what is there is not
     computed again.
@@ -60,6 +47,9 @@ def sweep(
         workers: processes at once; one per core when not given.
         ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
         overwrite: write to ``out`` whatever else is in it.
+
+    Returns:
+        The exit status.
 
     Raises:
         ValueError: a key that does not exist, a value that it refuses, or a folder that is not
@@ -83,20 +73,6 @@ def sweep(
         left = f"{computed.missing} of {computed.cells} cells are missing"
         print(f"headway sweep: {left}", file=sys.stderr)
     return 130 if computed.interrupted else int(bool(computed.failed))
-
-
-def _spelt_out(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with ``--vary KEY=VALUES`` as ``--vary.KEY VALUES``."""
-    spelt: list[str] = []
-    for argument in arguments:
-        if spelt and spelt[-1] == "--vary" and not argument.startswith(("{", "-")):
-            key, separator, values = argument.partition("=")
-            if not separator:
-                raise ValueError(f"--vary {argument}: it is KEY=[VALUE, ...]")
-            spelt[-1:] = [f"--vary.{key}", values]
-        else:
-            spelt.append(argument)
-    return spelt
 
 
 def _write(

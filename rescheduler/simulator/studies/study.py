@@ -4,12 +4,11 @@ A study is a function that declares its cases and its report from a configuratio
 its own: the command line takes them from its signature, and all studies are run here.
 """
 
-import sys
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
+from typing import Any
 
-from rescheduler.simulator.config.config_parser import config_parser, parsed_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import compute
@@ -20,41 +19,19 @@ from rescheduler.simulator.studies.fairbatching import fairbatching
 from rescheduler.simulator.studies.rescheduling import rescheduling
 from rescheduler.simulator.studies.scaling import scaling
 
-__all__ = ["run_study", "study_command"]
+__all__ = [
+    "barrier_tax_study",
+    "fairbatching_study",
+    "rescheduling_study",
+    "run_study",
+    "scaling_study",
+]
 
-_STUDIES: dict[str, tuple[Callable[..., Study], str]] = {
-    "scaling": (scaling, "how imbalance grows with workers and batches (BF-IO's theorems)"),
-    "barrier-tax": (barrier_tax, "what routing is worth, for several step-time models"),
-    "rescheduling": (rescheduling, "migration planners in several cases (STAR's figures)"),
-    "fairbatching": (fairbatching, "what is served in time, over the load (FairBatching)"),
-}
-
-
-def study_command(arguments: list[str]) -> int:
-    """Run the study that is named first; return the exit status.
-
-    Args:
-        arguments: name of the study, and its own command line.
-    """
-    name = arguments[0] if arguments else "--help"
-    if name not in _STUDIES:
-        lines = [f"  {known:<14}{what}" for known, (_, what) in _STUDIES.items()]
-        usage = "\n".join(["usage: headway study NAME --config FILE --out FOLDER", "", *lines])
-        if name in ("-h", "--help"):
-            print(usage)
-            return 0
-        print(f"headway study: no study {name!r}\n{usage}", file=sys.stderr)
-        return 2
-    declare, _ = _STUDIES[name]
-    description, *_ = (declare.__doc__ or "").partition("\n\n")
-    parser = config_parser(f"study {name}", description)
-    parser.add_function_arguments(declare, skip={"config"})
-    parser.add_function_arguments(run_study, skip={"name", "study", "config"})
-    given = parser.parse_args(arguments[1:])
-    config = parsed_config(parser, given)
-    _, *options = signature(declare).parameters
-    study = declare(config, **{option: given[option] for option in options})
-    return run_study(name, study, config, given.out, given.workers)
+_OWN_ARGUMENTS = """\
+Args:
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when not given.
+"""
 
 
 def run_study(
@@ -90,3 +67,26 @@ def run_study(
     report = study.report(computed.rows)
     write_study(out, about(verb, config), report.rows, report.table, report.figures)
     return 0
+
+
+def _verb(name: str, declare: Callable[..., Study]) -> Callable[..., int]:
+    """Return the function of a study's verb: the options of the study, its folder and workers."""
+
+    def study(config: SimulationConfig, out: Path, workers: int | None = None, **own: Any) -> int:
+        return run_study(name, declare(config, **own), config, out, workers)
+
+    declared, runs = signature(declare).parameters, signature(run_study).parameters
+    first, *others = declared.values()
+    parameters = [first, runs["out"], *others, runs["workers"]]
+    # Without defaults first, as a signature has to be.
+    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
+    study.__signature__ = Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    study.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": int}
+    study.__doc__ = (declare.__doc__ or "").replace("Args:\n", _OWN_ARGUMENTS, 1)
+    return study
+
+
+scaling_study = _verb("scaling", scaling)
+barrier_tax_study = _verb("barrier-tax", barrier_tax)
+rescheduling_study = _verb("rescheduling", rescheduling)
+fairbatching_study = _verb("fairbatching", fairbatching)

@@ -22,11 +22,12 @@ from router_tasks import (
 )
 from routing_views import cluster
 
+from rescheduler.commands.command import run_command
 from rescheduler.learned_router.agent import AgentConfig, DoubleDQN, Episode
 from rescheduler.learned_router.environment import RouterVectorEnvironment
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.learned_router.router_study import competitors, play, study_table
-from rescheduler.learned_router.train_router import train_router_command
+from rescheduler.learned_router.train_router import train_routers
 from rescheduler.learned_router.training import Episodes, Job, TrainingConfig, guided, train_router
 from rescheduler.routing import LearnedRouter, create_policy
 from rescheduler.routing.learned.router_network import (
@@ -294,7 +295,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         "--published",
         '{"rl guided": 11.4, "rl aware": 7.8}',
     ]
-    assert train_router_command(arguments) == 0
+    assert run_command(train_routers, arguments, "train-router") == 0
     rows = json.loads((out / "study.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["round_robin", "jsq_load", "rl guided"]
     assert all((out / name).is_file() for name in ("table.md", "episode.png", "training.png"))
@@ -302,9 +303,11 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     assert create_policy("rl", checkpoint=str(out / "router")).decide_every() == 0.02
     assert (out / "checkpoints/guided-1/model.safetensors").is_file()
     more = ["--policies", "round_robin,jsq", "--seeds", "1"]
-    assert train_router_command([*arguments, *more]) == 0, "a finished training is not repeated"
+    assert run_command(train_routers, [*arguments, *more], "train-router") == 0, (
+        "a finished training is not repeated"
+    )
     with pytest.raises(ValueError, match=r"other settings \(agent\); choose another folder"):
-        train_router_command([*arguments, "--agent.lr", "0.5"])
+        run_command(train_routers, [*arguments, "--agent.lr", "0.5"], "train-router")
 
     study = json.loads((out / "study.json").read_text())["_about"]
     assert study["router"]["interval"] == 0.02 and study["variants"] == ["guided"]
@@ -312,7 +315,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     compared = [*arguments[:2], "--out", str(other), "--variants", "[]", "--seeds", "1"]
     shorter = ["--trace.name", "five_tasks", "--trace.requests", "30"]
     given = ["--checkpoints", json.dumps({"mine": [str(out / "router")]})]
-    assert train_router_command([*compared, *shorter, *given]) == 0
+    assert run_command(train_routers, [*compared, *shorter, *given], "train-router") == 0
     rows = json.loads((other / "study.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["round_robin", "jsq_load", "mine"]
     assert not (other / "training.png").exists()
@@ -337,7 +340,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         ),
         (["--cases", '{"big": {"cluster.instances": 3}}'], "cases.big: routers are trained for 2"),
         (["--cases", '{"one": {"policies": "jsq"}}'], "cases.one: policies are the same"),
-        (["--published", '{"jsqq": 1.0}'], "published: nobody takes part as 'jsqq'"),
+        (["--published", '{"jsqq": 1.0}'], "published: unknown policy label 'jsqq'"),
         (["--dispatch", "pool"], "dispatch: instant"),
         (["--max_seconds", "3"], "max_seconds: an episode ends when"),
         (["--migration.planners", "star"], "migration.planners: routers do not learn"),
@@ -350,7 +353,7 @@ def test_what_would_fail_after_training_is_refused_before(
     given = [word.replace("ROUTER", str(tmp_path / "router")) for word in given]
     quick = ["--config", str(ROOT / "configs/rl/quick.yaml"), "--out", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=message):
-        train_router_command([*quick, *given])
+        run_command(train_routers, [*quick, *given], "train-router")
     assert not (tmp_path / "out").exists()
 
 

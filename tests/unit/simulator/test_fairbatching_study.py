@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rescheduler.commands.command_line import main
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.results.fairbatching_figures import LoadCurve
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.run_setup import create_policies, run_setup
-from rescheduler.simulator.studies.study import study_command
 
 ROOT = Path(__file__).parents[3]
 OWN = ("cases", "systems", "baselines", "tuned", "loads", "case_loads", "latency_load")
@@ -63,7 +63,7 @@ def run_study(tmp_path: Path, values: dict[str, Any]) -> Path:
     path, out = tmp_path / "small.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(values))
     arguments = ["fairbatching", "--config", str(path), "--out", str(out), "--workers", "1"]
-    assert study_command(arguments) == 0
+    assert main(["study", *arguments]) == 0
     return out
 
 

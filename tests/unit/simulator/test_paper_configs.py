@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
+from rescheduler.commands.command import run_command
+from rescheduler.commands.command_line import main
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import cells_of, groups
@@ -18,7 +20,7 @@ from rescheduler.simulator.run_setup import create_policies, run_setup
 from rescheduler.simulator.simulation import run
 from rescheduler.simulator.studies.barrier_tax import retimed_throughput
 from rescheduler.simulator.studies.scaling import fitted_slope
-from rescheduler.simulator.studies.study import study_command
+from rescheduler.simulator.studies.study import barrier_tax_study, scaling_study
 from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.length_generators import LognormalLengths
 
@@ -141,9 +143,9 @@ def written(tmp_path: Path, values: dict[str, Any], study: str) -> Any:
     path, out = tmp_path / "small.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(values))
     arguments = [study, "--config", str(path), "--out", str(out), "--workers", "1"]
-    assert study_command(arguments) == 0
+    assert main(["study", *arguments]) == 0
     cells = {cell: cell.stat().st_mtime_ns for cell in (out / "cells").iterdir()}
-    assert study_command(arguments) == 0
+    assert main(["study", *arguments]) == 0
     assert all(cell.stat().st_mtime_ns == written for cell, written in cells.items()), "resumed"
     assert (out / "table.md").read_text().startswith("| case |")
     assert list(out.glob("*.png"))
@@ -202,12 +204,13 @@ def test_what_a_study_cannot_do_is_refused(
     name = "bfio_theory" if study == "scaling" else "barrier_tax"
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(values_of(name) | changes))
+    function = {"scaling": scaling_study, "barrier-tax": barrier_tax_study}[study]
     with pytest.raises(ValueError, match=message):
-        study_command([study, "--config", str(path), "--out", str(tmp_path / "out")])
+        run_command(function, ["--config", str(path), "--out", str(tmp_path / "out")], "study")
 
 
 def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert study_command([]) == 0
+    assert main(["study"]) == 0
     assert "barrier-tax" in capsys.readouterr().out
-    assert study_command(["nothing"]) == 2
-    assert "no study 'nothing'" in capsys.readouterr().err
+    assert main(["study", "nothing"]) == 2
+    assert "unknown name 'nothing'" in capsys.readouterr().err
