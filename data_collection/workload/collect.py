@@ -1,5 +1,6 @@
 """`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
 
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from data_collection.dataset.dataset_schema import DatasetError, read_sessions, 
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version
 from data_collection.workload.arrivals import Arrivals
+from data_collection.workload.engine_log import engine_output_to
 from data_collection.workload.engine_options import (
     ID_PREFIX,
     EngineOptions,
@@ -24,6 +26,7 @@ from data_collection.workload.prompts import load_prompts
 
 __all__ = ["collect", "done_prompts"]
 
+_LOG = "engine.log"
 _ENDED = pa.array(["stop", "length", "repetition"])
 
 
@@ -36,6 +39,7 @@ def collect(
     arrivals: Arrivals = Arrivals(),
     record: RecordOptions = RecordOptions(),
     engine: EngineOptions = EngineOptions(),
+    verbose: bool = False,
 ) -> None:
     """Collect a dataset of hidden states and remaining lengths from a model in vLLM.
 
@@ -53,6 +57,7 @@ def collect(
         arrivals: when requests arrive.
         record: what is recorded.
         engine: the engine that is started.
+        verbose: show the engine's messages, in place of writing them to ``OUT/engine.log``.
 
     Raises:
         CollectionError: the collection ended early; the message says what was lost.
@@ -86,10 +91,17 @@ def collect(
     folder = resolve_model(model)
     _refuse_other_dataset(out, identify(folder), record)
     arguments = engine_arguments(folder, capture, options)
-    from data_collection.workload.drive import drive  # loads vLLM, which takes long
-
+    log = None if verbose else out / _LOG
+    print(
+        f"starting the engine for {len(to_do)} prompts" + (f", its log in {log}" if log else ""),
+        file=sys.stderr,
+        flush=True,
+    )
     try:
-        drive(to_do, arguments, sampling, arrivals)
+        with engine_output_to(log) as terminal:
+            from data_collection.workload.drive import drive  # loads vLLM, which takes long
+
+            drive(to_do, arguments, sampling, arrivals, terminal)
     finally:
         _describe(out, sampling, arrivals, prompts)
 

@@ -1,7 +1,6 @@
-"""Drive prompts through a vLLM engine that captures, and show how far it is."""
+"""Drive prompts through a vLLM engine that captures, and show the progress."""
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -17,14 +16,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from data_collection.workload.arrivals import Arrivals, arrival_times
+from data_collection.workload.engine_log import Terminal, last_lines
 from data_collection.workload.engine_options import ID_PREFIX, Sampling
 from data_collection.workload.prompts import Prompt, PromptError
 
 __all__ = ["CollectionError", "drive"]
 
-logger = logging.getLogger("headway.drive")
-
 _STATUS_SECONDS = 1.0
+_SCREEN_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
 
 _KV_CACHE_GIB = 4
@@ -36,23 +35,28 @@ class CollectionError(RuntimeError):
 
 
 def drive(
-    prompts: list[Prompt], engine_arguments: dict[str, Any], sampling: Sampling, arrivals: Arrivals
+    prompts: list[Prompt],
+    engine_arguments: dict[str, Any],
+    sampling: Sampling,
+    arrivals: Arrivals,
+    terminal: Terminal,
 ) -> None:
     """Run every prompt once and return when all are done.
 
     Raises:
-        CollectionError: Ctrl-C, the engine died, or recording failed.
+        CollectionError: Ctrl-C, the engine died or did not start, or recording failed.
         PromptError: no prompt fits the model.
     """
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
-    asyncio.run(_Drive(sampling, arrivals).run(prompts, engine_arguments))
+    asyncio.run(_Drive(sampling, arrivals, terminal).run(prompts, engine_arguments))
 
 
 class _Drive:
     """One run over the prompts: counts, progress bar and the reasons to stop."""
 
-    def __init__(self, sampling: Sampling, arrivals: Arrivals) -> None:
+    def __init__(self, sampling: Sampling, arrivals: Arrivals, terminal: Terminal) -> None:
+        self._terminal = terminal
         self._sampling = sampling
         self._arrivals = arrivals
         self._tokens = 0
@@ -63,11 +67,22 @@ class _Drive:
     async def run(self, prompts: list[Prompt], engine_arguments: dict[str, Any]) -> None:
         interrupted = asyncio.Event()
         loop = asyncio.get_running_loop()
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+        try:
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+        except (RuntimeError, ValueError) as error:
+            raise CollectionError(
+                f"the engine did not start: {error}{last_lines(self._terminal.log)}"
+            ) from error
         loop.add_signal_handler(signal.SIGINT, interrupted.set)
         try:
             requests = await self._tokenise(engine, prompts)
-            with tqdm(total=len(requests), unit="request", dynamic_ncols=True) as self._bar:
+            with tqdm(
+                total=len(requests),
+                unit="request",
+                dynamic_ncols=True,
+                file=self._terminal.err,
+                mininterval=_SCREEN_SECONDS if self._terminal.err.isatty() else _LINE_SECONDS,
+            ) as self._bar:
                 tasks: list[asyncio.Task[Any]] = [
                     asyncio.create_task(self._send_all(engine, requests)),
                     asyncio.create_task(self._watch(engine)),
@@ -81,7 +96,7 @@ class _Drive:
                 if interrupted.is_set():
                     raise CollectionError(
                         f"interrupted: {lost} running requests were cut and are kept as censored "
-                        "rows; run the same command again to go on"
+                        "rows; run the same command again to resume"
                     )
                 for task in done:
                     task.result()
@@ -89,12 +104,12 @@ class _Drive:
             raise CollectionError(
                 f"the engine died: the rows of {len(self._in_flight)} running requests and of "
                 "those that ended in the last seconds are lost; run the same command again to "
-                "go on"
+                f"resume{last_lines(self._terminal.log)}"
             ) from error
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             engine.shutdown()
-            print(self._summary())
+            print(self._summary(), file=self._terminal.out)
 
     async def _tokenise(
         self, engine: AsyncLLM, prompts: list[Prompt]
@@ -118,7 +133,7 @@ class _Drive:
             )
             if not requests:
                 raise PromptError(message)
-            logger.warning(message)
+            print(message, file=self._terminal.err)
         return requests
 
     async def _send_all(self, engine: AsyncLLM, requests: list[tuple[Prompt, list[int]]]) -> None:
@@ -139,7 +154,10 @@ class _Drive:
                     arrival = next(arriving, None)
                     if arrival is None:
                         left = len(requests) - index
-                        logger.warning("the trace has no more arrivals: %d prompts left", left)
+                        print(
+                            f"the trace has no more arrivals: {left} prompts left",
+                            file=self._terminal.err,
+                        )
                         break
                     await asyncio.sleep(max(0.0, started + arrival - time.monotonic()))
                     await places.acquire()
@@ -183,14 +201,15 @@ class _Drive:
                     f"{self._status['rows']} rows, "
                     f"{(self._tokens - tokens) / (now - then):.0f} tokens/s"
                     + (f", {self._status['dropped_rows']} dropped" * self._has("dropped_rows"))
-                    + (f", {self._status['refused_rows']} refused" * self._has("refused_rows"))
+                    + (f", {self._status['refused_rows']} refused" * self._has("refused_rows")),
+                    refresh=self._terminal.err.isatty(),
                 )
             tokens, then = self._tokens, now
             if self._status["error"]:
                 raise CollectionError(
                     f"recording failed: {self._status['error']}. The shards written so far are a "
                     f"valid dataset; {self._status['unwritten_rows']} rows could not be written. "
-                    "Mend it and run the same command again to go on"
+                    "Fix the cause and run the same command again to resume"
                 )
 
     def _has(self, count: str) -> bool:
