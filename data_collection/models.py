@@ -78,10 +78,10 @@ def resolve_model(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder}: no config.json, so this is no Hugging Face model folder")
+            raise ValueError(f"{folder}: not a Hugging Face model folder: no config.json")
         return str(folder)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"{model}: there is no such folder")
+        raise ValueError(f"{model}: no such folder")
     if "/" not in model:
         raise ValueError(
             f"unknown model {model!r}: give one of {', '.join(EMBEDDED_MODELS)}, "

@@ -41,7 +41,7 @@ class FinishedRequest(msgspec.Struct, frozen=True):
     Attributes:
         request_id: id inside the engine.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``, or ``moved`` if
-            another engine goes on with it.
+            another engine continues it.
         prompt_tokens: length of the prompt.
         total_tokens: tokens generated, the end-of-sequence token included.
         max_tokens: the cap the request asked for.

@@ -163,7 +163,7 @@ class Recorder:
     def _sink(self) -> None:
         try:
             self._record()
-        except Exception as error:  # the engine must go on; `status` tells
+        except Exception as error:  # the engine must keep running; `status` reports it
             logger.exception("recording into %s stopped", self._dataset)
             self._error = f"{type(error).__name__}: {error} ({self._dataset})"
 

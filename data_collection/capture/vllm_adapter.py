@@ -78,7 +78,7 @@ def is_recording_rank(tp_rank: int, pp_rank: int, pp_size: int) -> bool:
 
 
 def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
-    """Tell the hook of the requests in a step, from the scheduler's output alone."""
+    """Pass the requests of a step to the hook, from the scheduler's output alone."""
     scheduled = scheduler_output.num_scheduled_tokens
     for request in scheduler_output.scheduled_new_reqs:
         prompt_tokens = request.prompt_len
@@ -153,7 +153,7 @@ def _asked_max_tokens(sampling: Any) -> int:
 
 
 def _goes_on(request: Any) -> bool:
-    """Whether another engine goes on with a request, so that this is not its end.
+    """Whether another engine continues a request, so that this is not its end.
 
     A prefill hands every request over. A decode instance hands over what has been frozen, which
     ends by a ``max_tokens`` that was lowered for it.

@@ -149,10 +149,10 @@ def read_sessions(dataset: Path) -> list[Session]:
     """Read the sessions of a dataset, oldest first.
 
     Raises:
-        DatasetError: there are none, so the folder is no dataset of ours, or one is damaged.
+        DatasetError: the folder is not a dataset recorded by Headway, or a session is damaged.
     """
     if not dataset.is_dir():
-        raise DatasetError(f"{dataset}: there is no such folder")
+        raise DatasetError(f"{dataset}: no such folder")
     sessions = []
     for path in sorted((dataset / "sessions").glob("*.json")):
         try:
@@ -160,9 +160,7 @@ def read_sessions(dataset: Path) -> list[Session]:
         except (ValueError, TypeError) as error:
             raise DatasetError(f"{path}: not a session's file: {error}") from error
     if not sessions:
-        raise DatasetError(
-            f"{dataset}: no sessions/*.json, so this is no dataset recorded by Headway"
-        )
+        raise DatasetError(f"{dataset}: not a dataset recorded by Headway: no sessions/*.json")
     return sorted(sessions, key=lambda session: session.started)
 
 

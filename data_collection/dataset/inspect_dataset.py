@@ -41,7 +41,7 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
         figure: where the PNG goes; ``inspect.png`` in the dataset when not given.
 
     Raises:
-        DatasetError: the folder is no dataset, is empty, or a shard is damaged.
+        DatasetError: the folder is not a dataset, is empty, or a shard is damaged.
     """
     sessions = read_sessions(dataset)
     rows_shards = rows_files(dataset)
@@ -188,7 +188,7 @@ def _draw_lengths(
         color=[_ENDED, _CUT],
         edgecolor="white",
         linewidth=0.4,
-        label=["ended by itself", "cut (lower bound)"],
+        label=["ended on its own", "cut (lower bound)"],
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set(title="Output length", xlabel="output tokens", ylabel="share of requests")

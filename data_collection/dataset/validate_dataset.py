@@ -57,7 +57,7 @@ def validate(dataset: Path) -> None:
         dataset: folder of the dataset.
 
     Raises:
-        DatasetError: the folder is no dataset, or something is wrong in it; the message
+        DatasetError: the folder is not a dataset, or something is wrong in it; the message
             lists every kind of problem with its count and its first places.
     """
     sessions = read_sessions(dataset)
@@ -205,7 +205,7 @@ class _Check:
             elif not (kind := found.field(place).type).equals(column.type):
                 wrong.append(_type_problem(column.name, kind, column.type))
         unknown = set(found.names) - set(expected.names)
-        wrong += [f"{name} is no column of this table" for name in sorted(unknown)]
+        wrong += [f"unexpected column {name}" for name in sorted(unknown)]
         for problem in wrong:
             self.problems.add(f"{file.name}: {problem}")
         return not wrong
@@ -228,7 +228,8 @@ class _Check:
         found = {
             "hidden_state has NaN or infinite values": ~finite,
             "remaining_tokens is below 1": remaining < 1,
-            f"generated_tokens is no multiple of k = {k}": (generated % k != 0) | (generated < 0),
+            f"generated_tokens is not a multiple of k = {k}": (generated % k != 0)
+            | (generated < 0),
             "a row's censored does not agree with its finish_reason": ~agrees,
         }
         has_request = request >= 0

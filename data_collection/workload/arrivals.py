@@ -88,7 +88,7 @@ def _trace_times(path: Path, scale: float) -> Iterator[float]:
                 last = time
                 yield (time - first) / scale
             if first is None:
-                raise ValueError(f"{path}: no arrivals in it")
+                raise ValueError(f"{path}: no arrivals found")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, UnicodeDecodeError, zlib.error) as error:

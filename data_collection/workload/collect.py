@@ -52,7 +52,7 @@ def collect(
         model: ``smollm2`` (embedded), a Hugging Face id, or a folder.
         prompts: ``starter``, a JSONL file with ``prompt`` or ``messages``, or the id of a
             Hugging Face dataset.
-        limit: drive only the first so many prompts.
+        limit: number of prompts to drive, from the first; all when not given.
         sampling: how tokens are sampled.
         arrivals: when requests arrive.
         record: what is recorded.
@@ -87,7 +87,7 @@ def collect(
         **engine.extra,
     }
     if vllm_version() is None:
-        raise RuntimeError("vLLM is not installed; `headway doctor` says how to")
+        raise RuntimeError("vLLM is not installed; run `headway doctor`")
     folder = resolve_model(model)
     _refuse_other_dataset(out, identify(folder), record)
     arguments = engine_arguments(folder, capture, options)

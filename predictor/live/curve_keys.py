@@ -1,4 +1,4 @@
-"""CURVE keys of the telemetry: who may send and hear it once it leaves the machine."""
+"""CURVE keys of the telemetry: who may publish and receive it once it leaves the machine."""
 
 import ipaddress
 from pathlib import Path
@@ -26,7 +26,7 @@ _IPV4_LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
 
 
 def keys(folder: Path) -> None:
-    """Make the keys that telemetry needs when it leaves the machine.
+    """Create the keys that telemetry needs when it leaves the machine.
 
     Args:
         folder: new or empty folder for the keys of the engines and of the watcher.
@@ -36,7 +36,7 @@ def keys(folder: Path) -> None:
         f"wrote two pairs of keys to {folder}\n"
         "  machines with engines need:      engine.key_secret, watcher.key\n"
         "  the machine that watches needs:  watcher.key_secret, engine.key\n"
-        "Copy them over a safe channel; whoever has a .key_secret file is that side."
+        "Copy them over a safe channel; whoever has a .key_secret file can act as that side."
     )
 
 
@@ -48,7 +48,7 @@ def create_keys(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise TelemetryError(f"{folder}: not empty; give keys a new folder of their own")
+        raise TelemetryError(f"{folder}: not empty; choose a new folder for the keys")
     folder.chmod(0o700)
     for side in _OTHER:
         _, secret = create_certificates(folder, side)
@@ -75,14 +75,14 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
-    """Refuse to send or hear telemetry off the loopback without keys.
+    """Refuse to publish or receive telemetry off the loopback without keys.
 
     Raises:
         TelemetryError: names the endpoint and the remedy.
     """
     if keys is None and not is_loopback(endpoint):
         raise TelemetryError(
-            f"{endpoint}: telemetry leaves the machine only with keys. Make them with "
+            f"{endpoint}: telemetry leaves the machine only with keys. Create them with "
             "`headway keys DIR` and give DIR as keys to both sides, or use an endpoint on "
             "127.0.0.1"
         )
@@ -91,7 +91,7 @@ def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
 def apply_curve(
     socket: zmq.Socket[Any], folder: Path | str, side: Side, serves: bool
 ) -> ThreadAuthenticator | None:
-    """Encrypt a socket with CURVE and let it talk to the other side only.
+    """Encrypt a socket with CURVE and let it communicate with the other side only.
 
     Call it before the socket binds or connects. Whoever connects knows the server by its
     public key. Whoever binds asks ZAP, ZeroMQ's handler of admissions, to admit the other
@@ -100,7 +100,7 @@ def apply_curve(
 
     Args:
         socket: not yet bound or connected.
-        folder: made by `create_keys`; ``SIDE.key_secret`` and the other side's ``.key`` are
+        folder: created by `create_keys`; ``SIDE.key_secret`` and the other side's ``.key`` are
             read.
         side: whose socket it is.
         serves: whether it binds; all sockets that connect to it must then not serve.
@@ -124,9 +124,9 @@ def apply_curve(
             return None
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handler: nobody, not everybody
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody is admitted
     except zmq.ZMQError as error:
-        raise TelemetryError(f"{folder}: damaged keys of the {side}: {error}") from error
+        raise TelemetryError(f"{folder}: invalid keys of the {side}: {error}") from error
     authenticator = ThreadAuthenticator(socket.context)
     authenticator.configure_curve_callback(_DOMAIN, _OneKey(other))
     try:
@@ -152,10 +152,10 @@ class _OneKey:
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     if not path.is_file():
         raise TelemetryError(
-            f"{path}: no such key; make a folder of keys with `headway keys DIR`, and copy the "
+            f"{path}: no such key; create a folder of keys with `headway keys DIR`, and copy the "
             "files it names to the other machine"
         )
     try:
         return load_certificate(path)
     except ValueError as error:
-        raise TelemetryError(f"{path}: a damaged key: {error}") from error
+        raise TelemetryError(f"{path}: invalid key: {error}") from error

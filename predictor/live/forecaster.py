@@ -46,7 +46,7 @@ class Forecaster:
         predictor: on the CPU; it is moved to the device.
         device: the engine's.
         max_requests: most requests in a step (``max_num_seqs``).
-        publisher: where forecasts and ends are told, if anywhere.
+        publisher: publishes forecasts and ends; None publishes nothing.
     """
 
     cadence: Cadence = "step"
@@ -96,7 +96,7 @@ class Forecaster:
             self._pending.append(_OnTheWay(rows, left, curves, None))
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
-        """Tell of requests that ended."""
+        """Report requests that ended."""
         if self._publisher is not None:
             self._publisher.finished(finished)
 

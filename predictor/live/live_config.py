@@ -10,14 +10,14 @@ __all__ = ["ForecastConfig", "LiveConfig", "TelemetryConfig"]
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where forecasts are told.
+    """Where forecasts are published.
 
     Attributes:
         bind: ZMQ endpoint that subscribers connect to. With data parallelism the port is
             raised by the rank. Empty: none.
         connect: endpoints of subscribers that bind themselves, such as a rescheduler.
         instance: name of this engine in the telemetry; host and port when empty.
-        keys: folder of CURVE keys made by ``headway keys``; needed off the loopback.
+        keys: folder of CURVE keys created by ``headway keys``; needed off the loopback.
         snapshot_seconds: longest time between two snapshots.
     """
 
@@ -33,7 +33,7 @@ class ForecastConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         checkpoint: folder or Hugging Face id of a survival model trained on this model.
-        telemetry: where forecasts are told; null: only the engine's own scheduler learns them.
+        telemetry: where forecasts are published; null: only the engine's own scheduler has them.
     """
 
     checkpoint: str

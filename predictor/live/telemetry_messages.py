@@ -1,4 +1,4 @@
-"""What an engine tells of its running requests, as typed MessagePack; never pickle.
+"""What an engine publishes about its running requests, as typed MessagePack; never pickle.
 
 A ZMQ message is two frames: `TOPIC`, which names the version of this schema, and one of
 `Snapshot`, `Forecasts` and `Finished`.
@@ -84,7 +84,7 @@ class FinishedEvent(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         request_id: id inside the engine.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``, or ``moved`` if
-            another engine goes on with it.
+            another engine continues it.
         prompt_tokens: length of the prompt.
         total_tokens: tokens generated.
         max_tokens: the cap the request asked for.
@@ -174,7 +174,7 @@ def decode_message(payload: bytes) -> Message:
     """Read the second frame of a message.
 
     Raises:
-        TelemetryError: it is no message of this schema, or a curve does not fit the grid.
+        TelemetryError: it is not a message of this schema, or a curve does not fit the grid.
     """
     try:
         message: Message = _decoder.decode(payload)

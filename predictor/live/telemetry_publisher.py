@@ -35,7 +35,7 @@ logger = logging.getLogger("headway.telemetry")
 
 
 class TelemetryPublisher:
-    """Tells subscribers what runs in an engine and what is expected of it.
+    """Publishes what runs in an engine and what is expected of it.
 
     The engine's thread only puts into a queue. The publishing thread codes curves, keeps the
     latest forecast of every running request, and sends a `Snapshot` on every k-th step, when the
@@ -120,7 +120,7 @@ class TelemetryPublisher:
     def _publish(self) -> None:
         try:
             self._send_all()
-        except Exception:  # the engine must go on
+        except Exception:  # the engine must keep running
             logger.exception("telemetry stopped")
         finally:
             self._socket.close(linger=200)

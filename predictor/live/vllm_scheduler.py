@@ -21,7 +21,7 @@ __all__ = ["AsyncLiveHeadwayScheduler", "LiveHeadwayScheduler", "SyncLiveHeadway
 
 
 class _KnowsForecasts:
-    """Keeps the latest forecast of every request, and tells the worker how full the engine is.
+    """Keeps the latest forecast of every request, and reports to the worker how full the engine is.
 
     Attributes:
         headway_forecasts: request id -> the step's forecasts it is in, and its row there.

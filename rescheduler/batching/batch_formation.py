@@ -95,7 +95,7 @@ def form_batch(
       it gets the chunk that the budget has room for without its context; the batch then exceeds
       the budget by the reading of that context, c · context.
 
-    With a fixed token budget B is the time that so many tokens take, a + b · budget; with
+    With a fixed token budget B is the time of that many tokens, a + b · budget; with
     ``fairbatching_tokens`` the budget is (B − a) / b tokens, whatever their context.
     ``sarathi`` takes all decodes, and prefills as they come within the token budget;
     ``prefill_first`` takes prefills and then decodes within it, all as they come.
@@ -164,7 +164,7 @@ def form_batch(
 
 @compiled_core
 def _chunk(rules: BatchRules, wanted: int, tokens_left: int, seconds: float) -> int:
-    """Return the tokens of a prompt that fit so many seconds, not counting its context."""
+    """Return the tokens of a prompt that fit into the given seconds, not counting its context."""
     chunk = min(wanted, tokens_left)
     if seconds < 0.0:
         return 0

@@ -15,7 +15,7 @@ _AMPLE = 3.0
 
 _PATIENCE_SECONDS = 10.0
 _MOST_OBJECTS = 500_000
-_TOLD_EVERY_SECONDS = 60.0
+_REPORT_SECONDS = 60.0
 
 
 class GarbageCollection:
@@ -45,7 +45,7 @@ class GarbageCollection:
         self.pauses: list[float] = []
         self.untimely = 0
         self._patience, self._most_objects = patience, most_objects
-        self._began = self._collected = self._told = time.monotonic()
+        self._began = self._collected = self._reported = time.monotonic()
         self._running = False
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ class GarbageCollection:
         if crowded or (rested and not prefills_wait and least_slack > _AMPLE * last):
             self.untimely += crowded
             gc.collect()
-            if self._collected - self._told > _TOLD_EVERY_SECONDS:
+            if self._collected - self._reported > _REPORT_SECONDS:
                 self._tell()
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class GarbageCollection:
             self._tell()
 
     def _tell(self) -> None:
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         logger.info(
             "garbage collection: %d pauses, %.1f ms in all, the longest %.1f ms; %d of them "
             "because too much had piled up",

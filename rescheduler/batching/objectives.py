@@ -46,7 +46,7 @@ def read_objectives(given: Mapping[str, Any] | None, default: Objectives) -> Obj
         default: for what is not given.
 
     Raises:
-        ValueError: no number, or out of bounds; says which and what it was.
+        ValueError: not a number, or out of bounds; the message names it.
     """
     if not given:
         return default

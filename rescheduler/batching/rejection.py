@@ -1,4 +1,4 @@
-"""How an engine tells its API server that it has rejected a request, and for how long."""
+"""How an engine informs its API server of a rejection, and when to retry."""
 
 from math import ceil
 

@@ -18,7 +18,7 @@ def remaining_tokens(
     names: Sequence[str],
     generated: IntArray,
 ) -> FloatArray:
-    """Return E[R] of each request, [n] tokens, infinite where there is no forecast.
+    """Return E[R] of each request, [n] tokens, infinite without a forecast.
 
     Forecasts that were made in one step are aged and integrated together.
 

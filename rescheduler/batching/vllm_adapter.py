@@ -214,7 +214,7 @@ def no_room_for(scheduler: Any, names: Sequence[str]) -> bool:
     """Whether one of these, for which tokens were planned, was not begun for want of room.
 
     vLLM puts those aside that it passed over for other reasons, and begins none while one that
-    holds a cache cannot go on.
+    holds a cache cannot continue.
     """
     aside = scheduler.deferred_waiting
     if any(request not in aside for request in scheduler.kv_holding_waiting):
@@ -232,7 +232,7 @@ def step_tokens(scheduler: Any, output: SchedulerOutput) -> tuple[int, int]:
 
 
 def is_new_prompt(request: Request) -> bool:
-    """Whether a waiting request brings a prompt that nobody has begun to compute."""
+    """Whether a waiting request brings a prompt whose computation has not begun."""
     params = request.kv_transfer_params or {}
     moved = (params.get(MIGRATION_PARAMS) or {}).get("generated")
     return not (
@@ -273,7 +273,7 @@ def reject(scheduler: Any, request: Request, reason: str) -> tuple[int, EngineCo
 def add_output(
     outputs: dict[int, EngineCoreOutputs], client: int, output: EngineCoreOutput
 ) -> None:
-    """Add to what a step tells the clients."""
+    """Add to the outputs of a step for the clients."""
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 

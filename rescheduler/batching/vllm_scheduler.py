@@ -119,7 +119,7 @@ class _FormsBatches:
         table = self._look(now)
         if self._plans:
             plan = plan_batch(self._times.rules, table)
-            # Not even one token fits: the objectives cannot be met, and idling helps nobody.
+            # Not even one token fits: the objectives cannot be met, and idling does not help.
             self._binding = plan if any(plan.tokens.values()) else None
             begun = self._to_begin(plan)
             move_to_front(self, begun)
@@ -129,8 +129,8 @@ class _FormsBatches:
             self._full = room(self) if no_room_for(self, begun) else None
         self._binding = None
         gauges = getattr(output, GAUGES_ATTRIBUTE)
-        told = msgspec.structs.replace(gauges, prefill_budget=self.prefill_budget)
-        setattr(output, GAUGES_ATTRIBUTE, told)
+        reported = msgspec.structs.replace(gauges, prefill_budget=self.prefill_budget)
+        setattr(output, GAUGES_ATTRIBUTE, reported)
         new, context = step_tokens(self, output)
         self._clock.scheduled(began, new, context, self._times.seconds(new, context))
         return output
@@ -178,7 +178,7 @@ class _FormsBatches:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _look(self, now: float) -> RequestTable:
-        """Read the requests, reject new ones for which there is no budget, and count it."""
+        """Read the requests, reject new ones without budget, and count them."""
         table = read_table(self, self._objectives_of, now, self._admits)
         if self._config.admission and self._reject_new(table):
             table = read_table(self, self._objectives_of, now, self._admits)

@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 UNLIMITED = np.int64(2**40)
-"""KV capacity of an instance whose memory is no limit, and free slots of a queue; sums of a
+"""KV capacity of an instance with unlimited memory, and free slots of a queue; sums of a
 cluster's do not overflow."""
 
 NEVER_MOVED = np.int64(2**40)
@@ -38,7 +38,7 @@ class ClusterView:
         instance: [n_running] where each request is, from 0.
         prompt_tokens: [n_running].
         generated_tokens: [n_running].
-        forecast: of the running requests' remaining length, or None if there is none.
+        forecast: of the running requests' remaining length, or None without a forecast.
         waiting_prompt_tokens: [n_waiting] of the waiting pool, in order of arrival.
         waiting_generated_tokens: [n_waiting] tokens that prefill has already given.
         waiting_forecast: of the waiting requests' remaining length, or None.
@@ -128,7 +128,7 @@ class Assignment:
     """Where waiting requests go.
 
     Attributes:
-        instance: [n_waiting] instance from 0, or -1 for a request that goes on waiting.
+        instance: [n_waiting] instance from 0, or -1 for a request that keeps waiting.
     """
 
     instance: IntArray

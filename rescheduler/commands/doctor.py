@@ -1,4 +1,4 @@
-"""`headway doctor`: what is installed, what would run, and how to mend what would not."""
+"""`headway doctor`: checks of the installation, with a remedy for each problem."""
 
 import importlib.util
 import platform
@@ -15,7 +15,7 @@ _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         what: its name.
@@ -32,7 +32,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Say what is installed, which vLLM runner will be used, and whether NIXL loads.
+    """Check the installation: packages, the vLLM runner, and whether NIXL loads.
 
     Every problem comes with its remedy. The exit status is 1 when there is a problem; notes,
     such as an optional part that is not installed, leave it 0.
@@ -49,7 +49,7 @@ def doctor() -> int:
 
 
 def examine() -> list[Finding]:
-    """Look at the interpreter, torch, vLLM and its runner, NIXL and the optional parts."""
+    """Check the interpreter, torch, vLLM and its runner, NIXL and the optional parts."""
     checks: list[Callable[[], Finding]] = [_python, _torch, _vllm, _runner, _torch_extras, _nixl]
     return [*(check() for check in checks), *_optional_parts()]
 
@@ -62,7 +62,7 @@ def _torch() -> Finding:
     import torch
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    return Finding("torch", "ok", f"{torch.__version__}, computes on {device}")
+    return Finding("torch", "ok", f"{torch.__version__}, device: {device}")
 
 
 def _vllm() -> Finding:
@@ -71,7 +71,7 @@ def _vllm() -> Finding:
         return Finding(
             "vLLM",
             "note",
-            "not installed: datasets can be read and predictors trained, nothing collected",
+            "not installed: predictors can be trained, but no data collected and no model served",
             "on a GPU: pip install 'headway[vllm]'; on a CPU: make install",
         )
     if len(both) == 2:
@@ -124,7 +124,7 @@ def _torch_extras() -> Finding:
             f"{', '.join(mixed)} built for CUDA beside a CPU torch: transformers fails to import",
             f"pip uninstall {' '.join(mixed)}",
         )
-    return Finding("torch builds", "ok", "of one kind")
+    return Finding("torch builds", "ok", "consistent")
 
 
 def _nixl() -> Finding:
@@ -145,7 +145,7 @@ def _nixl() -> Finding:
             "NIXL",
             "problem",
             f"its UCX backend does not load: {type(error).__name__}: {error}",
-            "pip install 'nixl>=1.5.1'; set UCX_TLS=tcp,shm,self where there is no RDMA",
+            "pip install 'nixl>=1.5.1'; set UCX_TLS=tcp,shm,self on a machine without RDMA",
         )
     version = installed_version("nixl") or installed_version("nixl-cu12")
     return Finding("NIXL", "ok", f"{version}, UCX loads; backends: {plugins}")

@@ -1,4 +1,4 @@
-"""Ctrl-C and other ends, kept away from work that must not be left in the middle."""
+"""Ctrl-C and termination signals, deferred while work must not be interrupted."""
 
 import signal
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _ASK_TO_END = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def held_interrupts(*others: signal.Signals) -> Iterator[None]:
-    """Let a block end before a Ctrl-C that arrived in it is dealt with as ever.
+    """Defer a Ctrl-C that arrives in a block until the block ends.
 
     A `KeyboardInterrupt` may be raised between any two Python instructions: while a row group is
     written, or where numba turns arguments into pointers, which replaces it by a `TypeError`.
@@ -42,7 +42,7 @@ def held_interrupts(*others: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def ending_signals_held() -> Iterator[None]:
-    """Let a block end before a Ctrl-C, SIGTERM or SIGHUP that arrived in it is dealt with."""
+    """Defer a Ctrl-C, SIGTERM or SIGHUP that arrives in a block until the block ends."""
     with held_interrupts(*_ASK_TO_END):
         yield
 

@@ -112,7 +112,7 @@ def demo(
 
 
 def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:
-    """Return long and short requests in turn: placed in turn, the long ones meet on one engine."""
+    """Return long and short requests in turn: round robin puts all long ones on one engine."""
     load = []
     for number in range(2 * pairs):
         pair, is_short = divmod(number, 2)
@@ -140,18 +140,18 @@ async def _show(deployment: Deployment, load: list[LoadRequest], console: Consol
             served = await answers
         columns.append(load_figures(served, phase.run.seconds, objectives))
         phases.append(phase)
-    console.print(_told_stream(phases[1]))
+    console.print(_moved_stream(phases[1]))
     console.print(_table(columns, phases, objectives))
 
 
 async def _objectives(deployment: Deployment) -> Objectives:
-    """Measure what requests take that have the engines to themselves."""
+    """Measure the latency of requests that have the engines to themselves."""
     text = f"Write a story about {_HEROES[0]}."
     alone = [LoadRequest(f"alone-{i}", text, 30, i, 5.0 * i) for i in range(4)]
     async with running_phase("alone", deployment, alone) as (_, answers):
         served = (await answers)[2:]  # the first two shake hands with the prefill engine
     if any(s.error or not s.tpot or not s.ttft for s in served):
-        raise RuntimeError(f"a request alone was not served: {served[0].error}")
+        raise RuntimeError(f"a request sent alone was not served: {served[0].error}")
     ttft = sum(s.ttft or 0.0 for s in served) / len(served)
     tpot = sum(s.tpot or 0.0 for s in served) / len(served)
     return Objectives(_TTFT_TIMES * ttft, _TPOT_TIMES * tpot)
@@ -167,15 +167,17 @@ async def _watch(
             live = stack.enter_context(Live(console=console, auto_refresh=False))
         else:
             print(phase.title, flush=True)
-        told, next_line = 0, time.monotonic() + _LINE_SECONDS
+        reported, next_line = 0, time.monotonic() + _LINE_SECONDS
         while True:
             done = answers.done()
             if live is not None:
                 live.update(screen(phase, console.width), refresh=True)
             else:
-                while told < len(phase.moves) and (done or _has_landed(phase, phase.moves[told])):
-                    print(f"moved  {move_line(phase, phase.moves[told])}", flush=True)
-                    told += 1
+                while reported < len(phase.moves) and (
+                    done or _has_landed(phase, phase.moves[reported])
+                ):
+                    print(f"moved  {move_line(phase, phase.moves[reported])}", flush=True)
+                    reported += 1
                 if done or time.monotonic() >= next_line:
                     print(summary_line(phase), flush=True)
                     next_line = time.monotonic() + _LINE_SECONDS
@@ -190,7 +192,7 @@ def _has_landed(phase: Phase, move: Move) -> bool:
     return served is not None and served.tokens > move.tokens
 
 
-def _told_stream(phase: Phase) -> Text:
+def _moved_stream(phase: Phase) -> Text:
     """Return the whole answer of the client whose request moved nearest to its middle."""
     if not phase.moves:
         return Text("\nNo request moved: the engines were never out of balance for long.")
@@ -212,7 +214,7 @@ def _table(
         caption=(
             f"in time: first token within {objectives.ttft_s:.1f} s, then at most "
             f"{1e3 * objectives.tpot_s:.0f} ms per token; {_TTFT_TIMES:g} and {_TPOT_TIMES:g} "
-            "times what a request takes that is alone"
+            "times the latency of a request sent alone"
         ),
         title_justify="left",
         caption_justify="left",
@@ -221,13 +223,13 @@ def _table(
     for title in ("without rescheduling", "with rescheduling"):
         table.add_column(title, justify="right")
     rows = [
-        ("goodput, in time per minute", "goodput", 60.0, ".1f"),
+        ("goodput, requests in time per minute", "goodput", 60.0, ".1f"),
         ("requests in time", "met", 100.0, ".0f"),
         ("TPOT P50, ms", "tpot_p50", 1e3, ".0f"),
         ("TPOT P99, ms", "tpot_p99", 1e3, ".0f"),
         ("longest pause of a stream, P99, s", "gap_p99", 1.0, ".1f"),
         ("TTFT P99, s", "ttft_p99", 1.0, ".1f"),
-        ("all answered after, s", "seconds", 1.0, ".0f"),
+        ("total time, s", "seconds", 1.0, ".0f"),
     ]
     for label, name, scale, spec in rows:
         unit = "%" if name == "met" else ""

@@ -28,7 +28,7 @@ class Phase:
         deployment: that the proxy serves.
         load: what is sent.
         run: the load's run.
-        states: of the decode engines, by name, as they told last.
+        states: of the decode engines, by name, as they last reported.
         moves: migrations so far.
         preempted: requests that the decode engines have preempted in this phase.
     """

@@ -1,4 +1,4 @@
-"""The demonstration's screen, and its lines where there is no terminal."""
+"""The demonstration's screen, and its lines without a terminal."""
 
 from collections.abc import Sequence
 

@@ -25,15 +25,15 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 
 
 class DeploymentError(ValueError):
-    """A deployment file that cannot be used; says which field, and what it should be."""
+    """A deployment file that cannot be used; the message names the field."""
 
 
 class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A vLLM engine.
 
     Attributes:
-        name: what everything calls it; also its name in telemetry.
-        role: ``prefill`` or ``decode``; where none prefills, those that decode do it themselves.
+        name: unique name; also its name in telemetry.
+        role: ``prefill`` or ``decode``; without prefill instances, decode instances prefill too.
         url: of its HTTP server, without a path.
         control: ZMQ endpoint of its control socket, for decode instances; without it requests
             are placed there but never moved away alive.
@@ -83,7 +83,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         control_seconds: any other exchange with a control socket.
         moved_token_seconds: from handing a moved request to its target to its first token there;
             then it is rolled back.
-        attempts: placements of a request that fail in a row, until its client is told.
+        attempts: placements of a request that fail in a row, until its client gets an error.
         backoff_seconds: before the second attempt; doubles with each, half of it random.
         backoff_most_seconds: longest of these.
         breaker_failures: failures in a row that take an instance out of service.
@@ -161,7 +161,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         model: an embedded model's name, a folder, or a Hugging Face id.
         served_model_name: what clients call it; empty: ``model``.
-        instances: at least one that decodes; without one that prefills, they do that too.
+        instances: at least one decode instance; without prefill instances they prefill too.
         keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
@@ -270,13 +270,13 @@ def _check(deployment: Deployment) -> None:
                     "`headway keys DIR` and give DIR as keys"
                 )
     if not deployment.decode:
-        raise DeploymentError("instances: none with role decode; a deployment needs one")
+        raise DeploymentError("instances: at least one must have the role decode")
     if deployment.engine.batching is not None:
         _check_batching(deployment)
     for field in ("routing", "migration"):
         section = getattr(deployment, field)
         if section is not None and not isinstance(section.get("name"), str):
-            raise DeploymentError(f"{field}.name: the policy's name is missing")
+            raise DeploymentError(f"{field}.name: the policy's name is required")
     interval = (deployment.migration or {}).get("interval_seconds", 1.0)
     if isinstance(interval, bool) or not isinstance(interval, int | float) or interval <= 0:
         raise DeploymentError(
@@ -287,8 +287,8 @@ def _check(deployment: Deployment) -> None:
 def _check_batching(deployment: Deployment) -> None:
     if deployment.prefill:
         raise DeploymentError(
-            "engine.batching: is for engines that prefill and decode; here "
-            f"{deployment.prefill[0].name} prefills for the others"
+            "engine.batching: requires engines that both prefill and decode, but "
+            f"{deployment.prefill[0].name} is a prefill instance"
         )
     section = {"batching": deployment.engine.batching, "forecast": deployment.engine.checkpoint}
     try:

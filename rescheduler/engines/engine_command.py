@@ -17,7 +17,7 @@ _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
 _KEPT_SECONDS = 15.0
-"""Seconds for which an engine keeps the blocks of a frozen request that nobody fetches."""
+"""Seconds for which an engine keeps the blocks of a frozen request that is not fetched."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def engine_command(
 def lone_engine_command(
     options: EngineOptions, model: str, served_name: str, url: str, python: str | None
 ) -> EngineCommand:
-    """Return the command of an engine that prefills and decodes by itself.
+    """Return the command of an engine that both prefills and decodes.
 
     Args:
         options: the further flags say everything beyond what all engines have.
@@ -99,7 +99,7 @@ def lone_engine_command(
 
 
 def side_channel_port(deployment: Deployment, instance: Instance) -> int:
-    """Return the port on which an engine's NIXL tells the others of itself: one apart."""
+    """Return the port on which an engine's NIXL exchanges its metadata with the others."""
     return deployment.engine.side_channel_port + deployment.instances.index(instance)
 
 

@@ -29,8 +29,9 @@ def launch(
     """Start the engines of a deployment on this machine and stay in the foreground.
 
     Each engine runs in a process group of its own and writes a log. Ctrl-C, SIGTERM and a closed
-    terminal stop them all. An engine that exits by itself is reported, and the others go on.
-    Exit status: 0 stopped as asked, 130 the same while engines still load, 1 an engine exited.
+    terminal stop them all. An engine that exits on its own is reported, and the others keep
+    running. Exit status: 0 stopped as asked, 130 the same while engines still load, 1 an engine
+    exited.
 
     Args:
         config: the deployment.

@@ -21,7 +21,7 @@ __all__ = [
 
 
 class LaunchError(RuntimeError):
-    """Engines that cannot be started, or that ended; says which and what to do."""
+    """Engines that cannot be started, or that ended; the message names it and the remedy."""
 
 
 def cpu_interpreter() -> str | None:
@@ -33,7 +33,7 @@ def check_versions() -> None:
     """Refuse a vLLM that Headway's plugins do not know, and a missing NIXL.
 
     Raises:
-        LaunchError: says what to install.
+        LaunchError: names what to install.
     """
     found = vllm_version()
     if found is None:
@@ -43,7 +43,7 @@ def check_versions() -> None:
         )
     if not found.startswith(SUPPORTED_VLLM):
         raise LaunchError(
-            f"vLLM {found} is installed; Headway's plugins know {SUPPORTED_VLLM}x: "
+            f"vLLM {found} is installed; Headway supports {SUPPORTED_VLLM}x: "
             f"pip install 'vllm=={SUPPORTED_VLLM}0'"
         )
     if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
@@ -59,20 +59,20 @@ def check_ports(deployment: Deployment, instances: Sequence[Instance], serve: bo
         serve: whether the proxy will be started too.
 
     Raises:
-        LaunchError: names every port that cannot be had, and whose it would be.
+        LaunchError: names every port that is unavailable, and whose it would be.
     """
     if serve and deployment.proxy.port == 0:
-        raise LaunchError("proxy.port is 0, any free one; to be started here it needs a number")
+        raise LaunchError("proxy.port must be a fixed port, not 0, to start the proxy here")
     secured = [instance.name for instance in instances if instance.url.startswith("https:")]
     if secured:
-        raise LaunchError(f"{secured[0]}'s url is https; engines are started with plain http only")
+        raise LaunchError(f"{secured[0]}'s url must be http: engines are started without TLS")
     taken = []
     for whose, host, port in _ports(deployment, instances, serve):
         problem = why_port_is_not_free(host, port)
         if problem:
             taken.append(f"{whose}: {host}:{port} {problem}")
     if taken:
-        raise LaunchError("\n  ".join(["these addresses cannot be had:", *taken]))
+        raise LaunchError("\n  ".join(["these addresses are unavailable:", *taken]))
 
 
 def _ports(
@@ -97,15 +97,15 @@ def why_port_is_not_free(host: str, port: int) -> str:
             host, port, type=socket.SOCK_STREAM
         )[0]
     except socket.gaierror:
-        return "is no known host"
+        return "is an unknown host"
     with socket.socket(family, kind, protocol) as probe:
-        # What is left of connections that ended does not hinder a server either.
+        # Connections in TIME_WAIT do not stop a server from listening either.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"is in use; `ss -ltnp 'sport = :{port}'` says by what"
+                return f"is in use; `ss -ltnp 'sport = :{port}'` shows by what"
             if error.errno == errno.EADDRNOTAVAIL:
                 return "is another machine's; start this machine's instances with --only NAME"
             return (error.strerror or str(error)).lower()

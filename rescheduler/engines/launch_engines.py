@@ -1,4 +1,4 @@
-"""The engines of a deployment as processes of this machine: started, watched, stopped."""
+"""The engines of a deployment as processes on this machine: start, watch, stop."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +113,7 @@ def chosen(deployment: Deployment, only: Sequence[str]) -> list[Instance]:
     """Return the instances with these names, in the file's order; all when none is named.
 
     Raises:
-        LaunchError: there is no instance of such a name.
+        LaunchError: an unknown name.
     """
     known = [instance.name for instance in deployment.instances]
     unknown = [name for name in only if name not in known]

@@ -74,7 +74,7 @@ def free_ports(count: int) -> list[int]:
     seldom find the same.
 
     Raises:
-        LaunchError: there are none.
+        LaunchError: none are free.
     """
     places = (_END - _FIRST) // _APART
     for place in range(places):

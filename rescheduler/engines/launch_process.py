@@ -91,7 +91,7 @@ class ServerProcess:
             connection.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to all of its processes, those that outlived their leader too."""
+        """Send a signal to all of its processes, including those that outlived their leader."""
         if self._process is not None and not self._is_gone:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -118,11 +118,11 @@ class ServerProcess:
         """Return how it ended, with the exception it printed, if any, and its last lines."""
         status = self.exit_status
         if status is None:
-            how = "still runs"
+            how = "is still running"
         elif status < 0:
-            how = f"was ended by {signal.Signals(-status).name}"
+            how = f"was killed by {signal.Signals(-status).name}"
         else:
-            how = f"ended with exit status {status}"
+            how = f"exited with status {status}"
         raised = [
             line
             for line in _RAISED.findall(self._printed())

@@ -1,4 +1,4 @@
-"""How far a start is: a live table in a terminal, lines elsewhere."""
+"""Progress of a launch: a live table in a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ class _Row:
 
 
 class LaunchProgress:
-    """Tells at which stage each server is, on standard error.
+    """Shows the stage of each server on standard error.
 
     Args:
         logs: folder of the servers' logs; their last lines are shown while they load.
@@ -50,13 +50,13 @@ class LaunchProgress:
         self.finish()
 
     def finish(self) -> None:
-        """Leave the table as it is; what follows is told in lines."""
+        """Stop updating the table; later stages are printed as lines."""
         if self._live:
             self._live.stop()
             self._live = None
 
     def tell(self, name: str, stage: Stage) -> None:
-        """Take that a server has come to a stage."""
+        """Record that a server has reached a stage."""
         row = self._rows.get(name)
         now = time.monotonic()
         took = now - row.since if row else 0.0

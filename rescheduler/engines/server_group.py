@@ -1,4 +1,4 @@
-"""Servers of this machine that belong together: started, watched, stopped."""
+"""Servers on this machine that belong together: start, watch, stop."""
 
 import signal
 import time
@@ -14,7 +14,7 @@ __all__ = ["GRACE_SECONDS", "ServerGroup", "Stage"]
 Stage = Literal["starting", "ready", "stopping", "stopped"]
 
 GRACE_SECONDS = 15.0
-"""That an engine has to end by itself."""
+"""Time an engine has to exit after SIGTERM."""
 _POLL_SECONDS = 0.25
 _START_SECONDS = 1800.0  # large models take that long to load
 
@@ -27,7 +27,7 @@ class ServerGroup:
 
     Args:
         servers: none of which runs yet.
-        tell: is told a server's name at each of its stages.
+        tell: called with a server's name at each of its stages.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ServerGroup:
         self.servers[name].kill()
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a server's processes: SIGSTOP makes it hang, SIGCONT go on."""
+        """Send a signal to a server's processes: SIGSTOP suspends it, SIGCONT resumes it."""
         self.servers[name].signal(number)
 
     def restart(self, name: str) -> None:
@@ -87,7 +87,7 @@ class ServerGroup:
         self.start([name])
 
     def take_ended(self) -> list[ServerProcess]:
-        """Return the servers that ended by themselves since the last call."""
+        """Return the servers that exited on their own since the last call."""
         ended = [name for name in self._wanted if not self.servers[name].is_running]
         self._wanted.difference_update(ended)
         return [self.servers[name] for name in ended]

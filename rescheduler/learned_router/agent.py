@@ -26,7 +26,7 @@ Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 _SAME_HORIZON = 0.1
 """By which share 1/(1 − γ) may have changed since what is replayed was added up with it."""
 
-logging.getLogger("torchrl").setLevel(logging.WARNING)  # it tells of every buffer
+logging.getLogger("torchrl").setLevel(logging.WARNING)  # it logs every buffer
 
 
 class Episode(NamedTuple):
@@ -265,7 +265,7 @@ class DoubleDQN:
         return float(loss.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that learning goes on from, the replay buffer included."""
+        """Return all that resuming needs, the replay buffer included."""
         return {
             "discount": self._discount,
             "kept discount": self._kept_discount,

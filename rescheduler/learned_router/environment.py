@@ -187,13 +187,13 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
     def step(
         self, actions: npt.NDArray[np.int64]
     ) -> tuple[FloatArray, FloatArray, npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
-        """Act in every simulation that goes on; return states, rewards, ended, cut, info.
+        """Act in every running simulation; return states, rewards, ended, cut, info.
 
         Args:
             actions: [B] in 0 .. G.
 
         Raises:
-            ValueError: another number of actions, or one that there is not.
+            ValueError: another number of actions, or an unknown one.
         """
         targets = np.array(actions, dtype=np.int64)
         if targets.shape != (self.num_envs,):
@@ -216,7 +216,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         return self._observation(), reward, ended, self._cut.copy(), self._info()
 
     def _advance(self, targets: npt.NDArray[np.int64]) -> None:
-        """Simulate all that go on to their next decisions."""
+        """Simulate all running ones to their next decisions."""
         until = self._decision.astype(np.float64) * self.config.interval
         with held_interrupts():
             while not step_engines(

@@ -35,11 +35,11 @@ _told: _Told
 
 
 def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
-    """Train routers, or go on with those that were interrupted; show how each gets on.
+    """Train routers, or resume those that were interrupted, and show their progress.
 
     Args:
         jobs: the trainings.
-        workers: processes at once; one a core when None.
+        workers: processes at once; one per core when None.
 
     Raises:
         ValueError: a folder has the state of another training.

@@ -73,7 +73,7 @@ class RouterConfig:
         """Return the constants of the workload impact, as r_mixing takes them.
 
         Raises:
-            ValueError: ``profile`` is no profile.
+            ValueError: ``profile`` is not a profile.
         """
         if self.profile is None:
             return ImpactRules(*V100_GRADIENTS, float(self.balance), float(self.tolerance_s))
@@ -84,7 +84,7 @@ class RouterConfig:
         """Return the constants of the workload impact, as h takes them.
 
         Raises:
-            ValueError: ``profile`` is no profile.
+            ValueError: ``profile`` is not a profile.
         """
         return self.impact()._replace(tolerance=float(self.guidance_tolerance_s))
 
@@ -92,7 +92,7 @@ class RouterConfig:
         """Return the seconds of a prompt token and of a decoded token of a lone request.
 
         Raises:
-            ValueError: ``profile`` is no profile.
+            ValueError: ``profile`` is not a profile.
         """
         if self.profile is None:
             return float(self.prompt_seconds), float(self.token_seconds)

@@ -44,7 +44,7 @@ _GAINS = ("latency", "end_to_end")
 
 
 class Competitor(NamedTuple):
-    """What takes part in a study.
+    """A policy that is compared in a study.
 
     Attributes:
         label: of the table's row.
@@ -137,12 +137,12 @@ def refuse_study(
 
     Raises:
         ValueError: a setting that learning or the comparison cannot have, two of one label, a
-            label of nobody, or a case of which a router knows nothing.
+            label that is unknown, or a case of which a router knows nothing.
     """
     labels = [each.label for each in taking_part] + list(to_be_trained)
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"two take part as {label!r}; give one another label")
+            raise ValueError(f"duplicate policy label {label!r}; rename one")
     for label in published:
         if label not in labels:
             raise ValueError(f"published: unknown policy label {label!r}; known: {labels}")

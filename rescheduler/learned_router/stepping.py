@@ -72,8 +72,8 @@ def step_engines(
         action: [B] place in ``order`` of the instance for the first request of the queue, or `NONE`
             to let it wait.
         going: [B] which to simulate. Is written: which wait for what they returned for.
-        wanted: [B] why each returned before: `ASK` where it can act, `PAUSED` where nobody waits;
-            others go on where they were. Is written.
+        wanted: [B] why each returned before: `ASK` where it can act, `PAUSED` where no request
+            waits; others continue where they were. Is written.
         completed: [B] requests completed. Is written.
         order: [B, G] instances as the states show them. Is written with the states.
         state: [B, D] is written once a simulation is at its next decision.

@@ -67,7 +67,7 @@ def train_routers(
         training: how long.
         variants: rewards to train with: baseline, aware, guided; none to train nothing.
         checkpoints: label -> folders of routers that were trained before, one for each training;
-            they take part too.
+            they are compared too.
         pooled: labels of policies and checkpoints whose requests wait at the router until there
             is a place for them; those of the others queue at their instances.
         train_on: title -> key -> value, of simulations to train on, in turn; as configured when
@@ -83,9 +83,9 @@ def train_routers(
         ValueError: an invalid key or value, or a folder of something else.
     """
     if variants == [] and (out / "training").is_dir():
-        raise ValueError(f"{out}: has trainings, and this would train nothing; choose another one")
+        raise ValueError(f"{out}: holds trainings, but variants is empty; choose another folder")
     if workers is not None and workers < 1:
-        raise ValueError(f"workers: at least 1, not {workers}")
+        raise ValueError(f"workers: must be at least 1, not {workers}")
     if not (out / "training").is_dir():
         refuse_foreign_folder(out, "train-router", "study.json", overwrite=False)
     learned_in = {
@@ -174,7 +174,7 @@ def _write_checkpoints(
                 "cluster": asdict(config.cluster),
                 "step time": config.step_time,
                 "trace": config.trace,
-                "arrivals": f"{config.arrivals.kind}, {config.arrivals.rate:g} a second",
+                "arrivals": f"{config.arrivals.kind}, {config.arrivals.rate:g} per second",
                 "forecast": config.forecast,
                 "prefill": asdict(config.prefill),
                 **settings,

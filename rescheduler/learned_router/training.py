@@ -100,7 +100,7 @@ class Job(NamedTuple):
         training: how long.
         variant: of the reward.
         seed: of the network, of exploration and of the requests.
-        out: folder of the state to go on from, and of logs for TensorBoard.
+        out: folder of the state to resume from, and of logs for TensorBoard.
     """
 
     configs: tuple[SimulationConfig, ...]
@@ -144,7 +144,7 @@ class Episodes(NamedTuple):
     latency: float
 
     def __str__(self) -> str:
-        """Say how good the last one was."""
+        """Record how good the last one was."""
         return f"reward {self.reward:.1f} a step, latency {self.latency:.1f} s"
 
 
@@ -192,15 +192,15 @@ def guided(discount: float, decay: float, episode: int) -> tuple[float, float]:
 def train_router(
     job: Job, after_episode: Callable[[Episodes], None] = lambda episodes: None
 ) -> Trained:
-    """Train a router, or go on with one that was interrupted.
+    """Train a router, or resume an interrupted training.
 
     Args:
         job: the training.
-        after_episode: is told how it gets on after each, when its state is kept.
+        after_episode: called with the progress after each, when its state is kept.
 
     Raises:
         ValueError: the folder has the state of another training, or a damaged one.
-        KeyboardInterrupt: Ctrl-C; run it again to go on after the last whole episode.
+        KeyboardInterrupt: Ctrl-C; run it again to resume after the last whole episode.
     """
     made = _Training(job)
     while made.episode < job.training.episodes:

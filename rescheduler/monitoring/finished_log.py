@@ -1,4 +1,4 @@
-"""The log of finished requests: JSON Lines, one a request, of how its forecasts turned out."""
+"""The log of finished requests: JSON Lines, one per request, with the outcome of its forecasts."""
 
 import errno
 import os
@@ -56,10 +56,10 @@ class FinishedLog:
     Half a line, which a killed writer or a full disk leaves at the end, is cut off first.
 
     Args:
-        path: of the log; made when there is none.
+        path: of the log; created if missing.
 
     Raises:
-        ValueError: the file is there and is no such log.
+        ValueError: the file exists and is not such a log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class FinishedLog:
         os.ftruncate(self._file.fileno(), _size_of_whole_lines(path))
 
     def append(self, scored: ScoredRequest) -> None:
-        """Write one line; skip a request whose model was never told.
+        """Write one line; skip a request whose model is unknown.
 
         Raises:
             OSError: the disk is full; nothing of the line is left.

@@ -14,7 +14,7 @@ __all__ = ["AGES", "INTERVALS", "ForecastQuality", "ScoredRequest"]
 FloatArray = npt.NDArray[np.float64]
 
 AGES = ("0", "1-127", "128-511", "512+")
-"""Generated tokens when a forecast was made, by which errors are told apart."""
+"""Generated tokens when a forecast was made, by which errors are grouped."""
 
 INTERVALS = (50, 80, 90)
 """Central intervals, in percent, whose coverage is watched."""
@@ -76,7 +76,7 @@ class ForecastQuality:
         self.unscored = 0
 
     def add(self, finished: FinishedForecasts) -> ScoredRequest | None:
-        """Score the forecasts of a request that ended; None where there is nothing to score."""
+        """Score the forecasts of a request that ended; None if it had no forecasts."""
         scored = _score(finished)
         if scored is None:
             self.unscored += 1

@@ -84,7 +84,7 @@ class QualityExporter(Collector):
         yield bias
         covered = GaugeMetricFamily(
             "headway_forecast_coverage_ratio",
-            "Share of ends inside the central interval of so many percent, rolling.",
+            "Share of ends inside the central interval of this level in percent, rolling.",
             labels=["interval"],
         )
         for level, share in (coverage or {}).items():
@@ -120,7 +120,7 @@ class QualityExporter(Collector):
                 ("waiting", "Requests that wait to be scheduled."),
                 ("kv_usage", "Share of the KV cache in use."),
                 ("prefill_budget_tokens", "Tokens of new prompts that can be computed in time."),
-                ("stale", "1 while the engine tells nothing."),
+                ("stale", "1 while the engine has not reported recently."),
             )
         )
         for key, instance in view.instances.items():

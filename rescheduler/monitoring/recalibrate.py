@@ -1,4 +1,4 @@
-"""`headway recalibrate`: mend a predictor's probabilities from the requests it served."""
+"""`headway recalibrate`: recalibrate a predictor on served requests."""
 
 import shutil
 from collections import deque
@@ -20,7 +20,7 @@ _DATASET_CARD = "dataset_card.md"
 
 
 def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> None:
-    """Refit a predictor's recalibration to the requests it has forecast.
+    """Recalibrate a predictor on the requests that it forecast.
 
     The network stays as it is; what it calls an 80% interval holds 80% of the ends again. The
     log must be of engines that served this very checkpoint; restart them with the new one.
@@ -29,10 +29,10 @@ def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> 
         checkpoint: folder or Hugging Face id of the survival model that served.
         finished: log of finished requests, written by `headway watch --log`.
         out: new folder for the recalibrated checkpoint.
-        last: use so many of the newest requests that ran to their end.
+        last: number of requests to use, the newest that ran to completion.
     """
     if out.exists():
-        raise ValueError(f"{out}: is there already; give a new folder")
+        raise ValueError(f"{out}: already exists; choose a new folder")
     if last < _FEWEST_REQUESTS:
         raise ValueError(f"last must be at least {_FEWEST_REQUESTS}, not {last}")
     predictor = load_predictor(checkpoint)

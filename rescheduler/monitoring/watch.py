@@ -43,7 +43,7 @@ def watch(
     refresh_seconds: float = 0.5,
     for_seconds: float | None = None,
 ) -> None:
-    """Show what every running request is still expected to generate, and how right that was.
+    """Show the forecasts of all running requests, and how accurate past ones were.
 
     In a terminal a live screen; into a pipe or a file a line every few seconds. Ctrl-C ends it,
     and so does SIGTERM.
@@ -51,14 +51,14 @@ def watch(
     Args:
         connect: ZMQ endpoint of an engine's telemetry, or a list of several.
         bind: endpoint to bind instead, which engines connect to.
-        keys: folder of keys made by `headway keys`, needed off the loopback.
+        keys: folder of keys created by `headway keys`, needed off the loopback.
         log: append every finished request and its forecasts to this file, for
             `headway recalibrate`.
         prometheus_port: also serve metrics for Prometheus on this port.
         prometheus_host: address the metrics are served on.
         headless: print lines also in a terminal.
         refresh_seconds: time between two updates of the screen.
-        for_seconds: end after so many seconds.
+        for_seconds: stop after this many seconds; run until Ctrl-C when not given.
     """
     if bind is not None and connect != _ENDPOINT:
         raise ValueError("give either endpoints to connect to or one to bind, not both")

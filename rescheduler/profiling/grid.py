@@ -59,7 +59,7 @@ async def drive(url: str, cells: Sequence[Cell], seed: int) -> AsyncIterator[Cel
     Prompts are random tokens, so that nothing of them is cached.
 
     Raises:
-        ValueError: no server is there, or it refuses a request.
+        ValueError: no server is there, or it rejected a request.
     """
     generator = np.random.default_rng(seed)
     limit = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
@@ -98,7 +98,7 @@ async def _send(
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
                 text = (await response.text())[:500]
-                raise ValueError(f"{url} refuses a request: {response.status} {text}")
+                raise ValueError(f"{url} rejected a request: {response.status} {text}")
             async for _ in response.content:
                 first_token.set()
 
@@ -107,5 +107,5 @@ async def _send(
         await ask(cell.late_prompt_tokens, 1)
 
     asking = [ask(cell.prompt_tokens, cell.output_tokens) for _ in range(cell.requests)]
-    # Of several failures the first is told, as it is.
+    # The first of several failures is raised as it is.
     await asyncio.gather(*asking, *([ask_later()] if cell.late_prompt_tokens else []))

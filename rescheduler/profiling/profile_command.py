@@ -1,4 +1,4 @@
-"""`headway profile`: how long an engine's steps take, as one file that the others read."""
+"""`headway profile`: how long an engine's steps take, in a file that other verbs read."""
 
 import asyncio
 import json
@@ -67,21 +67,22 @@ def profile(
         model: an embedded model's name, a folder, or a Hugging Face id.
         dtype: of the weights and the KV cache.
         max_model_len: longest context in tokens.
-        max_num_seqs: requests that the engine runs at a time.
-        max_num_batched_tokens: tokens of a step, at most.
+        max_num_seqs: most requests that the engine runs at a time.
+        max_num_batched_tokens: most tokens in a step.
         kv_cache_gb: memory of the KV cache on a CPU, GiB.
         threads: CPU threads of the engine.
         enforce_eager: do not compile.
-        url: of a server that runs, in place of one that is started.
-        steps: file that this server was told to write its steps to (`headway.batching.steps`).
+        url: of a running server, in place of one that is started.
+        steps: file that this server writes its steps to (`headway.batching.steps`).
         quick: a coarse grid.
 
     Raises:
-        ValueError: the server is not there, or writes no steps; only one of `url` and `steps`.
+        ValueError: the server does not answer or writes no steps, or only one of `url` and `steps`
+            is given.
         LaunchError: the engine does not start.
     """
     if (url is None) != (steps is None):
-        raise ValueError("--url and --steps belong together: a server, and the file of its steps")
+        raise ValueError("give both --url and --steps: a server, and the file of its steps")
     out.mkdir(parents=True, exist_ok=True)
     points = _QUICK_POINTS if quick else _POINTS
     options = EngineOptions(
@@ -105,7 +106,7 @@ def profile(
     found = fitted_profile(engine, measured)
     write_profile(found, out / "profile.yaml")
     draw_profile(found, typical_steps(measured), out / "profile.png")
-    print(_told(found, out))
+    print(_summary(found, out))
 
 
 def fitted_profile(engine: EngineDescription, measured: FloatArray) -> Profile:
@@ -153,12 +154,12 @@ async def _drive(url: str, engine: EngineDescription, points: int) -> None:
             bar.update()
 
 
-def _told(found: Profile, out: Path) -> str:
+def _summary(found: Profile, out: Path) -> str:
     a, b, c = found.batch
     quality = found.quality
     return (
-        f"a step takes {1e3 * a:.3g} ms + {1e3 * b:.3g} ms a new token + "
-        f"{1e6 * c:.3g} µs a token of context\n"
+        f"a step takes {1e3 * a:.3g} ms + {1e3 * b:.3g} ms per new token + "
+        f"{1e6 * c:.3g} µs per context token\n"
         f"{quality.steps} kinds of steps: the estimate is off by {quality.error_p50:.1%} in the "
         f"median ({quality.new_only_error_p50:.1%} without context), by at most "
         f"{quality.error_p95:.1%} in 95%; R² {quality.r2:.4f}\n"

@@ -26,7 +26,7 @@ class RunSetup:
         config: of the simulation; its plain values (cluster, clock, pool_limit, drift ...) are
             read from here.
         trace: its requests; a run draws its own blocks with a generator of its seed.
-        forecast: what the policies are told.
+        forecast: published to the policies.
         step_time: seconds of a step.
         power: watts of a GPU.
     """
@@ -43,8 +43,8 @@ class Contender(NamedTuple):
 
     Attributes:
         policy: places requests.
-        planner: moves them; None for nobody.
-        setup: of its runs, with the forecasts that it is told.
+        planner: moves them; None moves nothing.
+        setup: of its runs, with the forecasts that are published to it.
     """
 
     policy: RoutingPolicy
@@ -114,7 +114,7 @@ def create_contenders(setup: RunSetup) -> dict[str, Contender]:
 def _planner(
     setup: RunSetup, key: str, choice: PolicyChoice
 ) -> tuple[MigrationPolicy | None, ForecastSource | None]:
-    """Return the planner, and the forecasts that it is told if they are its own."""
+    """Return the planner, and its own forecasts if it has any."""
     options, transfer = dict(choice.options), setup.config.transfer
     told = options.pop("forecast", None)
     forecast = None

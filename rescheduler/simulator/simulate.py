@@ -72,8 +72,8 @@ def simulate(
             append(result)
             measured[result.policy].append(run_metrics(result, config.slo))
             if result.seed == 0:  # for the pictures, which need no requests
-                nobody = RequestRecords._make(column[:0] for column in result.requests)
-                drawn.append(replace(result, requests=nobody))
+                empty = RequestRecords._make(column[:0] for column in result.requests)
+                drawn.append(replace(result, requests=empty))
 
         compile_notice()
         total = len(contenders) * config.seeds

@@ -83,7 +83,7 @@ def run(
         policy: places them.
         seed: of the requests drawn, of their arrivals, and of noise in forecasts.
         label: what the result calls the policy; its name when None.
-        planner: moves running requests; None for nobody.
+        planner: moves running requests; None moves nothing.
 
     Raises:
         ValueError: a request that no instance can hold, or a broken line of the trace.

@@ -158,7 +158,7 @@ def test_an_engine_that_cannot_start_says_why(headway_command: list[str], tmp_pa
     )
     assert done.returncode == 1
     reason = done.stderr[done.stderr.index("headway launch: ") :].splitlines()[0]
-    assert reason.startswith("headway launch: decode-0 ended with exit status 1: ValueError: ")
+    assert reason.startswith("headway launch: decode-0 exited with status 1: ValueError: ")
     assert "max seq len (1024)" in reason
     assert f"{tmp_path}/decode-0.log ends:" in done.stderr
 

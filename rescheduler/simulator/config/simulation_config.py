@@ -168,7 +168,7 @@ class MigrationConfig:
     Attributes:
         interval: decode steps of the mean instance between two plans.
         planners: to compare, each with every policy: names, or {name, label, ...options}, in a
-            list; or names with commas. ``none`` moves nothing. A planner may be told other
+            list; or names with commas. ``none`` moves nothing. A planner may receive other
             lengths than the policies: {forecast: {name, ...options}}. What the transfer says of
             a move's costs need not be repeated.
     """
@@ -283,12 +283,12 @@ class SimulationConfig:
         migration: planners that move running requests, and how often they are asked.
         trace: {name, requests, ...options}: a generator, or {path, ...} of a file.
         arrivals: when requests arrive.
-        forecast: {name, ...options}: what the policies are told of the output lengths.
+        forecast: {name, ...options}: the forecasts of output lengths that policies receive.
         policies: names, or {name, label, ...options}, in a list; or names with commas.
         seeds: runs of each policy, with seeds 0, 1, ...
         slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
             out.
-        max_steps: end after so many steps though requests are left; null runs to the end.
+        max_steps: stop after this many steps even if requests are left; null runs to the end.
         max_seconds: end at that time of the simulation though requests are left; likewise.
     """
 

@@ -169,7 +169,7 @@ def _next_event(rules: Rules, foresight: Foresight, cluster: Cluster, intake: In
 
 @compiled_inline
 def _may_decide(rules: Rules, cluster: Cluster) -> bool:
-    """Say whether somebody waits and a place is free, or the moment for it is not now."""
+    """Return whether a request waits and a place is free, and now is the time to decide."""
     scalars = cluster.scalars[0]
     if scalars.waiting == 0:
         return False
@@ -191,7 +191,7 @@ def _may_decide(rules: Rules, cluster: Cluster) -> bool:
 
 @compiled_inline
 def _goes_on(rules: Rules, cluster: Cluster) -> bool:
-    """Say whether something happens without a decision: a step, or a migration."""
+    """Return whether something happens without a decision: a step, or a migration."""
     for g in range(rules.n_instances):
         if cluster.instances[g].stepping:
             return True

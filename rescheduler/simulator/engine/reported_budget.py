@@ -83,7 +83,7 @@ def _write(
 
 @compiled_inline
 def turns_away(rules: Rules, cluster: Cluster, row: int, g: int) -> bool:
-    """Say whether a prompt is beyond an instance's budget; an empty instance takes any."""
+    """Return whether a prompt is beyond an instance's budget; an empty instance takes any."""
     if not rules.service.admits or occupied(cluster, g) == 0:
         return False
     return cluster.instances[g].budget < cluster.requests[row].prompt  # type: ignore[no-any-return]

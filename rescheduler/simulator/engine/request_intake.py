@@ -73,7 +73,7 @@ def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) 
 
 @compiled_inline
 def pool_has_room(rules: Rules, cluster: Cluster) -> bool:
-    """Say whether the policy can be shown another request."""
+    """Return whether the policy can be shown another request."""
     return cluster.scalars[0].waiting < rules.pool_limit  # type: ignore[no-any-return]
 
 

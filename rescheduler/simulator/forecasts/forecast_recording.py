@@ -93,7 +93,7 @@ class ReplayTrace:
         recorded: what is in the recording.
 
     Raises:
-        ValueError: the file is no recording, or ``requests`` is below 1.
+        ValueError: the file is not a recording, or ``requests`` is below 1.
     """
 
     name: ClassVar[str] = "replay"
@@ -163,7 +163,7 @@ def read_recording(path: Path) -> ForecastRecording:
     """Read a recording of forecasts.
 
     Raises:
-        ValueError: the file cannot be read, is no recording, or does not hold together.
+        ValueError: the file cannot be read, is not a recording, or does not hold together.
     """
     try:
         table = pq.ParquetFile(path).read()

@@ -1,4 +1,4 @@
-"""What policies are told of the output lengths in a simulation: from nothing to the truth."""
+"""Forecasts of output lengths in a simulation: from none to the true lengths."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class ForecastSource(ABC):
 
         Args:
             lengths: output tokens of other requests of the same kind, such as a server has seen
-                before; None if nobody knows any.
+                before; None without forecasts.
             seed: of noise.
 
         Raises:
@@ -136,7 +136,7 @@ class Binned(ForecastSource):
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no partition."""
+        """Refuse an invalid partition."""
         _refuse_interval(self.name, self.interval)
         if not 0 <= self.sigma < np.inf:
             raise ValueError(f"binned: sigma must be at least 0, not {self.sigma}")
@@ -184,7 +184,7 @@ class Classified(ForecastSource):
     accuracy: float = 0.7915
 
     def __post_init__(self) -> None:
-        """Refuse what is no partition, and no share."""
+        """Refuse an invalid partition or share."""
         edges = np.asarray(self.edges)
         if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
             raise ValueError(f"classified: edges must ascend from 0, not {list(self.edges)}")
@@ -205,7 +205,7 @@ class Classified(ForecastSource):
 
 @dataclass(frozen=True)
 class Interval(ForecastSource):
-    """The remaining length, predicted only every so many tokens; in between it ages.
+    """The remaining length, predicted only every few tokens; in between it ages.
 
     Of an exact oracle nothing is lost by that: it shows that ageing is right. What staleness
     costs shows with `Noisy`, `Binned` or `Replay`, which take an interval too.
@@ -255,7 +255,7 @@ class Replay(ForecastSource):
             interval; all recorded ones when None.
 
     Raises:
-        ValueError: the file is no recording, or has no forecasts at that interval.
+        ValueError: the file is not a recording, or has no forecasts at that interval.
     """
 
     name: ClassVar[str] = "replay"
@@ -314,7 +314,7 @@ def create_forecast(name: str, **options: Any) -> ForecastSource:
     """Return the source of forecasts that a configuration names.
 
     Raises:
-        ValueError: no such source, no such option, or a value that is refused.
+        ValueError: an unknown source or option, or an invalid value.
     """
     return create_named("forecast", SOURCES, name, options)
 

@@ -1,4 +1,4 @@
-"""`headway record`: a predictor's forecasts of a dataset's requests, to simulate with."""
+"""`headway record`: record a predictor's forecasts of a dataset, for simulations."""
 
 import hashlib
 from pathlib import Path
@@ -46,7 +46,7 @@ def record(dataset: Path, checkpoint: str, out: Path, part: SplitName = "test") 
     """Record a predictor's forecasts of the requests of a dataset, for simulations.
 
     In `headway simulate`, the trace `{name: replay, recording: OUT}` repeats these requests, and
-    the forecast `{name: replay, recording: OUT}` tells policies what the predictor would.
+    the forecast `{name: replay, recording: OUT}` gives policies the forecasts of the predictor.
 
     Args:
         dataset: folder of the dataset.

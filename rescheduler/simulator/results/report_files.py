@@ -46,7 +46,7 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
         made_by = None
     if made_by != f"headway {verb}":
         raise ValueError(
-            f"{folder}: not empty, and not of an earlier `headway {verb}`; "
+            f"{folder}: not empty, and not written by `headway {verb}`; "
             "choose another folder or add --overwrite"
         )
 

@@ -49,7 +49,7 @@ class LengthGenerator(ABC):
         """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
 
     def at_least(self, least: float, *options: str) -> None:
-        """Refuse options that are no numbers of their kind, below a bound, or not finite.
+        """Refuse options that are not numbers of their kind, below a bound, or not finite.
 
         Raises:
             ValueError: names the option.

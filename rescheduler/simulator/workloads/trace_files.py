@@ -62,7 +62,7 @@ class TraceFile:
 
     Args:
         path: of the file.
-        requests: read so many from the start; all when None.
+        requests: number to read from the start; all when None.
         skip_empty: leave out requests without prompt or output tokens, which no simulator can
             run; an error otherwise.
 
@@ -99,7 +99,7 @@ class TraceFile:
         """Yield the requests in the file's order; nothing is drawn.
 
         Raises:
-            ValueError: a line that is no request, with its number; a file without requests;
+            ValueError: a line that is not a request, with its number; a file without requests;
                 bytes that are no UTF-8 or no whole gzip file.
         """
         del generator
@@ -158,7 +158,7 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
         **options: of the generator; ``requests`` and ``skip_empty`` of a file.
 
     Raises:
-        ValueError: not one of name and path, no such generator, no such option, or a value or
+        ValueError: not exactly one of name and path, an unknown generator or option, or a value or
             a file that is refused.
     """
     if name is not None and path is None:
@@ -199,7 +199,7 @@ def _lines(path: Path, file: io.TextIOWrapper) -> Iterator[str]:
     try:
         while line := file.readline(_LONGEST_LINE):
             if len(line) == _LONGEST_LINE:
-                raise ValueError(f"{path}:{number}: a line of over 1 MiB, so this is no trace")
+                raise ValueError(f"{path}:{number}: not a trace: a line of over 1 MiB")
             yield line
             number += 1
     except UnicodeDecodeError as error:
@@ -224,5 +224,5 @@ def _wrong_length(prompt: int, output: int) -> str:
 
 def _wrong_time(time: float) -> str:
     if not math.isfinite(time):
-        return f"{time} is no time"
+        return f"{time} is not a time"
     return "arrives before the request above it; sort the file by time"

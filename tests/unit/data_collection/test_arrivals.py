@@ -47,8 +47,8 @@ def test_a_trace_starts_at_zero_and_is_scaled(tmp_path: Path, name: str) -> None
         ("time\n5\n", r"trace\.csv: needs a column 'arrival_s'.*'time': '5'"),
         ("arrival_s\nsoon\n", r"trace\.csv: needs a column 'arrival_s'.*'soon'"),
         ("arrival_s\n1\nnan\n", r"trace\.csv: needs a column 'arrival_s'.*'nan'"),
-        ("arrival_s\n", r"trace\.csv: no arrivals in it"),
-        ("", r"trace\.csv: no arrivals in it"),
+        ("arrival_s\n", r"trace\.csv: no arrivals found"),
+        ("", r"trace\.csv: no arrivals found"),
     ],
 )
 def test_a_wrong_trace_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -135,8 +135,8 @@ def test_a_wrong_type_is_named(dataset: Path) -> None:
         ("hidden_state", [float("inf")] + [0.0] * (D - 1), "hidden_state has NaN or infinite"),
         ("remaining_tokens", 0, "remaining_tokens is below 1"),
         ("remaining_tokens", 99, "remaining_tokens + generated_tokens is not the request's"),
-        ("generated_tokens", 7, "generated_tokens is no multiple of k = 20"),
-        ("generated_tokens", -20, "generated_tokens is no multiple of k = 20"),
+        ("generated_tokens", 7, "generated_tokens is not a multiple of k = 20"),
+        ("generated_tokens", -20, "generated_tokens is not a multiple of k = 20"),
         ("request_id", "nobody-00000000", "row's request is not in the requests table"),
         ("finish_reason", "length", "row's censored does not agree with its finish_reason"),
         ("task", None, "empty values in task"),
@@ -203,9 +203,9 @@ def test_all_problems_are_listed_with_counts(dataset: Path) -> None:
 def test_a_folder_that_is_no_dataset_is_refused(
     tmp_path: Path, command: Callable[[Path], None]
 ) -> None:
-    with pytest.raises(DatasetError, match="no dataset recorded by Headway"):
+    with pytest.raises(DatasetError, match="not a dataset recorded by Headway"):
         command(tmp_path)
-    with pytest.raises(DatasetError, match="there is no such folder"):
+    with pytest.raises(DatasetError, match="no such folder"):
         command(tmp_path / "absent")
 
 

@@ -284,7 +284,7 @@ def test_what_cannot_be_recalibrated_is_refused(tmp_path: Path) -> None:
         recalibrate(str(checkpoint), log, new)
     with pytest.raises(ValueError, match="last must be at least 30"):
         recalibrate(str(checkpoint), log, new, last=10)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         recalibrate(str(checkpoint), log, checkpoint)
     other, elsewhere = survival_checkpoint(tmp_path / "other"), tmp_path / "elsewhere.jsonl"
     write_log(elsewhere, finished_requests(40), other)

@@ -604,9 +604,9 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     [
         ("watcher.key_secret", None, "watcher.key_secret: no such key.*headway keys"),
         ("engine.key", None, "engine.key: no such key"),
-        ("engine.key", "nothing", "engine.key: a damaged key"),
+        ("engine.key", "nothing", "engine.key: invalid key"),
         ("watcher.key_secret", 'public-key = "x"', "holds no secret key"),
-        ("watcher.key_secret", 'public-key = "x"\nsecret-key = "y"', "damaged keys of the watcher"),
+        ("watcher.key_secret", 'public-key = "x"\nsecret-key = "y"', "invalid keys of the watcher"),
     ],
 )
 def test_keys_that_cannot_be_used_are_named(

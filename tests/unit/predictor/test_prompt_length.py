@@ -134,7 +134,7 @@ def test_prompts_of_other_requests_are_refused(answered: tuple[Path, Path], tmp_
     others.write_text('{"id": "q1", "prompt": "What?"}\n')
     with pytest.raises(ValueError, match="none of its 120 requests is of a prompt in"):
         load_answered_prompts(answered[0], str(others), 0, {})
-    with pytest.raises(DatasetError, match="there is no such folder"):
+    with pytest.raises(DatasetError, match="no such folder"):
         load_answered_prompts(tmp_path / "none", str(answered[1]), 0, {})
 
 

@@ -113,7 +113,7 @@ def test_a_core_that_outlives_its_server_ends_too(running: Launched) -> None:
         time.sleep(0.02)
     assert is_alive(child)
     (ended,) = running.take_ended()
-    assert "decode-0 was ended by SIGKILL" in ended.why_it_ended()
+    assert "decode-0 was killed by SIGKILL" in ended.why_it_ended()
     assert running.take_ended() == [], "it is told once"
     running.close()
     assert not is_alive(child)
@@ -143,7 +143,7 @@ def test_a_server_that_fails_is_told_with_its_reason_and_log(tmp_path: Path) -> 
     with closing(running), pytest.raises(LaunchError) as raised:
         running.start(["decode-0", "decode-1"])
     assert str(raised.value) == (
-        "decode-1 ended with exit status 1: ValueError: 9 blocks are too few for one request\n"
+        "decode-1 exited with status 1: ValueError: 9 blocks are too few for one request\n"
         f"{tmp_path}/decode-1.log ends:\n"
         "  INFO loading\n"
         "  (EngineCore pid=7) ValueError: 9 blocks are too few for one request\n"
@@ -194,7 +194,7 @@ def test_what_cannot_be_started_here_is_refused() -> None:
         check_ports(anywhere, [], serve=True)
     check_ports(anywhere, [], serve=False)
     secured = replace(deployment.instances[1], url="https://127.0.0.1:8443")
-    with pytest.raises(LaunchError, match="decode-0's url is https"):
+    with pytest.raises(LaunchError, match="decode-0's url must be http"):
         check_ports(deployment, [secured], serve=False)
 
 

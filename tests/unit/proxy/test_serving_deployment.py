@@ -48,12 +48,12 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: [", "no YAML"),
+        ("model: [", "invalid YAML"),
         ("[1, 2]", "Expected `object`"),
-        (f"model: m\ninstances: [{PREFILL}]", "none with role decode"),
+        (f"model: m\ninstances: [{PREFILL}]", "at least one must have the role decode"),
         (
             f"model: m\ninstances: [{PREFILL}, {DECODE}]\nengine: {{batching: {{}}}}",
-            "engine.batching: is for engines that prefill and decode; here p prefills",
+            "engine.batching: requires engines that both prefill and decode, but p",
         ),
         (
             f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{admission: true}}}}",

@@ -328,7 +328,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--checkpoints", '{"rl guided": ["ROUTER"]}'], "two take part as 'rl guided'"),
+        (["--checkpoints", '{"rl guided": ["ROUTER"]}'], "duplicate policy label 'rl guided'"),
         (["--checkpoints", '{"mine": []}'], "checkpoints.mine: at least one folder"),
         (["--cases", '{"fast": {"arrivals.rat": 3}}'], r"cases.fast: arrivals.rat = 3"),
         (["--train_on", '{"fast": {"arrivals.rat": 3}}'], r"train_on.fast: arrivals.rat = 3"),

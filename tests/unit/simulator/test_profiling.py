@@ -183,7 +183,7 @@ def test_a_server_that_refuses_is_told_in_one_error(models: int) -> None:
             async for _ in drive(url, grid(ENGINE), seed=0):
                 raise AssertionError("nothing is answered")
 
-    with pytest.raises(ValueError, match="503" if models == 503 else "refuses a request: 400"):
+    with pytest.raises(ValueError, match="503" if models == 503 else "rejected a request: 400"):
         asyncio.run(run())
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:9: "):
         asyncio.run(anext(drive("http://127.0.0.1:9", grid(ENGINE), seed=0)))

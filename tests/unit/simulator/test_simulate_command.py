@@ -108,7 +108,7 @@ def test_a_folder_of_something_else_is_left_alone(
     assert exit_status(*run) == 0, "an earlier simulation is replaced"
     (out / "results.json").unlink()
     assert exit_status(*run) == 1
-    assert "not empty, and not of an earlier `headway simulate`" in capsys.readouterr().err
+    assert "not empty, and not written by `headway simulate`" in capsys.readouterr().err
     assert not (out / "results.json").exists()
     assert exit_status(*run, "--overwrite") == 0
     assert (out / "results.json").exists()

@@ -109,7 +109,7 @@ def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Pat
         (AZURE + "2023-11-16 18:18:00,1.5,9\n", r"log:5: ContextTokens is '1\.5', no whole number"),
         (AZURE + "yesterday,12,9\n", r"log:5: TIMESTAMP is 'yesterday', no time"),
         (AZURE + "2023-11-16 18:17:00,12,9\n", r"log:5: arrives before the request above it; sort"),
-        (BURSTGPT + "nan,GPT-4,3,4,7,API log\n", r"log:5: nan is no time"),
+        (BURSTGPT + "nan,GPT-4,3,4,7,API log\n", r"log:5: nan is not a time"),
         (BURSTGPT + "119,GPT-4,0,4,4,API log\n", r"log:5: 0 prompt tokens; .* take the line out"),
         (AZURE + "2023-11-16 18:18:00,7,0\n", r"log:5: 0 output tokens; .*skip_empty: true"),
         (HEADWAY + "9,-4,3,c\n", r"log:4: -4 prompt tokens; a length cannot be negative"),
