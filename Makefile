@@ -1,7 +1,8 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
 #             between engines (about 15 minutes)
 # make test   every test, with a real vLLM
-# make lint   ruff, mypy --strict, the direction of imports
+# make lint   ruff, mypy --strict, the direction of imports, the documentation
+# make docs   the documentation site, in site/
 #
 # Needs Python 3.11+, pip and make. Everything is installed into $(VENV), and again only when
 # a file that says what to install has changed.
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit lint install clean
+.PHONY: demo test unit lint docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -40,6 +41,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 install: $(INSTALLED)
 
