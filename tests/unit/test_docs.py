@@ -5,12 +5,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from rescheduler.commands.command_line import main
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FOLDERS = "benchmarks|checkpoints|configs|data_collection|docs|predictor|rescheduler|tests"
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+def test_the_readme_forecasts_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = python_blocks("../README.md")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["still_running"].shape == (1,)
+    assert 0 < names["still_running"][0] < 1
+    early, middle, late = names["quantiles"][0]
+    assert 0 < early <= middle <= late <= 824 - 50
 
 
 def test_the_forecast_page_computes_what_it_says() -> None:
@@ -40,18 +61,43 @@ def test_the_simulation_page_migrates_a_request() -> None:
     assert len(names["result"].requests.number) == 40
 
 
-def test_every_page_that_a_page_links_to_is_there() -> None:
-    root = DOCS.parent
-    for page in [*DOCS.glob("*.md"), root / "README.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_configuration_that_a_page_names_is_there() -> None:
-    root = DOCS.parent
-    for page in [*DOCS.glob("*.md"), root / "README.md", root / "Makefile"]:
-        for name in re.findall(r"configs/[\w/]+\.yaml", page.read_text()):
-            assert (root / name).is_file(), f"{page.name} names {name}"
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile"], ids=page_name)
+def test_every_path_of_the_repository_exists(page: Path) -> None:
+    for path in re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w/.-]*\.\w+", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_dotted_name_exists(page: Path) -> None:
+    packages = "benchmarks|data_collection|predictor|rescheduler"
+    prose = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    for name in re.findall(rf"(?<![\w./-])(?:{packages})(?:\.\w+)+", prose):
+        module, attributes = ROOT / name.replace(".", "/"), []
+        while not (module.is_dir() or module.with_suffix(".py").is_file()):
+            attributes.append(module.name)
+            module = module.parent
+        source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+        for attribute in attributes:
+            found = re.search(rf"\b{attribute}\b", source.read_text())
+            assert found, f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile"], ids=page_name)
+def test_every_verb_is_one_of_the_command_line(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([])
+    verbs = re.findall(r"^  ([a-z-]+)  ", capsys.readouterr().out, re.MULTILINE)
+    for verb in re.findall(
+        r"(?:^|[`\"/]|\$ |\$\()headway\s([a-z-]+)", page.read_text(), re.MULTILINE
+    ):
+        assert verb in verbs, f"{page.name} runs headway {verb}"
 
 
 def test_the_migration_page_plans_as_it_says() -> None:
