@@ -5,13 +5,11 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_batches import Formation, Waiting, groups, plain_batch, time_budget
 
 from rescheduler.batching.batch_formation import FORMATIONS, BatchRules, form_batch
-
-compiling = settings(deadline=None)  # the first example compiles
 
 FAIR_NAMES = ("fairbatching", "fairbatching_tokens", "fairbatching_fixed")
 
@@ -191,7 +189,6 @@ def takes(rules: Formation, requests: Sequence[Waiting], tokens: Sequence[int]) 
     return rules.a + seconds if taken else 0.0
 
 
-@compiling
 @given(cases())
 def test_the_plain_form_takes_the_same(case: Case) -> None:
     tokens, seconds = batch(*case)
@@ -199,7 +196,6 @@ def test_the_plain_form_takes_the_same(case: Case) -> None:
     assert seconds == takes(*case, tokens)
 
 
-@compiling
 @given(cases())
 def test_no_more_tokens_than_there_are_or_than_a_batch_holds(case: Case) -> None:
     rules, requests = case
@@ -209,7 +205,6 @@ def test_no_more_tokens_than_there_are_or_than_a_batch_holds(case: Case) -> None
     assert any(tokens), "an engine with requests never stands still"
 
 
-@compiling
 @given(cases(["fairbatching"]))
 def test_the_estimate_keeps_to_the_budget_or_to_what_urgent_decodes_take(case: Case) -> None:
     rules, requests = case
@@ -223,7 +218,6 @@ def test_the_estimate_keeps_to_the_budget_or_to_what_urgent_decodes_take(case: C
         assert seconds <= max(time_budget(*case), alone)
 
 
-@compiling
 @given(cases(FAIR_NAMES))
 def test_urgent_decodes_are_always_taken_first(case: Case) -> None:
     tokens, _ = batch(*case)
@@ -232,7 +226,6 @@ def test_urgent_decodes_are_always_taken_first(case: Case) -> None:
     assert [tokens[i] for i in urgent] == [1] * room + [0] * (len(urgent) - room)
 
 
-@compiling
 @given(cases(FAIR_NAMES), st.randoms(use_true_random=False))
 def test_the_order_of_requests_does_not_matter(case: Case, random: object) -> None:
     rules, requests = case
@@ -277,7 +270,6 @@ class Served:
         self.given += tokens > 0 and (decoding or self.computed == self.prompt)
 
 
-@compiling
 @given(
     st.sampled_from(sorted(FORMATIONS)),
     st.lists(

@@ -5,14 +5,12 @@ from math import floor, inf
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from reference_batches import Formation, Held, plain_budget
 
 from rescheduler.batching.batch_formation import FAIR, BatchRules
 from rescheduler.batching.prefill_budget import prefill_budget
-
-compiling = settings(deadline=None)  # the first example compiles
 
 
 def budget(
@@ -131,7 +129,6 @@ def held_requests(draw: st.DrawFn, most: int = 6) -> list[Held]:
     return held
 
 
-@settings(deadline=None, max_examples=400)
 @given(held_requests())
 def test_as_many_prompt_tokens_as_batches_laid_out_one_by_one(held: list[Held]) -> None:
     """Every batch laid out loses less than a token to rounding; nothing else differs.
@@ -150,7 +147,6 @@ def test_as_many_prompt_tokens_as_batches_laid_out_one_by_one(held: list[Held]) 
 # Bounds
 
 
-@compiling
 @given(held_requests(), st.booleans(), st.sampled_from([0.0, 1 / 1024]))
 def test_the_plain_form_says_the_same(held: list[Held], whole: bool, c: float) -> None:
     rules = Formation("fairbatching", 1 / 32, 1 / 256, c, 8192, 8192)
@@ -158,7 +154,6 @@ def test_the_plain_form_says_the_same(held: list[Held], whole: bool, c: float) -
     assert said == pytest.approx(plain_budget(rules, 2.0, 0.5, held, whole))
 
 
-@compiling
 @given(held_requests(), held_requests(1), st.booleans())
 def test_more_requests_leave_less(held: list[Held], more: list[Held], whole: bool) -> None:
     one = budget(1 / 32, 1 / 256, 1 / 16384, 2.0, 0.5, held, whole)
@@ -166,7 +161,6 @@ def test_more_requests_leave_less(held: list[Held], more: list[Held], whole: boo
     assert both <= one + 1e-9
 
 
-@compiling
 @given(held_requests(), st.booleans(), st.floats(0.0, 2.0))
 def test_a_longer_ttft_leaves_more_until_the_work_is_late(
     held: list[Held], whole: bool, longer: float
@@ -181,7 +175,6 @@ def test_a_longer_ttft_leaves_more_until_the_work_is_late(
     assert long >= short - most * (share + a) / (b + c) - 1e-6
 
 
-@compiling
 @given(held_requests(), st.booleans(), st.floats(0.0, 1.0))
 def test_slack_leaves_more(held: list[Held], whole: bool, more: float) -> None:
     later = [one._replace(slack=one.slack + more) for one in held]

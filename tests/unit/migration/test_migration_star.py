@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import profile_of
 from migration_views import FREE, assert_fits, moved, view, views
@@ -112,7 +112,6 @@ def test_one_request_alone_stays() -> None:
 
 
 @given(views(), st.sampled_from([1, 4]), st.sampled_from([0.9, 1.0]), st.data())
-@settings(max_examples=150, deadline=None)
 def test_the_move_is_the_best_of_all(
     seen: Any, stride: int, beta: float, data: st.DataObject
 ) -> None:
@@ -139,7 +138,6 @@ def test_the_move_is_the_best_of_all(
 
 
 @given(views())
-@settings(max_examples=100, deadline=None)
 def test_no_move_can_exceed_the_targets_memory(seen: Any) -> None:
     for options in ({}, {"memory": "paper"}, {"prediction": False}):
         star = Star(**(FREE | {"theta": 0.0, "horizon": 16} | options))
@@ -151,7 +149,6 @@ def test_no_move_can_exceed_the_targets_memory(seen: Any) -> None:
     st.integers(1, 6),
     st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
 def test_nothing_moves_in_a_balanced_cluster(
     requests: list[tuple[int, int]], n: int, prediction: bool
 ) -> None:

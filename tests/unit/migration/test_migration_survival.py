@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from migration_views import FREE, assert_fits, moved, view, views
 from reference_planner import survival_moves
@@ -19,7 +19,6 @@ def with_fields(seen: ClusterView, **changes: Any) -> ClusterView:
 
 
 @given(views(), st.sampled_from([1, 4]), st.sampled_from([1, 4]), st.sampled_from([0.0, 5.0]))
-@settings(max_examples=100, deadline=None)
 def test_the_moves_are_the_best_one_after_the_other(
     seen: ClusterView, stride: int, moves: int, payback: float
 ) -> None:
@@ -66,7 +65,6 @@ def test_a_move_that_costs_more_than_it_brings_is_not_made() -> None:
 
 
 @given(views(), st.sampled_from([1.0, 10.0]))
-@settings(max_examples=100, deadline=None)
 def test_no_request_moves_within_its_pay_back_time(seen: ClusterView, payback: float) -> None:
     planner = Survival(horizon=8, payback=payback, handshake_seconds=0.05, bandwidth=1e8)
     for move in planner.plan(seen).migrations:
@@ -76,7 +74,6 @@ def test_no_request_moves_within_its_pay_back_time(seen: ClusterView, payback: f
 
 
 @given(views())
-@settings(max_examples=100, deadline=None)
 def test_no_move_can_exceed_the_targets_memory(seen: ClusterView) -> None:
     planner = Survival(**FREE, horizon=16, theta=0.0)
     assert_fits(planner.plan(seen), seen, planner)
@@ -86,7 +83,6 @@ def test_no_move_can_exceed_the_targets_memory(seen: ClusterView) -> None:
     st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=6),
     st.integers(1, 6),
 )
-@settings(max_examples=50, deadline=None)
 def test_nothing_moves_in_a_balanced_cluster(requests: list[tuple[int, int]], n: int) -> None:
     assert not Survival(theta=0.0, horizon=16).plan(view(*[requests] * n)).migrations
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -16,8 +16,6 @@ EDGES = [0, 1, 2, 5, 10, 40, 200]
 N_INSTANCES = 3
 
 IntArray = npt.NDArray[np.int64]
-
-compiling = settings(deadline=None)  # the first example compiles
 
 tokens = st.integers(0, 250)
 limits = st.one_of(st.just(np.inf), st.integers(1, 300).map(float))
@@ -67,7 +65,6 @@ def assert_loads_agree(load: ExpectedLoad, mean: npt.ArrayLike, variance: npt.Ar
     assert (load.variance >= 0).all()
 
 
-@compiling
 @given(running_requests(), st.integers(0, 260))
 def test_the_load_is_the_plain_sum(
     requests: tuple[Forecast, IntArray, IntArray], horizon: int
@@ -79,7 +76,6 @@ def test_the_load_is_the_plain_sum(
     np.testing.assert_array_equal(load.requests, np.bincount(requests[1], minlength=3))
 
 
-@compiling
 @given(
     st.one_of(survival_forecasts(5), point_forecasts(5)),
     st.integers(0, 80),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -84,7 +84,6 @@ def test_each_request_may_ask_its_own_horizon(forecast: Forecast, age: int) -> N
     np.testing.assert_array_equal(aged.at_each(h), np.diag(aged.at(h)))
 
 
-@settings(max_examples=30)
 @given(forecasts)
 def test_a_grid_of_every_token_keeps_the_curve(forecast: Forecast) -> None:
     h = np.arange(0, 301)

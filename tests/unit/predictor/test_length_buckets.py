@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.forecasts.forecast import ForecastError, PointForecast
@@ -33,7 +33,6 @@ def forecast_masses(draw: st.DrawFn) -> tuple[BucketCurve, list[list[float]]]:
     return curve, draw(st.lists(row, min_size=1, max_size=4))
 
 
-@settings(deadline=None)
 @given(forecast_masses())
 def test_probabilities_become_a_proper_curve(drawn: tuple[BucketCurve, list[list[float]]]) -> None:
     curve, masses = drawn
@@ -47,7 +46,6 @@ def test_probabilities_become_a_proper_curve(drawn: tuple[BucketCurve, list[list
     assert (forecast.mean() >= 1).all()
 
 
-@settings(deadline=None)
 @given(forecast_masses())
 def test_every_bucket_keeps_its_probability(drawn: tuple[BucketCurve, list[list[float]]]) -> None:
     curve, masses = drawn
@@ -55,7 +53,6 @@ def test_every_bucket_keeps_its_probability(drawn: tuple[BucketCurve, list[list[
     np.testing.assert_allclose(curve.buckets.masses(curve.forecast(masses)), shares, atol=1e-9)
 
 
-@settings(deadline=None)
 @given(forecast_masses(), st.integers(0, 4000), st.integers(0, 4000))
 def test_a_running_request_is_conditioned_on_its_age(
     drawn: tuple[BucketCurve, list[list[float]]], age: int, h: int
@@ -121,7 +118,6 @@ def test_other_forecasts_have_bucket_masses_too() -> None:
     assert masses.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]]
 
 
-@settings(deadline=None)
 @given(curves(), st.lists(st.integers(1, 20_000), min_size=1, max_size=30))
 def test_each_length_is_in_the_bucket_around_it(curve: BucketCurve, lengths: list[int]) -> None:
     edges = (*curve.buckets.edges, 10**9)

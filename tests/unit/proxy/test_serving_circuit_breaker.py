@@ -1,6 +1,6 @@
 """The circuit breaker of an instance."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.placement.circuit_breaker import BreakerState, CircuitBreaker
@@ -33,7 +33,6 @@ def test_one_probe_is_due_after_the_wait_and_closes_it_when_it_succeeds() -> Non
     assert breaker.closed
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12))
 def test_the_wait_doubles_with_every_probe_that_fails_up_to_sixteen_times(probes: int) -> None:
     breaker, now = CircuitBreaker(1, 1.0), 0.0
@@ -49,7 +48,6 @@ def test_the_wait_doubles_with_every_probe_that_fails_up_to_sixteen_times(probes
     assert breaker.seconds_to_probe(now) == 1.0  # back to the first wait
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["fail", "probe", "succeed"]), max_size=60))
 def test_it_is_closed_exactly_when_too_few_failures_followed_the_last_success(
     events: list[str],

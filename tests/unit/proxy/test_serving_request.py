@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.openai.engine_body import decode_body, prefill_body, resumed_body
@@ -50,7 +50,6 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
     assert "max_tokens" not in chat
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["temperature", "user", "metadata", "x_new_field", "guided", "priority"]),
@@ -77,7 +76,6 @@ def test_the_decode_instance_gets_the_prefills_parameters_and_tells_tokens() -> 
     assert "stream_options" not in streamed
 
 
-@settings(deadline=None)
 @given(
     output=st.lists(st.integers(0, 99), min_size=1, max_size=40),
     most=st.none() | st.integers(41, 99),

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
@@ -164,7 +164,6 @@ def fcfs(view: ClusterView) -> IntArray:
     return instance
 
 
-@settings(max_examples=60, deadline=None)
 @given(view=clusters(most_waiting=5), horizon=st.sampled_from([0, 1, 7]))
 def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizon: int) -> None:
     solution = solve_exactly(problem_of(view, horizon))
@@ -179,7 +178,6 @@ def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizo
     assert solution.bound <= solution.objective
 
 
-@settings(max_examples=60, deadline=None)
 @given(view=clusters(most_waiting=9), horizon=st.sampled_from([0, 1, 20]))
 def test_the_fast_solver_is_between_fcfs_and_the_exact_one(view: ClusterView, horizon: int) -> None:
     fast, exact = assigned(view, horizon=horizon), solve_exactly(problem_of(view, horizon))
@@ -242,7 +240,6 @@ def test_requests_of_one_length_are_balanced_to_the_largest(
         assert load.max() - load.min() <= sizes.max()
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=5, max_size=12),
     n_instances=st.integers(2, 3),
@@ -309,7 +306,6 @@ def test_the_risk_that_is_asked_for_is_what_is_lowered() -> None:
     assert careful < plain
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 6),

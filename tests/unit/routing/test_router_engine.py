@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig
 from router_tasks import checkpoint, constant_layers, random_layers, small_setup
@@ -28,8 +28,6 @@ from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.simulation import Simulation, run
 
 Case = tuple[ReferenceConfig, Requests]
-compiling = settings(deadline=None)
-
 FORECASTS = [
     Oracle(),
     Noisy(sigma=0.5, interval=3),
@@ -51,7 +49,6 @@ class ByLength(RoutingPolicy):
         return np.array([0, 4, 7])
 
 
-@compiling
 @given(
     reference_cases(drift=(1,)),
     st.sampled_from(FORECASTS),
@@ -89,7 +86,6 @@ def decided(interval: float, arrivals: list[float]) -> RunResult:
     return run(engine_setup(config, requests), create_policy("max_capacity", every=interval), 0)
 
 
-@compiling
 @given(
     st.sampled_from([0.25, 0.5, 0.1]),
     st.lists(st.integers(0, 400), min_size=1, max_size=12),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from router_tasks import (
     checkpoint,
@@ -127,7 +127,6 @@ def test_another_number_of_instances_is_refused() -> None:
 
 
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
 def test_how_instances_are_numbered_makes_no_difference(seed: int) -> None:
     generator = np.random.default_rng(seed)
     sizes = generator.integers(4, 400, (3, 3))

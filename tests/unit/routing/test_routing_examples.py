@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
@@ -216,7 +216,6 @@ def test_overflow_weights_the_steps_by_survival() -> None:
     assert placed("overflow", cluster(gpus, [(500, 200)])) == [0]
 
 
-@settings(deadline=None)
 @given(
     loads=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 30)), min_size=1, max_size=4),
     request=st.tuples(st.integers(1, 400), st.integers(1, 30)),
@@ -293,7 +292,6 @@ def test_balance_future_dp_spreads_single_requests_while_slots_are_many() -> Non
 sizes_of_items = st.lists(st.integers(1, 70), min_size=1, max_size=7)
 
 
-@settings(deadline=None)
 @given(sizes_of_items, st.integers(1, 4), st.integers(1, 300), st.integers(0, 300))
 def test_the_bitset_finds_the_sums_that_trying_all_subsets_finds(
     sizes: list[int], most_items: int, largest: int, safe: int

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
@@ -39,9 +39,6 @@ def call(
 ) -> None:
     """Call a kernel from compiled code, as the simulator does."""
     kernel(problem, parameters, target)
-
-
-compiling = settings(deadline=None, max_examples=60)  # the first example compiles
 
 
 @st.composite
@@ -85,7 +82,6 @@ def new(name: str) -> RoutingPolicy:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@compiling
 @given(clusters())
 def test_nothing_goes_where_no_slot_or_kv_room_is(name: str, view: ClusterView) -> None:
     instance = new(name).assign(view).instance
@@ -100,7 +96,6 @@ def test_nothing_goes_where_no_slot_or_kv_room_is(name: str, view: ClusterView) 
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"throttled", "dedicated_small_large"}))
-@compiling
 @given(clusters(limited=False))
 def test_every_slot_is_used_when_memory_is_no_limit(name: str, view: ClusterView) -> None:
     free = int((view.slots - view.running).sum())
@@ -108,7 +103,6 @@ def test_every_slot_is_used_when_memory_is_no_limit(name: str, view: ClusterView
 
 
 @pytest.mark.parametrize("name", NAMES)
-@compiling
 @given(clusters())
 def test_the_same_view_gives_the_same_assignment_compiled_or_not(
     name: str, view: ClusterView

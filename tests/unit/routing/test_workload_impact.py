@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
@@ -47,7 +47,6 @@ def test_guidance_is_how_much_worse_than_the_least_impact() -> None:
     assert guidance(V100, load, 50.0, 200.0, -1) == pytest.approx(-1.1485), "waiting is the worst"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40_000), min_size=1, max_size=8),
     st.integers(1, 1000),

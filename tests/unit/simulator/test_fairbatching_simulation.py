@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig, reference_run
 from simulated_cases import Requests, engine_setup, reference_cases
@@ -21,8 +21,6 @@ from rescheduler.simulator.results.report import markdown_report
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import Simulation, run
-
-compiling = settings(deadline=None)  # the first example compiles
 
 Case = tuple[ReferenceConfig, Requests]
 
@@ -71,7 +69,6 @@ def agree(case: Case, name: str, reading: Any) -> None:
     assert result.most_held == max((max(step.loads) for step in expected.steps), default=0)
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     fair_cases(),
     st.sampled_from(["jsq_load", "round_robin"]),
@@ -81,7 +78,6 @@ def test_the_engine_agrees_with_the_reference(case: Case, name: str, reading: st
     agree(case, name, reading)
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     fair_cases(dispatch="instant", b=0.125),
     st.sampled_from(["jsq_load", "pab"]),
@@ -96,7 +92,6 @@ def test_budgets_and_admission_agree_with_the_reference(
     agree((turning, requests), name, "worst")
 
 
-@compiling
 @given(fair_cases(dispatch="instant", b=0.125), st.integers(0, 30))
 def test_reported_budgets_are_those_of_the_view(case: Case, at: int) -> None:
     config, requests = case
@@ -108,7 +103,6 @@ def test_reported_budgets_are_those_of_the_view(case: Case, at: int) -> None:
     np.testing.assert_array_equal(simulation.problem().budget, budget)
 
 
-@compiling
 @given(fair_cases())
 def test_time_between_tokens_is_counted_over_steps_sat_out(case: Case) -> None:
     config, requests = case

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import (
     ReferenceConfig,
@@ -449,10 +449,8 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, Trace, Rou
 
 
 Case = tuple[ReferenceConfig, Trace, RoutingPolicy]
-compiling = settings(deadline=None)  # the first example compiles
 
 
-@compiling
 @given(cases())
 def test_every_request_is_served_once_within_the_limits(case: Case) -> None:
     config, requests, policy = case
@@ -467,7 +465,6 @@ def test_every_request_is_served_once_within_the_limits(case: Case) -> None:
         assert [load > 0 for load in step.loads] == [count > 0 for count in step.running]
 
 
-@compiling
 @given(cases())
 def test_what_happens_to_a_request_happens_in_order(case: Case) -> None:
     config, requests, policy = case
@@ -485,14 +482,12 @@ def test_what_happens_to_a_request_happens_in_order(case: Case) -> None:
             assert one.end - one.start >= config.a * (output - stage)
 
 
-@compiling
 @given(cases(clock="barrier"))
 def test_barrier_steps_do_not_overlap(case: Case) -> None:
     for step, following in pairwise(reference_run(*case).steps):
         assert following.time >= step.time + step.seconds
 
 
-@compiling
 @given(cases(clock="barrier", prefill="none", drift=(1,)))
 def test_a_barriers_total_load_does_not_depend_on_the_policy(case: Case) -> None:
     # Each request is there with p, p + 1, ..., p + o − 1 tokens, one step each, preempted or not.
@@ -500,7 +495,6 @@ def test_a_barriers_total_load_does_not_depend_on_the_policy(case: Case) -> None
     assert sum(map(sum, loads(reference_run(*case)))) == expected
 
 
-@compiling
 @given(cases(instances=1, dispatch="instant"))
 def test_a_single_instance_is_a_barrier_of_its_own(case: Case) -> None:
     # Not so with a pool: by its own clock the policy decides while a step is in progress, too.

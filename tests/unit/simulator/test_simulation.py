@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig, reference_run
 from simulated_cases import ListedTrace, Requests, engine_setup, reference_cases
@@ -26,7 +26,6 @@ from rescheduler.simulator.forecasts.forecast_sources import (
 from rescheduler.simulator.simulation import Simulation, run
 
 Case = tuple[ReferenceConfig, Requests]
-compiling = settings(deadline=None)  # the first example compiles
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class InPython(RoutingPolicy):
 POLICIES = ["fcfs", "jsq", "jsq_load", "br0", "round_robin"]
 
 
-@compiling
 @given(reference_cases(), st.sampled_from(POLICIES))
 def test_the_engine_agrees_with_the_reference(case: Case, name: str) -> None:
     config, requests = case
@@ -82,7 +80,6 @@ def test_the_engine_agrees_with_the_reference(case: Case, name: str) -> None:
         np.testing.assert_allclose(result.series.time, [step.time for step in expected.steps])
 
 
-@compiling
 @given(reference_cases(drift=(1,)), st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]))
 def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: str) -> None:
     config, requests = case
@@ -105,7 +102,6 @@ FORECASTS = [
 ]
 
 
-@compiling
 @given(
     reference_cases(drift=(1,)),
     st.sampled_from(FORECASTS),
@@ -126,7 +122,6 @@ def test_the_engine_shows_what_its_view_shows(
         )
 
 
-@compiling
 @given(reference_cases(drift=(1,)), st.integers(0, 30))
 def test_pausing_changes_nothing(case: Case, at: int) -> None:
     config, requests = case
@@ -183,7 +178,6 @@ def test_a_migrated_request_moves_with_its_context_and_loses_no_token() -> None:
     assert result.tokens == 24 and result.migrations == 1 and result.preemptions == 0
 
 
-@compiling
 @given(reference_cases(drift=(1,)), st.data())
 def test_migrations_at_any_time_lose_nothing(case: Case, data: st.DataObject) -> None:
     config, requests = case
