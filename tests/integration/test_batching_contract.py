@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_contract import attributes_set_in
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -26,6 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+from vllm_source import attributes_set_in
 
 from rescheduler.batching.vllm_adapter import rank_path, refuse_unsupported
 

@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import pytest
-from test_vllm_contract import attributes_set_in
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
@@ -28,6 +27,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm_source import attributes_set_in
 
 NIXL = "distributed.kv_transfer.kv_connector.v1.nixl"
 

@@ -4,15 +4,14 @@ When a new vLLM moves one, the failing line here says which; `vllm_adapter` is w
 The V2 runner needs Triton to be imported, so its source is read instead.
 """
 
-import ast
 import dataclasses
 import inspect
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import vllm
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -22,42 +21,9 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 from vllm.v1.worker.gpu_worker import Worker
+from vllm_source import attributes_set_in, fields_of
 
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
-
-
-def source_of(module: str) -> ast.Module:
-    spec = find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
-    return ast.parse(path.read_text())
-
-
-def fields_of(module: str, name: str) -> set[str]:
-    """Annotated fields of a class, read from the source."""
-    for node in source_of(module).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return {
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            }
-    raise AssertionError(f"{module} has no class {name}")
-
-
-def attributes_set_in(module: str, class_name: str) -> set[str]:
-    """Names that the methods of a class assign on ``self``."""
-    for node in source_of(module).body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return {
-                item.attr
-                for item in ast.walk(node)
-                if isinstance(item, ast.Attribute)
-                and isinstance(item.ctx, ast.Store)
-                and isinstance(item.value, ast.Name)
-                and item.value.id == "self"
-            }
-    raise AssertionError(f"{module} has no class {class_name}")
 
 
 def test_the_installed_version_is_the_supported_one() -> None:
@@ -144,3 +110,9 @@ def test_v2_runner_state() -> None:
     assert {"req_ids", "logits_indices"} <= batch
     runner = attributes_set_in("v1.worker.gpu.model_runner", "GPUModelRunner")
     assert "execute_model_state" in runner
+
+
+def test_an_engine_on_a_cpu_schedules_synchronously(smollm2: Path) -> None:
+    """Whatever it is asked to: what depends on the asynchronous scheduler is not tested on CPUs."""
+    config = EngineArgs(model=str(smollm2), enforce_eager=True, async_scheduling=True)
+    assert config.create_engine_config().scheduler_config.async_scheduling is False

@@ -1,0 +1,41 @@
+"""Names in vLLM's source, read without importing it: some of its modules need a GPU's libraries."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["attributes_set_in", "fields_of"]
+
+
+def _source_of(module: str) -> ast.Module:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Annotated fields of a class, read from the source."""
+    for node in _source_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return {
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            }
+    raise AssertionError(f"{module} has no class {name}")
+
+
+def attributes_set_in(module: str, class_name: str) -> set[str]:
+    """Names that the methods of a class assign on ``self``."""
+    for node in _source_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return {
+                item.attr
+                for item in ast.walk(node)
+                if isinstance(item, ast.Attribute)
+                and isinstance(item.ctx, ast.Store)
+                and isinstance(item.value, ast.Name)
+                and item.value.id == "self"
+            }
+    raise AssertionError(f"{module} has no class {class_name}")
