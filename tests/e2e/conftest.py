@@ -7,7 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 from moving import Engine, Run, idle_state
-from running_deployment import ENGINE, RunningDeployment
+from msgspec.structs import replace
+from running_deployment import ENGINE, PATIENT, RunningDeployment
 
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
@@ -19,6 +20,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDepl
     """One prefill and two decode engines with a small KV cache, and no proxy."""
     folder = tmp_path_factory.mktemp("deployment")
     described = local_deployment("smollm2", ENGINE)
+    described = replace(described, proxy=replace(PATIENT, port=described.proxy.port))
     config_path = folder / "deployment.yaml"
     write_deployment(described, config_path)
     with launched(described, folder / "logs") as running:
@@ -47,6 +49,3 @@ def on_engines(deployment: RunningDeployment) -> Run:
                     engine.control.close()
 
     return lambda work: asyncio.run(run(work))
-
-
-Run = Callable[[Callable[[list[Engine]], Awaitable[Any]]], Any]

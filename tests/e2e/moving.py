@@ -15,6 +15,7 @@ from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozen
 
 __all__ = [
     "GREEDY",
+    "PATIENCE",
     "STORY",
     "Engine",
     "Generation",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 STORY = "Once upon a time, in a small village by the sea, there lived a"
+PATIENCE = 120.0
+"""Seconds for any exchange with a control socket, on a busy machine too."""
 GREEDY = {"prompt": STORY, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 
 
@@ -115,7 +118,7 @@ async def moved(
         async for chunk in engine.stream(path, sent):
             generation.take(chunk)
             if cut is not None and freezing is None and len(generation.tokens) >= cut:
-                freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, 30))
+                freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, PATIENCE))
         if freezing is None:
             return generation
         try:
@@ -173,7 +176,7 @@ async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generat
     async for chunk in engine.stream(path, sent):
         generation.take(chunk)
         if len(generation.tokens) >= 6 and freezing is None:
-            freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, 10))
+            freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, PATIENCE))
     assert freezing is not None
     frozen = await freezing
     assert frozen.output_token_ids == generation.tokens
@@ -181,11 +184,11 @@ async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generat
     return generation
 
 
-async def idle_state(engine: Engine, seconds: float = 20) -> EngineState:
+async def idle_state(engine: Engine, seconds: float = PATIENCE) -> EngineState:
     """Return the engine's state once it holds nothing, or what it holds after a while."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
-        state = await engine.control.state(5)
+        state = await engine.control.state(PATIENCE)
         if state.free_blocks == state.num_blocks or asyncio.get_running_loop().time() > deadline:
             return state
         await asyncio.sleep(0.1)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions, ProxyOptions
 from rescheduler.engines.launch_engines import Launched
 
-__all__ = ["ENGINE", "RunningDeployment"]
+__all__ = ["ENGINE", "PATIENT", "RunningDeployment"]
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 
@@ -19,6 +19,19 @@ ENGINE = EngineOptions(
     checkpoint=str(CHECKPOINT),
     k=10,
 )
+
+PATIENT = ProxyOptions(
+    pool_seconds=600,
+    connect_seconds=60,
+    prefill_seconds=600,
+    first_token_seconds=600,
+    token_seconds=300,
+    freeze_seconds=120,
+    control_seconds=120,
+    moved_token_seconds=300,
+    shutdown_seconds=60,
+)
+"""Deadlines that only an engine which is dead or stopped can miss, on a busy machine too."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import load_rows
 
 N_PROMPTS = 24
-START_SECONDS = 500
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +65,9 @@ def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., su
 
 
 def wait_for_rows(dataset: Path, process: subprocess.Popen, shards: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
     while len(rows_files(dataset)) < shards:
         assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "no rows were recorded"
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def driven(dataset: Path) -> Counter[str]:
@@ -91,7 +88,7 @@ def test_interrupt_then_kill_then_finish(
     process = start(dataset)
     wait_for_rows(dataset, process, shards=1)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == 1, output[-3000:]
     assert "interrupted" in output and "run the same command again" in output
     validate(dataset)
@@ -107,7 +104,7 @@ def test_interrupt_then_kill_then_finish(
     assert engine, "the engine's processes name themselves"
     for child in engine:
         child.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == 1, output[-3000:]
     assert "the engine died" in output and "lost" in output
     validate(dataset)
@@ -115,7 +112,7 @@ def test_interrupt_then_kill_then_finish(
     assert set(after_interrupt) < set(after_kill)
 
     process = start(dataset)
-    output, _ = process.communicate(timeout=START_SECONDS)
+    output, _ = process.communicate()
     assert process.returncode == 0, output[-3000:]
     assert f"of {N_PROMPTS + 1} prompts are done already" in output
     assert "1 prompts are longer than the model's 512 tokens and left out: long" in output
@@ -149,7 +146,7 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
         pytest.skip("mounting a small disk needs root")
     try:
         process = start(disk / "dataset", "--record.k", "2")
-        output, _ = process.communicate(timeout=START_SECONDS)
+        output, _ = process.communicate()
         assert process.returncode == 1, output[-3000:]
         assert "recording failed: No space left on device" in output
         assert "run the same command again" in output

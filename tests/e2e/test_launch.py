@@ -1,8 +1,7 @@
-"""`headway launch` with real engines: ready, killed, started again, stopped without a trace."""
+"""`headway launch` with real engines: ready, dying, stopped without a trace."""
 
 import asyncio
 import json
-import os
 import subprocess
 import time
 import urllib.request
@@ -14,14 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from msgspec.structs import replace
+from process_groups import processes_in
 from running_deployment import ENGINE, RunningDeployment
 
 from rescheduler.engines.deployment import Instance
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
-
-READY_SECONDS = 600.0
 
 
 def complete(instance: Instance, **fields: Any) -> Any:
@@ -31,7 +29,7 @@ def complete(instance: Instance, **fields: Any) -> Any:
         data=json.dumps(body | fields).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request) as response:
         return json.load(response)
 
 
@@ -39,22 +37,11 @@ def state(instance: Instance) -> EngineState:
     async def ask() -> EngineState:
         client = ControlClient(instance.control or "")
         try:
-            return await client.state(10.0)
+            return await client.state(120.0)
         finally:
             client.close()
 
     return asyncio.run(ask())
-
-
-def processes_in(group: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 @contextmanager
@@ -67,7 +54,7 @@ def launch(headway_command: list[str], config: Path, *arguments: str) -> Iterato
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=120)
+        process.communicate()
 
 
 def read_until(process: Any, words: str) -> str:
@@ -100,26 +87,8 @@ def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) ->
     params = {**prefilled["kv_transfer_params"], "headway": mine}
     answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
     assert answer["choices"][0]["text"] == alone
-    deadline = time.monotonic() + 20
     while (told := state(decode)).free_blocks != told.num_blocks:
-        assert time.monotonic() < deadline, told
-        time.sleep(0.2)
-
-
-@pytest.mark.timeout(1200)
-def test_a_killed_engine_leaves_nothing_and_starts_again(deployment: RunningDeployment) -> None:
-    running, instance = deployment.launched, deployment.deployment.decode[1]
-    server = running.servers[instance.name]
-    group = server.pid
-    assert group is not None
-    assert len(processes_in(group)) > 1, "a server and its engine"
-    running.kill(instance.name)
-    assert processes_in(group) == []
-    with pytest.raises(OSError, match="refused"):
-        complete(instance)
-    running.restart(instance.name)
-    assert complete(instance)["choices"][0]["text"]
-    assert running.take_ended() == []
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(1200)
@@ -143,7 +112,7 @@ def test_an_engine_that_dies_is_reported_and_sigterm_stops_the_rest(
         assert "decode-0" in read_until(process, "headway launch: ")
         assert complete(described.prefill[0])["choices"][0]["text"]
         process.terminate()
-        assert process.wait(timeout=60) == 1, "an engine had ended by itself"
+        assert process.wait() == 1, "an engine had ended by itself"
         assert [processes_in(group) for group in groups] == [[], []]
 
 
@@ -171,8 +140,9 @@ def test_a_launch_that_is_stopped_while_loading_leaves_nothing(
     write_deployment(local_deployment("smollm2", ENGINE), config)
     with launch(headway_command, config, "--only", "decode-0") as process:
         read_until(process, "decode-0 starting")
-        time.sleep(5)
         (engine,) = psutil.Process(process.pid).children()
+        while len(processes_in(engine.pid)) < 2:  # its engine core loads
+            time.sleep(0.1)
         process.terminate()
-        assert process.wait(timeout=60) == 130
+        assert process.wait() == 130
         assert processes_in(engine.pid) == []

@@ -49,13 +49,13 @@ async def answers_of(
 def test_a_learned_router_routes_real_requests(
     deployment: RunningDeployment, router: Path, tmp_path: Path
 ) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 
     async def work(client: Client) -> None:
         _, alone, _ = await client.post(body, url=client.direct)
         text = alone["choices"][0]["text"]
         assert (await answers_of(client, body, 12))[0] == [text] * 12
-        long = {**body, "max_tokens": 300}
+        long = {**body, "max_tokens": 160}
         whole = text_of(await client.stream(long, url=client.direct))
         streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:

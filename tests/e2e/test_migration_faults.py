@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from moving import (
     GREEDY,
+    PATIENCE,
     STORY,
     Engine,
     Generation,
@@ -20,7 +21,7 @@ from moving import (
 from running_deployment import RunningDeployment
 
 BODY = GREEDY | {"temperature": 1.0, "seed": 17}
-SOURCE, TARGET = "decode-0", "decode-1"
+SOURCE = "decode-0"
 
 
 async def hangs(
@@ -44,15 +45,15 @@ def test_a_full_target_is_given_up_and_the_source_goes_on(on_engines: Run) -> No
         source, target = engines
         body = BODY | {"prompt": "Full. " + STORY * 26}  # 13 blocks, none of them cached
         plain = await moved(engines, body, [])
-        blocks = (await target.control.state(5)).num_blocks
+        blocks = (await target.control.state(PATIENCE)).num_blocks
         words = "one two " * ((blocks // 3 - 3) * 16)  # three blocks remain for each answer
         fillers = [GREEDY | {"prompt": f"{n} {words}", "max_tokens": 90} for n in range(3)]
         filling = [asyncio.create_task(moved([target], filler, [])) for filler in fillers]
-        while (await target.control.state(5)).free_blocks > 11:
+        while (await target.control.state(PATIENCE)).free_blocks > 11:
             await asyncio.sleep(0.1)
         frozen = await until_frozen(source, body)
         assert await hangs(target, frozen, frozen.params, 1.5)
-        state = await idle_state(source, 5)  # given up at the target, it is free here
+        state = await idle_state(source)  # given up at the target, it is free here
         assert state.free_blocks == state.num_blocks
         await finish(source, body, frozen, {}, 2)
         assert frozen.tokens == plain.tokens
@@ -79,37 +80,26 @@ def test_a_source_that_hangs_is_given_up(on_engines: Run, deployment: RunningDep
     on_engines(work)
 
 
-def test_a_source_that_dies_costs_a_computation(
+def test_an_engine_that_dies_costs_a_computation_at_most(
     on_engines: Run, deployment: RunningDeployment
 ) -> None:
+    """The source of a request that another engine goes on with, and the target of another one."""
+
     async def work(engines: list[Engine]) -> None:
-        source, target = engines
+        survivor, dying = engines
         plain = await moved(engines, BODY, [])
-        frozen = await until_frozen(source, BODY)
-        await asyncio.to_thread(deployment.launched.kill, SOURCE)
-        before = await target.prompt_tokens()
-        await finish(target, BODY, frozen, frozen.params, 1)
-        after = await target.prompt_tokens()
-        assert frozen.tokens == plain.tokens
-        assert after["local_compute"] - before.get("local_compute", 0) > 1
-        await asyncio.to_thread(deployment.launched.restart, SOURCE)
-
-    on_engines(work)
-
-
-def test_a_target_that_dies_leaves_the_request_to_its_source(
-    on_engines: Run, deployment: RunningDeployment
-) -> None:
-    async def work(engines: list[Engine]) -> None:
-        source, target = engines
-        plain = await moved(engines, BODY, [])
-        frozen = await until_frozen(source, BODY)
-        await asyncio.to_thread(deployment.launched.kill, TARGET)
+        from_it, to_it = await until_frozen(dying, BODY), await until_frozen(survivor, BODY)
+        await asyncio.to_thread(deployment.launched.kill, "decode-1")
         with pytest.raises(OSError):
-            await finish(target, BODY, frozen, frozen.params, 1)
-        await finish(source, BODY, frozen, {}, 2)
-        assert frozen.tokens == plain.tokens
-        assert await source.control.release(frozen.id, 5)
-        await asyncio.to_thread(deployment.launched.restart, TARGET)
+            await finish(dying, BODY, to_it, to_it.params, 1)
+        before = await survivor.prompt_tokens()
+        await finish(survivor, BODY, from_it, from_it.params, 1)
+        after = await survivor.prompt_tokens()
+        assert from_it.tokens == plain.tokens
+        assert after["local_compute"] - before.get("local_compute", 0) > 1
+        await finish(survivor, BODY, to_it, {}, 2)
+        assert to_it.tokens == plain.tokens
+        await survivor.control.release(to_it.id, PATIENCE)  # unless it has expired
+        await asyncio.to_thread(deployment.launched.restart, "decode-1")
 
     on_engines(work)

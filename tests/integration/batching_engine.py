@@ -1,21 +1,23 @@
-"""Serve prompts in this process, and look at what the scheduler does in every step.
+"""Serve prompts in this process, and look at what the scheduler does in every step."""
 
-usage: batching_engine.py MODEL SETTINGS
-SETTINGS is JSON: ``engine`` (arguments of vLLM's) and ``waves``, each with its ``requests`` and the
-steps ``after`` the wave before that they arrive; null: when nothing is left to do. Prints what was
-seen as the last line, in JSON.
-"""
-
-import json
-import sys
 import time
 from typing import Any
 
+__all__ = ["serve_waves"]
 
-def main() -> None:
+
+def serve_waves(model: str, options: dict[str, Any], waves: list[dict[str, Any]]) -> dict[str, Any]:
+    """Serve requests that arrive in waves; return what was seen.
+
+    Args:
+        model: folder of the model.
+        options: further arguments of vLLM's engine, which must run in this process:
+            ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+        waves: each with its ``requests`` and the steps ``after`` the wave before that they arrive;
+            None: when nothing is left to do.
+    """
     from vllm import LLM, SamplingParams
 
-    model, settings = sys.argv[1], json.loads(sys.argv[2])
     engine = LLM(
         model=model,
         dtype="float32",
@@ -23,14 +25,14 @@ def main() -> None:
         max_model_len=512,
         max_num_seqs=8,
         block_size=32,
-        **settings["engine"],
+        **options,
     )
     core = engine.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     seen = Seen(scheduler)
     free = pool.get_num_free_blocks()
-    waves = settings["waves"]
+    waves = list(waves)
     outputs: dict[str, list[int]] = {}
     first_step: dict[str, int] = {}
     begun: dict[str, tuple[float, float]] = {}
@@ -58,7 +60,8 @@ def main() -> None:
                 if hasattr(scheduler, "batch_plan"):
                     ttft = scheduler._objectives_of(request).ttft
                     begun[name.rpartition("-")[0]] = ttft, time.time() - request.arrival_time
-    report = {
+    return {
+        "scheduler": type(scheduler).__qualname__,
         "outputs": outputs,
         "first_step": first_step,
         "begun": begun,
@@ -68,7 +71,6 @@ def main() -> None:
         "blocks_lost": free - pool.get_num_free_blocks(),
         "left": [len(scheduler.requests), len(getattr(scheduler, "_objectives", ()))],
     }
-    print(json.dumps(report))
 
 
 class Seen:
@@ -118,7 +120,3 @@ class Seen:
     def preempt(self, *args: Any, **kwargs: Any) -> None:
         self.preemptions += 1
         self._preempt(*args, **kwargs)
-
-
-if __name__ == "__main__":
-    main()

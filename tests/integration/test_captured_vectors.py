@@ -1,8 +1,5 @@
 """Captured vectors against transformers, over the ways in which vLLM computes a step."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_vllm import run_forked
+from offline_engines import record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from predictor.training.row_table import RowTable, load_rows
@@ -27,15 +26,13 @@ LONG = "Summarise in one sentence: " + "The harbour was quiet and the boats lay 
 CASES: dict[str, dict[str, Any]] = {
     "base": {},
     # Long prompts in parts of 48 tokens; too few blocks for all, so that requests are
-    # preempted and recomputed; shared prefixes are found in the cache; a step is scheduled
-    # before the last one's tokens are known.
+    # preempted and recomputed; shared prefixes are found in the cache.
     "stress": {
         "max_num_batched_tokens": 48,
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 30,
         "block_size": 32,
         "max_model_len": 768,
-        "async_scheduling": True,
     },
 }
 
@@ -59,26 +56,11 @@ def recording(
         )
         for text in texts
     ]
-    (folder / "prompts.json").write_text(json.dumps(prompts))
     arguments = {"dtype": "float32", "enforce_eager": True, **CASES[request.param]}
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("record_offline.py")),
-            str(smollm2),
-            str(folder / "dataset"),
-            json.dumps(arguments),
-            str(folder / "prompts.json"),
-            "90" if request.param == "stress" else "40",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    counters = json.loads(done.stdout.strip().splitlines()[-1])
-    return Recording(load_rows(folder / "dataset"), counters)
+    dataset, tokens = folder / "dataset", 90 if request.param == "stress" else 40
+    seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
+    assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
+    return Recording(load_rows(dataset), seen["counters"])
 
 
 @pytest.fixture(scope="module")

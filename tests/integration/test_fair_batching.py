@@ -1,12 +1,6 @@
 """The FairBatching scheduler inside a real vLLM: the same tokens, in a better order, in time."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
+from batching_engine import serve_waves
 from batching_profile import profile_of
-from serving import free_port, post, wait_until_ready
+from forked_vllm import ended_server, post, run_forked, running_server
+from listening import Listener, listener
 
-from predictor.live.telemetry_messages import Snapshot, decode_message
+from predictor.live.telemetry_messages import Message, Snapshot
 from rescheduler.step_time.profile import BatchTime
 from rescheduler.step_time.step_log import read_engine, read_steps
 
@@ -51,7 +46,7 @@ def waves() -> list[dict[str, Any]]:
         for i, wave in enumerate(lengths)
     ]
     growing = [
-        ask(f"grows{i}", prompt(50 + i, 120), 120, ttft_s=30.0, tpot_s=5.0) for i in range(6)
+        ask(f"grows{i}", prompt(50 + i, 120), 48, ttft_s=30.0, tpot_s=5.0) for i in range(6)
     ]
     patient = [
         ask(f"patient{i}", prompt(100 + i, 200), 4, ttft_s=600.0, tpot_s=10.0) for i in range(3)
@@ -63,18 +58,10 @@ def waves() -> list[dict[str, Any]]:
 
 
 def run(model: Path, **engine: Any) -> dict[str, Any]:
-    script = Path(__file__).with_name("batching_engine.py")
-    settings = json.dumps({"engine": CROWDED | engine, "waves": waves()})
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), settings],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=400,
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    seen: dict[str, Any] = run_forked(
+        serve_waves, str(model), CROWDED | engine, waves(), environment=in_process
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
 
 
@@ -100,6 +87,7 @@ def test_every_request_gets_the_tokens_that_vllm_gives_it(
     by_vllm: dict[str, Any], fair: dict[str, Any]
 ) -> None:
     """With prompts in chunks, a prefix cache, and preemption."""
+    assert (by_vllm["scheduler"], fair["scheduler"]) == ("Scheduler", "SyncFairBatchingScheduler")
     assert len(fair["outputs"]) == 20
     assert fair["outputs"] == by_vllm["outputs"]
     assert fair["prefix_hits"] > 0
@@ -151,78 +139,40 @@ TIGHT = {"ttft_s": 2.0, "tpot_s": 0.5}
 class Served:
     """A server that admits by a budget of about 400 tokens, and its telemetry."""
 
-    def __init__(self, port: int, steps: Path) -> None:
-        self.port, self.steps = port, steps
-        self.budgets: list[float | None] = []
+    def __init__(self, port: int, steps: Path, telemetry: Listener) -> None:
+        self.port, self.steps, self.telemetry = port, steps, telemetry
 
 
 @pytest.fixture(scope="module")
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     slow = BatchTime(constant=0.01, per_new=0.005, per_context=0.0)
-    section = {
-        "k": 5,
-        "forecast": {"checkpoint": str(CHECKPOINT), "telemetry": None},
-        "batching": {
-            "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
-            "admission": True,
-            "use_forecasts": True,
-            "recalibrate": False,
-            "steps": str(folder / "steps.csv"),
-            **TIGHT,
-        },
-    }
-    port, log = free_port(), folder / "server.log"
-    served = Served(port, folder / "steps.csv")
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        subscriber.subscribe(b"")
-        heard_at = subscriber.bind_to_random_port("tcp://127.0.0.1")
-        section["forecast"]["telemetry"] = {
-            "bind": "",
-            "connect": [f"tcp://127.0.0.1:{heard_at}"],
-            "instance": "decode-0",
+    with listener() as listening:
+        told = {"bind": "", "connect": [listening.endpoint], "instance": "decode-0"}
+        section = {
+            "k": 5,
+            "forecast": {"checkpoint": str(CHECKPOINT), "telemetry": told},
+            "batching": {
+                "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
+                "admission": True,
+                "use_forecasts": True,
+                "recalibrate": False,
+                "steps": str(folder / "steps.csv"),
+                **TIGHT,
+            },
         }
-        listening = threading.Event()
-
-        def listen() -> None:
-            while not listening.is_set():
-                if subscriber.poll(200):
-                    message = decode_message(subscriber.recv_multipart()[1])
-                    if isinstance(message, Snapshot):
-                        served.budgets.append(message.gauges.prefill_budget)
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        with log.open("w") as output:
-            server = subprocess.Popen(
-                server_command(smollm2, port, section),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"},
-            )
-        try:
-            wait_until_ready(port, server, log)
-            yield served
-            os.kill(server.pid, signal.SIGTERM)
-            server.wait(timeout=60)
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
-            listening.set()
-            listener.join()
+        worker = ["--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"]
+        arguments = [*server_arguments(smollm2, section), *worker]
+        with running_server(arguments, folder / "server.log") as server:
+            yield Served(server.port, folder / "steps.csv", listening)
 
 
-def server_command(model: Path, port: int, section: dict[str, Any]) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "8", "--async-scheduling"]
-    command += ["--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"]
-    command += ["--scheduler-cls", SCHEDULER]
-    command += ["--middleware", "rescheduler.batching.admission.AdmissionMiddleware"]
-    return [*command, "--additional-config", json.dumps({"headway": section})]
+def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
+    arguments = ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
+    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
+    arguments += ["--max-model-len", "512", "--max-num-seqs", "8", "--scheduler-cls", SCHEDULER]
+    arguments += ["--middleware", "rescheduler.batching.admission.AdmissionMiddleware"]
+    return [*arguments, "--additional-config", json.dumps({"headway": section})]
 
 
 @pytest.fixture
@@ -274,7 +224,7 @@ def test_a_client_with_time_is_served_beyond_the_engine_s_own_budget(busy: Serve
 
 
 def test_an_engine_without_other_work_takes_any_prompt(served: Served) -> None:
-    time.sleep(1.0)  # earlier clients have left
+    served.telemetry.wait_until_idle()  # earlier clients have left
     body = {"model": "smollm2", "prompt": LONG, "max_tokens": 3}
     with post(served.port, "/v1/completions", body) as response:
         assert json.load(response)["usage"]["prompt_tokens"] > 400
@@ -288,13 +238,15 @@ def test_absurd_objectives_are_400(served: Served, stream: bool) -> None:
     assert "ttft_s must be seconds from 0.001 to 3600, not -2" in answer["error"]["message"]
 
 
+def budgets_in(messages: list[Message]) -> list[float]:
+    told = [one.gauges.prefill_budget for one in messages if isinstance(one, Snapshot)]
+    return [budget for budget in told if budget is not None]
+
+
 def test_the_budget_is_told_and_steps_are_written(busy: Served) -> None:
-    for _ in range(100):
-        if any(budget is not None for budget in busy.budgets):
-            break
-        time.sleep(0.1)
-    budgets = [budget for budget in busy.budgets if budget is not None]
-    assert budgets and max(budgets) <= 2.0 / 0.005
+    busy.telemetry.wait_until(budgets_in)
+    budgets = budgets_in(busy.telemetry.messages)
+    assert max(budgets) <= 2.0 / 0.005
     steps = read_steps(busy.steps)
     assert len(steps) > 20 and (steps[:, 2] > 0).all()
     assert (steps[:, 1] >= steps[:, 0]).all(), "context includes what the step computes"
@@ -305,10 +257,7 @@ def test_an_engine_whose_profile_is_another_machine_s_does_not_start(
     smollm2: Path, tmp_path: Path
 ) -> None:
     path = profile_of(smollm2, tmp_path / "profile.yaml", BATCH, where="another machine")
-    command = server_command(smollm2, free_port(), {"batching": {"profile": str(path)}})
-    plain = command.index("--worker-cls")
-    del command[plain : plain + 2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
+    section = {"batching": {"profile": str(path)}}
+    printed = ended_server(server_arguments(smollm2, section), tmp_path / "server.log")
     expected = "the profile was measured with machine 'another machine', this engine has"
-    assert expected in done.stdout + done.stderr
+    assert expected in printed

@@ -1,10 +1,6 @@
-"""A real vLLM server, scheduling asynchronously, forecasts its requests; what it refuses."""
+"""A real vLLM server forecasts its requests; what it refuses."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
-from serving import free_port, post, wait_until_ready
+from forked_vllm import ended_server, post, run_forked, running_server
+from listening import listener
+from offline_engines import forecasts_between_steps
 
 from data_collection.dataset.validate_dataset import validate
 from predictor.live.telemetry_messages import (
-    TOPIC,
     Finished,
     Forecasts,
     Message,
     Snapshot,
-    decode_message,
     decode_survival,
 )
 from predictor.models.checkpoint import load_predictor
@@ -34,12 +29,8 @@ from predictor.training.row_table import RowTable, load_rows
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 REQUESTS = 8
 MAX_TOKENS = 40
-LIVE = [
-    "--worker-cls",
-    "predictor.live.vllm_worker.LiveHeadwayWorker",
-    "--scheduler-cls",
-    "predictor.live.vllm_scheduler.LiveHeadwayScheduler",
-]
+WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
+SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 
 
 @dataclass
@@ -52,64 +43,42 @@ class Heard:
     dataset: Path | None = None
 
 
-def server_command(model: Path, port: int, section: dict[str, Any]) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "8", *LIVE]
-    return [*command, "--additional-config", json.dumps({"headway": section})]
+def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
+    arguments = ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
+    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
+    arguments += ["--max-model-len", "512", "--max-num-seqs", "8"]
+    arguments += ["--worker-cls", WORKER, "--scheduler-cls", SCHEDULER]
+    return [*arguments, "--additional-config", json.dumps({"headway": section})]
 
 
 @pytest.fixture(scope="module")
 def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
     folder = tmp_path_factory.mktemp("forecasts")
-    port, log, heard = free_port(), folder / "server.log", Heard(dataset=folder / "dataset")
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        subscriber.subscribe(b"")
-        endpoint = f"tcp://127.0.0.1:{subscriber.bind_to_random_port('tcp://127.0.0.1')}"
+    heard = Heard(dataset=folder / "dataset")
+    with listener() as listening:
         section = {
             "k": 1,  # so that the recorder and the forecaster take the same rows
             "record": {"path": str(heard.dataset), "dtype": "float32", "flush_seconds": 1},
             "forecast": {
                 "checkpoint": str(CHECKPOINT),
-                "telemetry": {"bind": "", "connect": [endpoint], "instance": "decode-0"},
+                "telemetry": {
+                    "bind": "",
+                    "connect": [listening.endpoint],
+                    "instance": "decode-0",
+                },
             },
         }
-        listening = threading.Event()
-
-        def listen() -> None:
-            while not listening.is_set():
-                if subscriber.poll(200):
-                    topic, payload = subscriber.recv_multipart()
-                    assert topic == TOPIC
-                    heard.messages.append(decode_message(payload))
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        with log.open("w") as output:
-            server = subprocess.Popen(
-                [*server_command(smollm2, port, section), "--async-scheduling"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            wait_until_ready(port, server, log)
-            ask(port, heard)
-            os.kill(server.pid, signal.SIGTERM)
-            server.wait(timeout=60)
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
-            listening.set()
-            listener.join()
+        with running_server(server_arguments(smollm2, section), folder / "server.log") as server:
+            ask(server.port, heard)
+            listening.wait_until(lambda messages: len(ends(messages)) == REQUESTS)
+            listening.wait_until_idle()
+        heard.messages = listening.messages
     heard.rows = load_rows(heard.dataset)
     yield heard
 
 
 def ask(port: int, heard: Heard) -> None:
-    """Eight clients at once, and a pause in which the engine is idle."""
+    """Eight clients at once."""
 
     def complete(i: int) -> None:
         body = {"model": "smollm2", "prompt": f"Write about the number {i}.", "temperature": 0}
@@ -121,7 +90,10 @@ def ask(port: int, heard: Heard) -> None:
         client.start()
     for client in clients:
         client.join()
-    threading.Event().wait(3)
+
+
+def ends(messages: list[Message]) -> list[Any]:
+    return [end for one in messages if isinstance(one, Finished) for end in one.requests]
 
 
 def told(heard: Heard) -> dict[tuple[str, int], tuple[int, np.ndarray]]:
@@ -159,12 +131,7 @@ def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard)
 
 
 def test_every_end_is_told_once_with_the_true_length(heard: Heard) -> None:
-    events = [
-        event
-        for message in heard.messages
-        if isinstance(message, Finished)
-        for event in message.requests
-    ]
+    events = ends(heard.messages)
     assert len(events) == len({event.request_id for event in events}) == REQUESTS
     for answer in heard.answers:
         (event,) = [event for event in events if answer["id"] in event.request_id]
@@ -197,17 +164,11 @@ def test_the_recording_beside_it_is_whole(heard: Heard) -> None:
 
 def test_the_engines_own_scheduler_knows_the_forecasts(smollm2: Path) -> None:
     """In process, where the scheduler can be looked at between steps."""
-    script = Path(__file__).with_name("scheduler_forecasts.py")
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(smollm2), str(CHECKPOINT)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    seen = run_forked(
+        forecasts_between_steps, str(smollm2), str(CHECKPOINT), 12, environment=in_process
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["scheduler"] == "SyncLiveHeadwayScheduler"
     assert seen["requests_forecast"] == 3
     assert seen["left_behind"] == 0, "forecasts of ended requests are dropped"
     for generated, at_forecast, mean, cap in seen["forecasts"]:
@@ -226,14 +187,8 @@ def test_an_engine_that_cannot_forecast_does_not_start(
         checkpoint = CHECKPOINT.with_name("smollm2-135m-instruct-star")
         expected = "holds a regression model"
     section = {"forecast": {"checkpoint": str(checkpoint), "telemetry": None}}
-    done = subprocess.run(
-        server_command(smollm2, free_port(), section),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode != 0
-    assert expected in done.stdout + done.stderr
+    printed = ended_server(server_arguments(smollm2, section), tmp_path / "server.log")
+    assert expected in printed
 
 
 def other_models_checkpoint(folder: Path) -> Path:

@@ -1,10 +1,6 @@
 """A vLLM API server with our worker class records what its clients happen to send."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from serving import free_port, post, wait_until_ready
+from forked_vllm import post, running_server
 
-from data_collection.dataset.dataset_schema import read_sessions
+from data_collection.dataset.dataset_schema import read_sessions, requests_files
 from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import RowTable, load_rows
 
@@ -34,30 +31,27 @@ class Served:
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("live")
     dataset = folder / "dataset"
-    port = free_port()
     config = {"headway": {"k": 5, "record": {"path": str(dataset), "flush_seconds": 1}}}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
-    command += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
-    command += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
-    command += ["--additional-config", json.dumps(config)]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        wait_until_ready(port, server, log)
-        answers = talk(port)
-        os.kill(server.pid, signal.SIGTERM)
-        server.wait(timeout=60)
-        yield Served(answers, load_rows(dataset), dataset)
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+    arguments = ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
+    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
+    arguments += ["--max-model-len", "1024", "--max-num-seqs", "8"]
+    arguments += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
+    arguments += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
+    arguments += ["--additional-config", json.dumps(config)]
+    with running_server(arguments, folder / "server.log") as server:
+        answers = talk(server.port)
+        wait_until_recorded(dataset, answers["left"]["id"])
+    yield Served(answers, load_rows(dataset), dataset)
+
+
+def wait_until_recorded(dataset: Path, name: str) -> None:
+    """Wait until the end of a request is in the dataset."""
+    while not any(
+        name in request_id
+        for file in requests_files(dataset)
+        for request_id in pq.read_table(file)["request_id"].to_pylist()
+    ):
+        time.sleep(0.2)
 
 
 def talk(port: int) -> dict[str, dict[str, Any]]:
@@ -94,7 +88,6 @@ def talk(port: int) -> dict[str, dict[str, Any]]:
             line = response.readline()
             if line.startswith(b"data: {"):
                 answers["left"] = json.loads(line[6:])
-    time.sleep(3)  # the server notices, and the recorder writes
     return answers
 
 

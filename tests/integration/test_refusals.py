@@ -1,12 +1,11 @@
 """What capture cannot read is refused at start-up, by name, from vLLM's own configuration."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_vllm import run_forked
+from offline_engines import record
 from vllm.engine.arg_utils import EngineArgs
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
@@ -72,17 +71,8 @@ def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records() -> None
 
 
 def test_an_engine_refuses_when_it_starts(smollm2: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.json").write_text("[[1, 2, 3]]")
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    command = [sys.executable, str(Path(__file__).with_name("record_offline.py")), str(smollm2)]
-    command += [str(tmp_path / "dataset"), json.dumps({"speculative_config": ngram})]
-    done = subprocess.run(
-        [*command, str(tmp_path / "prompts.json"), "4"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert done.returncode != 0
-    assert "Headway cannot capture hidden states: speculative decoding" in done.stdout + done.stderr
-    assert not (tmp_path / "dataset").exists()
+    dataset, options = tmp_path / "dataset", {"speculative_config": ngram}
+    with pytest.raises(RuntimeError, match="cannot capture hidden states: speculative decoding"):
+        run_forked(record, str(smollm2), str(dataset), options, [[1, 2, 3]], 4)
+    assert not dataset.exists()

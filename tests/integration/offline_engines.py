@@ -1,0 +1,77 @@
+"""What tests do with vLLM's offline engine; run in a process of its own, see `forked_vllm`."""
+
+from typing import Any
+
+__all__ = ["forecasts_between_steps", "record"]
+
+
+def record(
+    model: str, dataset: str, arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
+) -> dict[str, Any]:
+    """Record the answers to prompts; return vLLM's counters and what the engine runs with."""
+    from vllm import LLM, SamplingParams
+
+    from data_collection.workload.engine_options import engine_arguments
+
+    capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}
+    statistics = {"disable_log_stats": False}
+    engine = LLM(**engine_arguments(model, capture, arguments | statistics))
+    engine.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False),
+        use_tqdm=False,
+    )
+    config = engine.llm_engine.vllm_config
+    seen = {
+        "worker_cls": config.parallel_config.worker_cls,
+        "counters": {
+            metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+        },
+    }
+    engine.llm_engine.engine_core.shutdown()
+    return seen
+
+
+def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dict[str, Any]:
+    """Serve three prompts and look into the scheduler after every step.
+
+    The engine must run in this process: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+    """
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        worker_cls="predictor.live.vllm_worker.LiveHeadwayWorker",
+        scheduler_cls="predictor.live.vllm_scheduler.LiveHeadwayScheduler",
+        additional_config={
+            "headway": {"k": 4, "forecast": {"checkpoint": checkpoint, "telemetry": None}}
+        },
+    )
+    core = engine.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    for i in range(3):
+        prompt = {"prompt_token_ids": list(range(100 + i, 110 + 2 * i))}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        core.add_request(f"request-{i}", prompt, sampling)
+    names, forecasts = set(), []
+    while core.has_unfinished_requests():
+        core.step()
+        for name, request in scheduler.requests.items():
+            forecast = scheduler.remaining_forecast(request)
+            if forecast is not None:
+                names.add(name)
+                made, row = scheduler.headway_forecasts[name]
+                known = (request.num_output_tokens, int(made.generated_tokens[row]))
+                forecasts.append((*known, float(forecast.mean()[0]), request.max_tokens))
+    return {
+        "scheduler": type(scheduler).__qualname__,
+        "requests_forecast": len(names),
+        "left_behind": len(scheduler.headway_forecasts),
+        "forecasts": forecasts,
+    }
