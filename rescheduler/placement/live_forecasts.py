@@ -79,7 +79,7 @@ class LiveForecasts:
             most = requests[i].client.max_tokens
             if most is not None:
                 left[i] = max(1, most - requests[i].generated_tokens)
-        return SurvivalForecast.new(edges, survival, left).aged(age)
+        return SurvivalForecast(edges, survival, age, left)  # checked when it was received
 
     def _take(self, batch: ForecastBatch) -> None:
         """Keep the forecasts of a batch that are newer than what is known of their requests."""

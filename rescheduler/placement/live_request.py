@@ -72,6 +72,9 @@ class LiveRequest:
     Attributes:
         external_id: what engines call it, without what they append.
         hop: number of its placement on decode instances, from 0; -1 before the first.
+        instance: that it is on, if any.
+        destination: instance that it is on, or on its way to.
+        generating: whether its present instance has generated a token.
         generated_at_move: tokens when it last moved; None if it has not.
         avoid: instances that have just failed it, or turned it away.
         waiting_since: when it began to wait for a decode instance.
@@ -93,6 +96,9 @@ class LiveRequest:
         self.external_id = f"{'chatcmpl' if client.chat else 'cmpl'}-{name}"
         self.prompt_tokens = prompt_tokens
         self.hop = -1
+        self.instance: InstanceState | None = None
+        self.destination: InstanceState | None = None
+        self.generating = False
         self.generated_at_move: int | None = None
         self.avoid: frozenset[InstanceState] = frozenset()
         self.waiting_since = 0.0
@@ -129,24 +135,6 @@ class LiveRequest:
         return self._state
 
     @property
-    def instance(self) -> InstanceState | None:
-        """Instance that it is on, if any."""
-        state = self._state
-        if isinstance(state, (Freezing, Unanswered, Frozen)):
-            return state.move.source
-        if isinstance(state, Landing):
-            return state.move.target
-        if isinstance(state, (Prefilling, Placed, Returned, Decoding)):
-            return state.instance
-        return None
-
-    @property
-    def destination(self) -> InstanceState | None:
-        """Instance that it is on, or on its way to."""
-        state = self._state
-        return state.move.target if isinstance(state, (Freezing, Frozen)) else self.instance
-
-    @property
     def transfer_params(self) -> Params | None:
         """Where its instance finds its KV cache; None if the instance computes it."""
         state = self._state
@@ -158,11 +146,6 @@ class LiveRequest:
     def generated_tokens(self) -> int:
         """Tokens generated so far, on all instances."""
         return len(self.splicer.output_token_ids) or self._untracked
-
-    @property
-    def generating(self) -> bool:
-        """Whether its present instance has generated a token."""
-        return isinstance(self._state, (Decoding, Freezing, Unanswered, Frozen))
 
     @property
     def may_be_frozen(self) -> bool:
@@ -343,6 +326,11 @@ class LiveRequest:
         """Go to another state: the only place where a request's state changes."""
         check_transition(self._state, state)
         before, self._state = self._state, state
+        self.instance = _instance(state)
+        self.destination = (
+            state.move.target if isinstance(state, (Freezing, Frozen)) else self.instance
+        )
+        self.generating = isinstance(state, (Decoding, Freezing, Unanswered, Frozen))
         self._placements.put(self, self.instance)
         if isinstance(before, Freezing):
             before.move.answered.set_result(None)
@@ -350,3 +338,14 @@ class LiveRequest:
             before.move.landed.set_result(
                 isinstance(before, Landing) and isinstance(state, Decoding)
             )
+
+
+def _instance(state: RequestState) -> InstanceState | None:
+    """Return the instance that a request is on."""
+    if isinstance(state, (Freezing, Unanswered, Frozen)):
+        return state.move.source
+    if isinstance(state, Landing):
+        return state.move.target
+    if isinstance(state, (Prefilling, Placed, Returned, Decoding)):
+        return state.instance
+    return None

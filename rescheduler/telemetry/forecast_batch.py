@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.capture.request_ids import parse_request_id
 from predictor.live.telemetry_messages import RequestForecast
 
 __all__ = ["SURVIVAL_SCALE", "ForecastBatch"]
@@ -34,13 +33,21 @@ class ForecastBatch:
     survival: npt.NDArray[np.uint16]
 
     @classmethod
-    def new(cls, edges: Sequence[int], requests: Sequence[RequestForecast]) -> "ForecastBatch":
-        """Return what a checked message forecasts of some requests."""
+    def new(
+        cls, edges: Sequence[int], names: Sequence[str], requests: Sequence[RequestForecast]
+    ) -> "ForecastBatch":
+        """Return what a checked message forecasts of some requests.
+
+        Args:
+            edges: [n_edges] grid of the curves, in tokens.
+            names: [n] ids of the requests as clients know them.
+            requests: [n] as published.
+        """
         n = len(requests)
         coded = np.frombuffer(b"".join([one.survival for one in requests]), dtype="<u2")
         return cls(
             tuple(edges),
-            tuple([parse_request_id(one.request_id).external_id for one in requests]),
+            tuple(names),
             np.fromiter((one.prompt_tokens + one.forecast_at for one in requests), np.int64, n),
             np.fromiter((one.tokens_left for one in requests), np.int64, n),
             coded.reshape(n, len(edges)),

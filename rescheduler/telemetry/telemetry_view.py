@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from data_collection.capture.request_ids import parse_request_id
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
     TOPIC,
@@ -93,11 +94,13 @@ class RunningRequest:
     """A running request.
 
     Attributes:
+        name: its id as its client knows it.
         latest: its newest report; without its curve in a view without history.
         seq: number of the message that reported it.
         forecasts: its forecasts so far, oldest first; none in a view without history.
     """
 
+    name: str
     latest: RequestForecast
     seq: int
     forecasts: list[KeptForecast] = field(default_factory=list)
@@ -278,7 +281,8 @@ class TelemetryView:
                 self._take_snapshot(view, message)
             new = [one for one in message.requests if self._update(view, one, message.seq)]
             if new and not self._history:
-                self._batches.append(ForecastBatch.new(view.edges, new))
+                names = [view.requests[one.request_id].name for one in new]
+                self._batches.append(ForecastBatch.new(view.edges, names, new))
         return []
 
     def forecast(self, key: InstanceKey) -> tuple[list[str], SurvivalForecast]:
@@ -330,7 +334,7 @@ class TelemetryView:
         elif seq < request.seq or report.forecast_at < request.latest.forecast_at:
             return False
         if request is None:
-            request = RunningRequest(report, seq)
+            request = RunningRequest(parse_request_id(name).external_id, report, seq)
         newest = request.latest.forecast_at if request.forecasts else -1
         if self._history:
             request.keep_forecast(newest, report)
