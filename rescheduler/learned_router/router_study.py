@@ -87,13 +87,13 @@ def competitors(
         pooled: labels of those whose requests wait at the router.
 
     Raises:
-        ValueError: a policy or checkpoint that does not exist, or a label that none has.
+        ValueError: a policy or checkpoint that does not exist, or an unknown label.
     """
     choices = config.policy_choices()
     labels = [choice.label for choice in choices] + list(checkpoints)
     for label in pooled:
         if label not in labels:
-            raise ValueError(f"pooled: no policy or checkpoint {label!r}, only {labels}")
+            raise ValueError(f"pooled: unknown label {label!r}; known: {', '.join(labels)}")
     policies = [
         Competitor(
             choice.label,
@@ -126,7 +126,7 @@ def refuse_study(
     to_be_trained: Sequence[str],
     published: Mapping[str, float],
 ) -> None:
-    """Refuse before hours of training what would fail or be read past after them.
+    """Check before hours of training what would fail, or be overlooked, after them.
 
     Args:
         learned_in: by title, in which routers are trained; as configured without a title.
@@ -136,16 +136,16 @@ def refuse_study(
         published: by label.
 
     Raises:
-        ValueError: a setting that learning or the comparison cannot have, two of one label, a
-            label that is unknown, or a case of which a router knows nothing.
+        ValueError: a setting that training or the comparison does not support, a duplicate or
+            unknown label, or a case that a router was not trained for.
     """
     labels = [each.label for each in taking_part] + list(to_be_trained)
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"duplicate policy label {label!r}; rename one")
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
     for label in published:
         if label not in labels:
-            raise ValueError(f"published: unknown policy label {label!r}; known: {labels}")
+            raise ValueError(f"published: unknown label {label!r}; known: {', '.join(labels)}")
     for each in taking_part:
         if not each.policies:
             raise ValueError(f"checkpoints.{each.label}: at least one folder")
@@ -207,7 +207,7 @@ def episode_figures(result: RunResult) -> Figures:
 
 
 def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str) -> CaseFigures:
-    """Let all competitors route the same episodes, one for each of the configured seeds.
+    """Have all competitors route the same episodes, one for each of the configured seeds.
 
     Args:
         config: of the simulation.

@@ -46,7 +46,7 @@ class Recalibration:
         return self._now
 
     def update(self, new: int, context: int, seconds: float) -> None:
-        """Learn from a step; what is no number of seconds above 0 is left out."""
+        """Learn from a step; durations that are not positive and finite are ignored."""
         if not 0 < seconds < np.inf or new <= 0:
             return
         expected = self._now.seconds(new, context)

@@ -1,4 +1,4 @@
-"""`headway advise`: does forecasting pay on these requests?"""
+"""`headway advise`: estimate whether forecasting pays off on a trace."""
 
 import sys
 from collections.abc import Mapping
@@ -58,14 +58,14 @@ def advise(
     out: Path | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Say whether forecasting output lengths pays on a trace's requests, and which router to use.
+    """Estimate whether forecasting output lengths pays off on a trace, and recommend a router.
 
     Simulates routers that count requests, that balance tokens, and that look ahead, on the
     trace's own lengths and arrivals and on an overloaded cluster, and compares them by 95%
     intervals over seeds. Every seed draws the requests anew from the trace, in runs of
     consecutive ones that keep the gaps between them (a block bootstrap), and all routers serve
     the same draw: the intervals say how sure a gain is for traffic like this trace. Ctrl-C ends
-    it early and says what it has.
+    it early and reports what it has.
 
     Args:
         trace: file of requests: Azure's, BurstGPT's, Mooncake's or Headway's own columns, plain

@@ -54,7 +54,7 @@ def sweep(
     Raises:
         ValueError: a key that does not exist, a value that it refuses, or a folder that is not
             to be overwritten.
-        RuntimeError: there is no Ray, or no such cluster.
+        RuntimeError: Ray is not installed, or its cluster cannot be reached.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")

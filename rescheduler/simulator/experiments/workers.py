@@ -119,7 +119,7 @@ def run_in_threads(
             waiting = {threads.submit(compute, job): job for job in jobs}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
-        except BaseException:  # Ctrl-C among them: nobody waits for the others
+        except BaseException:  # Ctrl-C among them: do not wait for the others
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -154,7 +154,7 @@ def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcom
                     yield cell, future.result()
     except BrokenProcessPool:  # on handing out the next cell, which goes on waiting
         broken = True
-    except BaseException:  # Ctrl-C: nobody waits for the cells under way
+    except BaseException:  # Ctrl-C: do not wait for the cells under way
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
         raise

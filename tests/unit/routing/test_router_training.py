@@ -254,7 +254,7 @@ def test_competitors_play_the_same_episodes() -> None:
     assert case.summaries["round_robin"].mean["router_wait"] == pytest.approx(0.0)
     table = study_table({"small": case}, {"jsq_load": 1.5})
     assert "| jsq_load |" in "\n".join(table) and "1.50%" in table[-2]
-    with pytest.raises(ValueError, match="pooled: no policy or checkpoint 'fcfs', only"):
+    with pytest.raises(ValueError, match="pooled: unknown label 'fcfs'; known:"):
         competitors(config, {}, ["fcfs"])
 
 
@@ -327,7 +327,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--checkpoints", '{"rl guided": ["ROUTER"]}'], "duplicate policy label 'rl guided'"),
+        (["--checkpoints", '{"rl guided": ["ROUTER"]}'], "duplicate label 'rl guided'"),
         (["--checkpoints", '{"mine": []}'], "checkpoints.mine: at least one folder"),
         (["--cases", '{"fast": {"arrivals.rat": 3}}'], r"cases.fast: arrivals.rat = 3"),
         (["--train_on", '{"fast": {"arrivals.rat": 3}}'], r"train_on.fast: arrivals.rat = 3"),
@@ -339,7 +339,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         ),
         (["--cases", '{"big": {"cluster.instances": 3}}'], "cases.big: routers are trained for 2"),
         (["--cases", '{"one": {"policies": "jsq"}}'], "cases.one: policies are the same"),
-        (["--published", '{"jsqq": 1.0}'], "published: unknown policy label 'jsqq'"),
+        (["--published", '{"jsqq": 1.0}'], "published: unknown label 'jsqq'"),
         (["--dispatch", "pool"], "dispatch: instant"),
         (["--max_seconds", "3"], "max_seconds: an episode ends when"),
         (["--migration.planners", "star"], "migration.planners: routers do not learn"),
