@@ -45,9 +45,7 @@ def waves() -> list[dict[str, Any]]:
         ]
         for i, wave in enumerate(lengths)
     ]
-    growing = [
-        ask(f"grows{i}", prompt(50 + i, 120), 48, ttft_s=30.0, tpot_s=5.0) for i in range(6)
-    ]
+    growing = [ask(f"grows{i}", prompt(50 + i, 120), 48, ttft_s=30.0, tpot_s=5.0) for i in range(6)]
     patient = [
         ask(f"patient{i}", prompt(100 + i, 200), 4, ttft_s=600.0, tpot_s=10.0) for i in range(3)
     ]

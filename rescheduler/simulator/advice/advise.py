@@ -19,13 +19,13 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.experiments.progress import compile_notice
 from rescheduler.simulator.forecasts.forecast_error import MEASURED_SIGMA, forecast_error
-from rescheduler.simulator.forecasts.forecast_recording import read_recording
 from rescheduler.simulator.results.report_files import (
     about,
     json_text,
     refuse_foreign_folder,
     write_report,
 )
+from rescheduler.simulator.workloads.forecast_recording import read_recording
 from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecasts.forecast import SurvivalForecast
-from rescheduler.simulator.forecasts.forecast_recording import ForecastRecording
+from rescheduler.simulator.workloads.forecast_recording import ForecastRecording
 
 __all__ = ["MEASURED_INTERVAL", "MEASURED_SIGMA", "ForecastError", "forecast_error"]
 

@@ -19,7 +19,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     no_forecast,
     point_forecast,
 )
-from rescheduler.simulator.forecasts.forecast_recording import (
+from rescheduler.simulator.workloads.forecast_recording import (
     ForecastRecording,
     ReplayTrace,
     read_recording,

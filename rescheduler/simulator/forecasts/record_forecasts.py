@@ -15,7 +15,7 @@ from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
-from rescheduler.simulator.forecasts.forecast_recording import (
+from rescheduler.simulator.workloads.forecast_recording import (
     ForecastRecording,
     in_steps,
     write_recording,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from rescheduler.cluster.named_choice import create_named
-from rescheduler.simulator.forecasts.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.five_tasks import FiveTasks
+from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.length_generators import (
     GeometricLengths,
     HomogeneousLengths,

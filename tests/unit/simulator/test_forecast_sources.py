@@ -23,9 +23,9 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     expected_remaining,
     survival_row,
 )
-from rescheduler.simulator.forecasts.forecast_recording import ReplayTrace, read_recording
 from rescheduler.simulator.forecasts.forecast_sources import SOURCES, create_forecast
 from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
+from rescheduler.simulator.workloads.forecast_recording import ReplayTrace, read_recording
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import create_trace
 
