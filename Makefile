@@ -59,4 +59,4 @@ $(INSTALLED): pyproject.toml Makefile $(wildcard requirements/*.txt)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs/demo
+	rm -rf $(VENV) runs/demo site
