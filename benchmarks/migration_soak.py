@@ -201,7 +201,9 @@ async def _move_at_random(proxy: Proxy, moves: dict[str, int], generator: random
     decodes = [state for state in proxy.instances.values() if state.instance.role == "decode"]
 
     async def move() -> None:
-        movable = [request for request in running_requests(decodes) if request.can_move]
+        movable = [
+            request for request in running_requests(proxy.placements, decodes) if request.can_move
+        ]
         if not movable:
             return
         request = generator.choice(movable)
