@@ -109,6 +109,8 @@ class Dispatcher:
             async with asyncio.timeout(self._options.pool_seconds):
                 return await place
         except BaseException as error:
+            if place.done() and not place.cancelled() and place.result() is not None:
+                request.prefill_failed()  # granted in the very same moment
             self._for_prefill = deque(e for e in self._for_prefill if e[1] is not place)
             if isinstance(error, TimeoutError):
                 raise self._too_long("prefill") from error

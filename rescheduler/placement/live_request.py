@@ -301,7 +301,7 @@ class LiveRequest:
             self._enter(Returned(source) if returns else Waiting())
             return Leftover(source if unsent and not state.accepted else None)
         self._enter(Waiting(state.prefill if unsent and isinstance(state, Placed) else None))
-        return Leftover(state.move.source if isinstance(state, Frozen) else None)
+        return Leftover(state.move.source if isinstance(state, (Frozen, Unanswered)) else None)
 
     def finish(self) -> Leftover:
         """End, whether well or not; return what engines still keep for it."""
@@ -309,7 +309,9 @@ class LiveRequest:
         self._enter(Finished())
         if isinstance(state, Waiting):
             return Leftover(prefill=state.prefill)
-        if isinstance(state, Frozen) or (isinstance(state, Landing) and not state.accepted):
+        if isinstance(state, (Frozen, Unanswered)):
+            return Leftover(kept_at=state.move.source)
+        if isinstance(state, Landing) and not state.accepted:
             return Leftover(kept_at=state.move.source)
         return Leftover()
 

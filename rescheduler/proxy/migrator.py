@@ -101,11 +101,12 @@ class Migrator:
             unfrozen = await source.control.unfreeze(request.id, self._options.control_seconds)
         except ControlError as error:
             logger.warning("%s: %s", request.id, error)
-        if request.is_freezing(move):
-            if unfrozen:
-                request.not_frozen()
-            else:
-                request.unanswered()
+        if request.is_freezing(move) and unfrozen:
+            request.not_frozen()
+        elif request.is_freezing(move):
+            request.unanswered()
+        elif not unfrozen:
+            self.release(source, request.id)  # frozen after all, perhaps
         return "no_answer"
 
     async def _has_room(self, request: LiveRequest, target: InstanceState) -> bool:

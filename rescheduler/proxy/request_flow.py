@@ -15,7 +15,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.request_state import Landing, Leftover, Returned, Waiting
+from rescheduler.placement.request_state import Landing, Leftover, Prefilling, Returned, Waiting
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
@@ -84,24 +84,48 @@ class RequestFlow:
             instance = await self._dispatcher.take_prefill(request)
             if instance is None:
                 return
-            try:
-                params, prompt_tokens = await self._upstream.prefill(
+            call = asyncio.ensure_future(
+                self._upstream.prefill(
                     instance.instance, request.client.path, body, request.headers
                 )
+            )
+            try:
+                request.prefilled(*await asyncio.shield(call))
             except UpstreamError as error:
                 self.failed(instance, error)
                 request.prefill_failed()
-                self._dispatcher.wake()
+            except asyncio.CancelledError:
+                self._background(self._end_prefill(request, call))
+                raise
+            except EngineRefusedError:
+                request.prefill_failed()
+                raise
             else:
                 instance.breaker.succeeded()
-                request.prefilled(params, prompt_tokens)
-                self._dispatcher.wake()
                 return
+            finally:
+                self._dispatcher.wake()
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""
-        self._free(request, request.finish())
-        self._dispatcher.wake()
+        if not isinstance(request.state, Prefilling):  # else `_end_prefill` does it
+            self._free(request, request.finish())
+            self._dispatcher.wake()
+
+    async def _end_prefill(
+        self, request: LiveRequest, call: asyncio.Future[tuple[dict[str, Any], int]]
+    ) -> None:
+        """End a request whose client has left during its prefill, when that is answered.
+
+        An engine keeps the blocks of a finished prefill until its lease ends, also if nobody
+        has read the answer. So the answer is read, and the blocks are freed. Until then the
+        request keeps its place on the prefill instance, which is busy with it.
+        """
+        try:
+            request.prefilled(*await call)
+        except (UpstreamError, EngineRefusedError):
+            request.prefill_failed()
+        self.leave(request)
 
     def failed(self, instance: InstanceState, error: UpstreamError) -> None:
         """Note that a call to an instance failed."""

@@ -67,8 +67,8 @@ async def live(data: st.DataObject) -> None:
     def free(request: LiveRequest, leftover: Leftover) -> None:
         if leftover.prefill is not None:
             assert kept.pop(request) is None
-        if leftover.kept_at is not None:
-            assert kept.pop(request) is leftover.kept_at
+        if leftover.kept_at is not None:  # perhaps, after a freeze without an answer
+            assert kept.pop(request, leftover.kept_at) is leftover.kept_at
 
     def prefilled(request: LiveRequest) -> None:
         request.prefilled(PARAMS, 7)
