@@ -68,6 +68,7 @@ def train(
         PredictorTraining,
         RowsDataModule,
         parser_class=parser_class,
+        parser_kwargs={"prog": "headway train"},
         subclass_mode_model=True,
         args=arguments,
         seed_everything_default=0,

@@ -15,7 +15,7 @@ __all__ = ["CommandParser", "CommandParsing"]
 
 _UNKNOWN = re.compile(
     r"unrecognized arguments: (?P<dashes>--)(?P<option>[\w.-]+)"
-    r"|^Option '(?P<key>[\w.-]+)' is not accepted"
+    r"|(?:^Option|does not accept option) '(?P<key>[\w.-]+)'"
 )
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w.]*_[\w.]*")
 
@@ -34,8 +34,9 @@ class CommandParsing:
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report what is wrong, and exit with status 2."""
+        message = _shortened(message)
         unknown = _UNKNOWN.search(message)
-        if unknown is not None:
+        if unknown is not None and "did you mean" not in message:
             message += _suggestion(self, unknown)
         super().error(_dashed(message), ex)  # type: ignore[misc]
 
@@ -57,6 +58,13 @@ class CommandParser(CommandParsing, ArgumentParser):
         formatter = super()._get_formatter()
         formatter._fill_text = _paragraphs
         return formatter
+
+
+def _shortened(message: str) -> str:
+    """Return the line about an unknown key, without the types that were tried around it."""
+    key = re.match(r'Parser key "([\w.-]+)":\n', message)
+    found = re.search(r"Option '[\w.-]+' is not accepted.*", message)
+    return f"{key[1]}: {found[0]}" if key and found else message
 
 
 def _suggestion(parser: Any, unknown: re.Match[str]) -> str:

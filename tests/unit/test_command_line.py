@@ -1,5 +1,6 @@
 """The command ``headway``: help, configuration files, and one line for each mistake."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 from recorded_dataset import record
 
-from rescheduler.commands.command_line import main
+from rescheduler.commands.command_line import _VERBS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,16 +61,33 @@ def test_help_teaches(
         (["simulate", "--config", "MISSPELT"], "did you mean cluster.instances?"),
         (["collect", "out", "--modle=x"], "did you mean --model?"),
         (["doctor", "--quite-another-thing"], "unrecognized arguments"),
+        (["advise", "trace", "--kv-capacty", "3"], "did you mean --kv-capacity?"),
+        (["serve", "--proxy.prt", "3"], "did you mean --proxy.port?"),
+        (["launch", "--config", "MISSPELT_PROXY"], "did you mean proxy.port?"),
+        (["train", "fit", "--data.datset", "x"], "did you mean --data.dataset?"),
+        (["train", "fit", "--config", "MISSPELT_PATIENCE"], "did you mean patience?"),
+        (
+            ["train", "fit", "--model", "SurvivalTraining", "--model.init-args.nois", "3"],
+            "did you mean noise?",
+        ),
+        (["study", "scalin"], "did you mean scaling?"),
+        (["colect"], "did you mean collect?"),
     ],
 )
-def test_a_misspelt_option_is_told_in_two_lines(
+def test_a_misspelt_option_or_key_is_reported_in_two_lines(
     tmp_path: Path, arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "misspelt.yaml").write_text("clustr: {instances: 3}\n")
-    given = [word.replace("MISSPELT", str(tmp_path / "misspelt.yaml")) for word in arguments]
+    files = {
+        "MISSPELT": "clustr: {instances: 3}\n",
+        "MISSPELT_PROXY": "model: m\ninstances: []\nproxi: {port: 3}\n",
+        "MISSPELT_PATIENCE": "patienc: 3\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    given = [str(tmp_path / word) if word in files else word for word in arguments]
     assert exit_status(*given) == 2
-    told = capsys.readouterr().err
-    assert meant in told and told.count("\n") == 2
+    reported = capsys.readouterr().err
+    assert meant in reported and reported.count("\n") == 2, reported
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
@@ -99,6 +117,55 @@ def test_every_configuration_file_is_accepted(
     if arguments[0] == "train":
         for name, value in given["model"]["init_args"].items():
             assert printed["model"]["init_args"][name] == value
+
+
+REQUIRED = {
+    "model": ["smollm2"],
+    "collect": ["out"],
+    "dataset": ["validate", "dataset"],
+    "train": ["fit", "--model", "SurvivalTraining", "--data.dataset", "dataset"],
+    "train-length": ["dataset", "prompts"],
+    "tune": ["dataset"],
+    "evaluate": ["dataset", "checkpoint"],
+    "recalibrate": ["checkpoint", "finished", "out"],
+    "launch": ["--config", "configs/serve/local-pd.yaml"],
+    "serve": ["--config", "configs/serve/local-pd.yaml"],
+    "drain": ["decode-0"],
+    "profile": ["out"],
+    "keys": ["folder"],
+    "advise": ["trace"],
+    "sweep": ["--out", "out"],
+    "study": ["rescheduling", "--out", "out", "--cases", "{}"],
+    "record": ["dataset", "checkpoint", "out"],
+    "train-router": ["--out", "out"],
+}
+
+
+@pytest.mark.parametrize("verb", [*_VERBS])
+def test_every_verb_prints_its_help_and_its_configuration(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    required = REQUIRED.get(verb, [])
+    name = required[:1] if verb in ("dataset", "study", "train") else []
+    assert exit_status(verb, *name, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--config" in shown and "--print-config" in shown
+    assert not re.search(r"(?<!-)--[a-z.]*_", shown), "options are spelt with dashes"
+    assert exit_status(verb, *required, "--print-config") == 0
+    assert isinstance(yaml.safe_load(capsys.readouterr().out), dict)
+
+
+def test_options_are_spelt_with_dashes_or_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    local = ["launch", "--config", str(ROOT / "configs/serve/local-pd.yaml")]
+    given = ["--proxy.pool-seconds", "7", "--engine.kv_blocks=9", "--at-once", "2", "--serve"]
+    more = ["--migration.interval-seconds", "3", "--only", "decode-0", "decode-1"]
+    assert exit_status(*local, *given, *more, "--print-config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["proxy"]["pool_seconds"] == 7.0 and printed["engine"]["kv_blocks"] == 9
+    assert printed["at_once"] == 2 and printed["serve"] is True
+    assert printed["migration"] == {"name": "survival", "interval_seconds": 3}
+    assert printed["only"] == ["decode-0", "decode-1"]
 
 
 def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
