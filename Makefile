@@ -1,5 +1,5 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
-#             between engines (about 15 minutes)
+#             between engines (about 15 minutes); the engines' logs are in runs/demo
 # make test   every test, with a real vLLM
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
 # make docs   the documentation site, in site/

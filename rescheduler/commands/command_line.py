@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from rescheduler.commands.quiet import quieten
+from rescheduler.commands.quiet import quieten, quieten_loggers
 
 __all__ = ["main"]
 
@@ -188,7 +188,9 @@ def _usage() -> str:
 def _run(verb: str, rest: list[str]) -> Any:
     found = _VERBS[verb]
     if verb in _OWN_COMMAND_LINES:
-        return _load(found.function)(rest)
+        run = _load(found.function)
+        quieten_loggers(verbose="--verbose" in rest)
+        return run(rest)
     function, prog = found.function, f"headway {verb}"
     if found.members:
         name, rest = (rest[0], rest[1:]) if rest else ("--help", [])
@@ -201,7 +203,9 @@ def _run(verb: str, rest: list[str]) -> Any:
         function, prog = found.members[name][0], f"{prog} {name}"
     from rescheduler.commands.command import run_command
 
-    return run_command(_load(function), rest, prog)
+    loaded = _load(function)
+    quieten_loggers(verbose="--verbose" in rest)
+    return run_command(loaded, rest, prog)
 
 
 def _unknown(prog: str, what: str, given: str, known: Mapping[str, Any]) -> int:

@@ -1,10 +1,10 @@
-"""What the libraries under a verb print: nothing below a warning of their own, unless asked."""
+"""Silence for the libraries that a verb uses."""
 
 import logging
 import os
 import warnings
 
-__all__ = ["quieten"]
+__all__ = ["quieten", "quieten_loggers"]
 
 _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -13,7 +13,7 @@ _ENVIRONMENT = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities")
+_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 
 def quieten(verbose: bool) -> None:
@@ -25,6 +25,10 @@ def quieten(verbose: bool) -> None:
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+
+
+def quieten_loggers(verbose: bool) -> None:
+    """Silence loggers that set their own level when they are imported, unless ``verbose``."""
+    for name in () if verbose else _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
