@@ -1,5 +1,6 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
+# make unit   the unit tests, in two processes
 # make test   every test, with a real vLLM
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
 # make docs   the documentation site, in site/
@@ -30,11 +31,12 @@ demo: $(INSTALLED)
 	$(BIN)/headway evaluate $(RUN)/dataset $(RUN)/predictor --out $(RUN)/evaluation
 	$(BIN)/headway demo
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest tests
+test: unit
+	$(BIN)/python -m pytest tests/integration tests/e2e
 
+# A file stays in one process: its tests share trained models and compiled code.
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
