@@ -21,8 +21,8 @@ _FORKING = str(Path(__file__).with_name("forked_engines"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.get("PYTHONPATH")]))
 
 # The first example of a property may compile, and no test depends on the machine's load.
-settings.register_profile("default", deadline=None, max_examples=25)
-settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.register_profile("default", deadline=None, derandomize=False, max_examples=25)
+settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

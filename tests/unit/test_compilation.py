@@ -55,7 +55,7 @@ def _run(project: Path, home: Path) -> list[str]:
     return done.stdout.split()
 
 
-def test_code_is_compiled_again_when_a_constant_or_callee_of_another_file_changes(
+def test_a_change_in_another_file_compiles_its_callers_again(
     tmp_path: Path,
 ) -> None:
     """Files of one name, one size and one time: neither name nor time may stand for contents."""

@@ -66,7 +66,7 @@ def test_with_moderate_capacity_decodes_that_can_wait_do() -> None:
     assert seconds == 1 + 1.125 + 3.375 + 0.375
 
 
-def test_with_constrained_capacity_urgent_decodes_come_first_and_prompts_are_cut() -> None:
+def test_urgent_decodes_come_first_when_capacity_is_constrained() -> None:
     # B = 4, the TPOT: 3 s for two urgent decodes of 1.125. Of 0.75 s the prompt's context takes
     # 32/64, and two of its tokens fit the rest.
     requests = [prefill(1.0, 32), decode(3.0, 64), decode(7.0, 64), decode(8.5, 0)]
@@ -111,7 +111,7 @@ def test_the_second_chunk_pays_for_the_first_ones_context() -> None:
     assert seconds == 1 + 0.125 + (1 + 1) + (0.5 + 0.375) == 4.0
 
 
-def test_a_late_prompt_whose_context_leaves_no_room_gets_what_the_tokens_have() -> None:
+def test_a_late_prompt_without_room_gets_the_tokens_left() -> None:
     # B = 4, 3 s; the decode takes 2.125. The late prompt's context takes 4 s: it gets 0.875 s of
     # tokens without. The shorter one behind it, which would fit, waits.
     requests = [decode(4.0, 128), prefill(-1.0, 200, 256), prefill(2.0, 2)]

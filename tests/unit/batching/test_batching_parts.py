@@ -58,7 +58,7 @@ def test_an_engine_without_requests_has_its_whole_budget() -> None:
     assert budget == 960
 
 
-def test_a_waiting_prompt_takes_its_tokens_off_the_budget_whether_eligible_or_not() -> None:
+def test_a_waiting_prompt_lowers_the_budget_eligible_or_not() -> None:
     rest = RequestTable.of([decode("a", 5.0)])
     both = RequestTable.of([decode("a", 5.0), prefill("b", 5.0, 100, eligible=False)])
     free = np.full(2, np.inf)

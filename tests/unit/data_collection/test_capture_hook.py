@@ -65,7 +65,7 @@ def test_a_requests_own_tokens_decide_for_datasets() -> None:
     ]
 
 
-def test_every_kth_step_takes_all_requests_for_forecasts_and_every_prefill_its_own() -> None:
+def test_every_kth_step_takes_all_requests_and_a_prefill_its_own() -> None:
     _, by_step, generated = staggered()
     assert by_step.captured() == [
         (1, "a", 0),

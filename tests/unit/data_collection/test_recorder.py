@@ -221,7 +221,7 @@ def test_a_full_disk_keeps_rows_and_the_folder_valid_until_there_is_room(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_disk_that_stays_full_holds_no_more_than_the_bound_and_counts_the_rest(
+def test_rows_held_for_a_full_disk_are_bounded_and_the_rest_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pq, "write_table", FailingDisk(lambda call: True))

@@ -104,7 +104,7 @@ def test_minimising_recovers_the_hazards_of_geometric_lengths(p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [0.05, 0.2])
-def test_heavy_censoring_leaves_the_hazards_unbiased_and_cut_as_ended_is_short(p: float) -> None:
+def test_hazards_are_unbiased_under_heavy_censoring(p: float) -> None:
     length, cap = geometric(p), geometric(p, seed=1)
     cut, remaining = length > cap, torch.minimum(length, cap)
     assert 0.4 < cut.double().mean() < 0.6
@@ -178,7 +178,7 @@ def test_rates_are_positive_where_nothing_ended() -> None:
     assert rates.max() < 0.01
 
 
-def test_the_likelihood_takes_away_the_bias_of_the_l1_losses_on_cut_requests(
+def test_the_likelihood_removes_the_bias_of_l1_on_cut_requests(
     survival_checkpoint: Path, regressor_checkpoint: Path, as_ended_checkpoint: Path
 ) -> None:
     # Half of the requests were cut, the long ones more often. The true medians are known.

@@ -192,7 +192,7 @@ def test_rows_of_cut_requests_count_as_asked(
     assert sum(len(part) for part in data.parts.values()) == np.isin(reasons, kept).sum()
 
 
-def test_tokens_left_are_those_to_max_tokens_or_to_the_longest_where_unknown(
+def test_tokens_left_end_at_max_tokens_or_the_longest_answer(
     dataset: Path,
 ) -> None:
     table = load_rows(dataset).select(np.arange(3))

@@ -96,7 +96,7 @@ def test_within_counts_the_rows_that_may_generate_more() -> None:
     assert reversed_auc == 0
 
 
-def test_within_is_unknown_where_no_row_counts_and_has_no_auc_where_all_are_alike() -> None:
+def test_within_is_unknown_without_rows_and_has_no_auc_of_one_class() -> None:
     brier, auc = within(curves(0.5, 0.5), outcomes([5, 5], [True, True]), 10)
     assert np.isnan(brier) and auc is None
     brier, auc = within(curves(0.5, 0.7), outcomes([5, 5]), 10)
@@ -112,11 +112,11 @@ def test_the_integrated_brier_score_by_hand() -> None:
     assert integrated_brier(PointForecast.new([4, 99], came.left), came) == 0
 
 
-def test_the_integrated_brier_score_is_unknown_where_every_cap_is_the_next_token() -> None:
+def test_the_integrated_brier_score_needs_a_cap_beyond_one_token() -> None:
     assert np.isnan(integrated_brier(curves(0.5), Outcomes(*map(np.array, ([1], [True], [1])))))
 
 
-def test_the_integrated_brier_score_agrees_with_torchsurv_where_nothing_is_cut() -> None:
+def test_the_integrated_brier_score_is_torchsurvs_without_cuts() -> None:
     from torchsurv.metrics.brier_score import BrierScore
 
     forecast, came = drawn_from_its_forecast()
@@ -279,7 +279,7 @@ def test_a_miscalibrated_forecast_is_found_out(power: float) -> None:
     assert p_value < 1e-9
 
 
-def test_intervals_of_requests_that_were_taken_as_ended_where_cut_do_not_cover() -> None:
+def test_intervals_do_not_cover_when_cut_counts_as_ended() -> None:
     forecast, came = drawn_from_its_forecast()
     as_ended = Outcomes(came.remaining, np.zeros(N, dtype=bool), came.left)
     _, p_value = d_calibration(levels_of(forecast, as_ended), as_ended.cut)
@@ -405,7 +405,7 @@ def test_the_kaplan_meier_curve_agrees_with_torchsurv(observed: list[tuple[int, 
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
-def test_without_cuts_the_kaplan_meier_curve_is_the_share_that_lived_longer(
+def test_kaplan_meier_without_cuts_is_the_share_that_lived_longer(
     totals: list[int],
 ) -> None:
     values = np.array(totals)

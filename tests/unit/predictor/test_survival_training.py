@@ -63,7 +63,7 @@ def test_fit_writes_a_survival_checkpoint_with_its_card(
     assert (survival_checkpoint / "dataset_card.md").read_text().startswith("---")
 
 
-def test_the_forecast_is_a_curve_capped_by_max_tokens_that_tells_long_from_short(
+def test_the_curve_is_capped_by_max_tokens_and_tells_long_from_short(
     memoryless: Path, survival_checkpoint: Path
 ) -> None:
     table = load_rows(memoryless)
@@ -126,7 +126,7 @@ def test_without_recalibration_the_learned_curves_are_used(
     assert predictor.edges.tolist() == [0, 9, 90], "a grid of one's own"
 
 
-def test_training_starts_from_the_hazards_of_all_rows_even_where_every_answer_is_one_token(
+def test_training_starts_from_the_hazards_of_all_rows(
     tmp_path: Path,
 ) -> None:
     record_memoryless(tmp_path / "dataset", n_requests=100)
@@ -158,7 +158,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("star", "censor", "give --data.cut_requests leave_out or as_ended"),
     ],
 )
-def test_cut_requests_that_a_training_cannot_use_are_refused_with_what_to_give(
+def test_cut_requests_that_a_training_cannot_use_are_refused(
     memoryless: Path,
     tmp_path: Path,
     predictor: str,
@@ -325,7 +325,7 @@ def other_split(memoryless: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return fit("star", memoryless, out, *FEW_ROWS, *TRAINED, "--data.split_seed", "5")
 
 
-def test_a_regressor_of_the_same_split_is_taken_whatever_it_did_with_cut_requests(
+def test_a_regressor_of_the_same_split_is_accepted(
     memoryless: Path, regressor_checkpoint: Path, as_ended_checkpoint: Path
 ) -> None:
     data = RowsDataModule(memoryless, cut_requests="censor")

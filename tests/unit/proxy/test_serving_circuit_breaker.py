@@ -49,7 +49,7 @@ def test_the_wait_doubles_with_every_probe_that_fails_up_to_sixteen_times(probes
 
 
 @given(st.lists(st.sampled_from(["fail", "probe", "succeed"]), max_size=60))
-def test_it_is_closed_exactly_when_too_few_failures_followed_the_last_success(
+def test_it_is_closed_until_enough_failures_follow_a_success(
     events: list[str],
 ) -> None:
     breaker, failures, now = CircuitBreaker(3, 1.0), 0, 0.0

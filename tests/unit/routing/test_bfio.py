@@ -343,7 +343,7 @@ def test_a_request_that_fits_nobody_waits_until_it_starves(solver: str) -> None:
     assert assigned(misfit, horizon=0, solver=solver, starvation=7).tolist() == [1, -1, -1]
 
 
-def test_the_exact_solver_ends_at_its_time_limit_no_worse_than_the_fast_one() -> None:
+def test_the_exact_solver_at_its_time_limit_is_no_worse_than_fast() -> None:
     view = random_cluster(np.random.default_rng(1), 6, 40, np.full(6, 3))
     problem = problem_of(view, 20)
     solution = solve_exactly(problem, time_limit=0.2)

@@ -173,7 +173,7 @@ def test_a_reserve_is_kept_with_instant_dispatch_too() -> None:
     assert waits.requests.placed[1] >= waits.requests.end[0]
 
 
-def test_the_fewest_tokens_to_process_count_prompts_until_their_first_token() -> None:
+def test_tokens_to_process_count_prompts_until_their_first_token() -> None:
     view = cluster([[(50, 30.0)], [(10, 40.0)]], [(20, 5.0)])
     assert JSQTokens().assign(view).instance.tolist() == [0]
     unread = replace(view, generated_tokens=np.array([0, 1]), prompt_tokens=np.array([50, 9]))

@@ -34,7 +34,7 @@ def test_the_named_bucket_stays_and_ages() -> None:
         assert later == [max(first - n, 1.0) for n in (50, 100, 199)]
 
 
-def test_as_many_are_right_as_it_says_and_errors_follow_how_common_buckets_are() -> None:
+def test_accuracy_is_as_set_and_errors_follow_bucket_frequencies() -> None:
     outputs = [500] * 20_000
     said = np.array(named(Classified(accuracy=0.79), outputs, seed=7))
     assert np.mean(said == 500.0) == pytest.approx(0.79, abs=0.01)

@@ -111,7 +111,7 @@ def test_throttled_takes_the_first_worker_below_its_limit_or_waits() -> None:
     assert placed("throttled", queueing, limit=3) == [1]
 
 
-def test_max_capacity_takes_most_free_tokens_and_does_not_look_past_the_front() -> None:
+def test_max_capacity_takes_most_free_tokens_for_the_front_only() -> None:
     view = cluster([[(10, 9)], [(150, 9)]], [(45, 1), (60, 1), (1, 1)], capacity=[100, 200])
     assert placed("max_capacity", view) == [0, -1, -1]  # 90 and 50 free; then 45 and 50
     unlimited = cluster([[(10, 9)], [(9, 9)]], [(5, 1), (5, 1)])

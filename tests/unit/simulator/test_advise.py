@@ -279,7 +279,7 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads((out / "advice.json").read_text()) == found, "the same command, the same"
 
 
-def test_without_arrivals_or_when_it_cannot_keep_up_only_overload_is_judged(
+def test_without_arrivals_or_capacity_only_overload_is_judged(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = tmp_path / "lengths.csv"

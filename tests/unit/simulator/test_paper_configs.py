@@ -101,7 +101,7 @@ def test_the_released_sample_has_the_statistics_of_its_header() -> None:
     assert np.corrcoef(prompt, output)[0, 1] == pytest.approx(0.367, abs=0.02)
 
 
-def test_the_barrier_tax_trace_lives_as_long_as_the_papers_and_fills_its_slots() -> None:
+def test_the_barrier_tax_trace_has_the_papers_lengths_and_load() -> None:
     values = values_of("barrier_tax")
     options = {key: v for key, v in values["trace"].items() if key != "name"}
     _, output = LognormalLengths(**options).draw(np.random.default_rng(0), 400_000)

@@ -204,7 +204,7 @@ def test_every_policy_is_compared_with_every_planner() -> None:
     assert both["fcfs, blind"].policy.name == "fcfs"
 
 
-def test_a_planner_takes_its_costs_from_the_transfer_and_may_have_forecasts_of_its_own() -> None:
+def test_a_planner_has_the_transfers_costs_and_may_have_its_own_forecasts() -> None:
     made = contenders(
         **migration(
             "survival",
