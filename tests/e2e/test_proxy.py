@@ -273,34 +273,43 @@ def test_a_full_pool_is_429_with_a_time_to_try_again(
         small.run(work)
 
 
+@pytest.fixture(scope="module")
+def impatient_proxy(
+    deployment: RunningDeployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A proxy that soon gives an engine up that does not answer."""
+    deadlines = {"connect_seconds": 2.0, "freeze_seconds": 5.0, "control_seconds": 5.0}
+    deadlines |= {"token_seconds": 5.0, "moved_token_seconds": 10.0}
+    port = deployment.deployment.proxy.port + 501
+    with served(deployment, tmp_path_factory.mktemp("proxy"), port=port, **deadlines) as running:
+        yield running
+
+
 @pytest.mark.parametrize("how", ["killed", "hanging"])
 def test_an_engine_that_fails_loses_no_token(
-    deployment: RunningDeployment, tmp_path: Any, how: str
+    deployment: RunningDeployment, impatient_proxy: Served, how: str
 ) -> None:
-    port = deployment.deployment.proxy.port + 501
-    with served(deployment, tmp_path, port=port, token_seconds=5.0) as running:
+    async def work(client: Client) -> None:
+        body = {**LONG, "max_tokens": 80}
+        expected = text_of(await client.stream(body, url=client.direct))
+        victims: list[str] = []
 
-        async def work(client: Client) -> None:
-            body = {**LONG, "max_tokens": 80}
-            expected = text_of(await client.stream(body, url=client.direct))
-            victims: list[str] = []
+        async def at(chunks: int) -> None:
+            if chunks == 30 and not victims:
+                victims.append(await client.busy())
+                if how == "killed":
+                    deployment.launched.kill(victims[0])
+                else:
+                    deployment.launched.signal(victims[0], signal.SIGSTOP)
 
-            async def at(chunks: int) -> None:
-                if chunks == 30 and not victims:
-                    victims.append(await client.busy())
-                    if how == "killed":
-                        deployment.launched.kill(victims[0])
-                    else:
-                        deployment.launched.signal(victims[0], signal.SIGSTOP)
+        chunks = await client.stream(body, at=at)
+        assert text_of(chunks) == expected
+        assert await client.metric("headway_proxy_recomputed_total", instance=victims[0]) >= 1
+        if how == "killed":
+            await asyncio.to_thread(deployment.launched.restart, victims[0])
+        else:
+            deployment.launched.signal(victims[0], signal.SIGCONT)
+        while (await client.instances())[victims[0]]["state"] != "closed":
+            await asyncio.sleep(0.1)
 
-            chunks = await client.stream(body, at=at)
-            assert text_of(chunks) == expected
-            assert await client.metric("headway_proxy_recomputed_total", instance=victims[0]) >= 1
-            if how == "killed":
-                await asyncio.to_thread(deployment.launched.restart, victims[0])
-            else:
-                deployment.launched.signal(victims[0], signal.SIGCONT)
-            while (await client.instances())[victims[0]]["state"] != "closed":
-                await asyncio.sleep(0.1)
-
-        running.run(work)
+    impatient_proxy.run(work)

@@ -1,13 +1,20 @@
 """A short soak: random moves, clients that leave, an instance killed and started again."""
 
 import asyncio
-from typing import Any
+
+from msgspec.structs import replace
+from running_deployment import RunningDeployment
 
 from benchmarks.migration_soak import soak
+from rescheduler.engines.deployment import ProxyOptions
 
 
-def test_no_token_is_lost_or_changed_among_random_moves(deployment: Any) -> None:
-    result = asyncio.run(soak(deployment.launched, deployment.deployment, 15, seed=3))
+def test_no_token_is_lost_or_changed_among_random_moves(
+    deployment: RunningDeployment,
+) -> None:
+    described = deployment.deployment
+    described = replace(described, proxy=ProxyOptions(port=described.proxy.port))
+    result = asyncio.run(soak(deployment.launched, described, 15, seed=3))
     assert (result.lost, result.changed, result.leaked_blocks) == (0, 0, 0)
     assert result.kills == 1
     assert result.abandoned > 0

@@ -57,7 +57,7 @@ def recording(
         for text in texts
     ]
     arguments = {"dtype": "float32", "enforce_eager": True, **CASES[request.param]}
-    dataset, tokens = folder / "dataset", 90 if request.param == "stress" else 40
+    dataset, tokens = folder / "dataset", 60 if request.param == "stress" else 40
     seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
     assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
     return Recording(load_rows(dataset), seen["counters"])
