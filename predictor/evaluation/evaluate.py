@@ -14,11 +14,11 @@ from data_collection.atomic_file import write_text_atomically
 from data_collection.dataset.split import split_requests
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier
-from predictor.evaluation.evaluation_figures import draw_figures
-from predictor.evaluation.evaluation_report import markdown_report
-from predictor.evaluation.evaluation_result import AgeScores, Calibration, Evaluation, MethodResult
+from predictor.evaluation.figures import draw_figures
 from predictor.evaluation.latency import median_latency_ms
 from predictor.evaluation.metrics import error_by_bin, summarise_errors
+from predictor.evaluation.report import markdown_report
+from predictor.evaluation.result import AgeScores, Calibration, Evaluation, MethodResult
 from predictor.evaluation.survival_metrics import (
     Outcomes,
     d_calibration,

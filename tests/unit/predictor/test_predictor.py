@@ -19,7 +19,7 @@ from predictor import (
     SurvivalMLP,
     load_predictor,
 )
-from predictor.evaluation.evaluation_result import LABELS, OWN_NAME
+from predictor.evaluation.result import LABELS, OWN_NAME
 from predictor.evaluation.survival_metrics import LEVELS, WITHIN
 from predictor.models.hidden_state_mlp import COUNTS, HiddenStateMLP
 from predictor.training.row_table import load_rows

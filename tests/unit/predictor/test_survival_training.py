@@ -12,7 +12,7 @@ from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
 from predictor import CheckpointError, RemainingLengthMLP, RequestRows, SurvivalMLP, load_predictor
 from predictor.evaluation.comparators import Regressor
-from predictor.evaluation.evaluation_result import LABELS, OWN_NAME
+from predictor.evaluation.result import LABELS, OWN_NAME
 from predictor.forecasts.recalibration import Recalibration
 from predictor.forecasts.survival_grid import survival_edges
 from predictor.training.row_table import RowTable, load_rows

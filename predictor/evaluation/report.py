@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from predictor.evaluation.evaluation_result import (
+from predictor.evaluation.metrics import BinnedError
+from predictor.evaluation.result import (
     LABELS,
     OWN_NAME,
     AgeScores,
     Evaluation,
     MethodResult,
 )
-from predictor.evaluation.metrics import BinnedError
 from predictor.evaluation.survival_metrics import LEVELS, WITHIN
 
 __all__ = ["markdown_report"]

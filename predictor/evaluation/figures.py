@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.atomic_file import replace_file
-from predictor.evaluation.evaluation_result import (
+from predictor.evaluation.result import (
     LABELS,
     OWN_NAME,
     AgeScores,
