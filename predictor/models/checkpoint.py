@@ -13,7 +13,9 @@ from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 
-__all__ = ["export_checkpoint", "load_predictor"]
+__all__ = ["WEIGHTS", "export_checkpoint", "load_predictor", "read_config"]
+
+WEIGHTS = "model.safetensors"
 
 _KINDS: dict[str, type[HiddenStateMLP]] = {
     "regression": RemainingLengthMLP,
@@ -31,20 +33,17 @@ def load_predictor(checkpoint: str) -> HiddenStateMLP:
         CheckpointError: the folder lacks its files, or they are damaged or of no known kind.
     """
     folder = Path(checkpoint)
-    if folder.exists():
-        for name in ("config.json", "model.safetensors"):
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{folder}: no {name}, so this is no checkpoint")
-    try:
-        local = folder.exists()
-        path = folder / "config.json" if local else Path(hf_hub_download(checkpoint, "config.json"))
-        kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{checkpoint}/config.json: not JSON: {error}") from error
-    except Exception as error:  # the hub raises its own
-        raise CheckpointError(
-            f"{checkpoint}: neither a folder nor a readable model of the hub: {error}"
-        ) from error
+    local = folder.exists()
+    if not local:
+        try:
+            folder = Path(hf_hub_download(checkpoint, "config.json")).parent
+        except Exception as error:  # the hub raises its own
+            raise CheckpointError(
+                f"{checkpoint}: neither a folder nor a readable model of the hub: {error}"
+            ) from error
+    kind = read_config(folder).get("kind")
+    if local and not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder}: no {WEIGHTS}, so this is no checkpoint")
     if kind not in _KINDS:
         raise CheckpointError(
             f"{checkpoint}: config.json says kind {kind!r}; known: {', '.join(_KINDS)}"
@@ -55,6 +54,23 @@ def load_predictor(checkpoint: str) -> HiddenStateMLP:
     except Exception as error:  # safetensors, torch and the hub each raise their own
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {error}") from error
     return loaded.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's ``config.json``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/config.json: not a JSON object")
+    return config
 
 
 def export_checkpoint(predictor: HiddenStateMLP, folder: Path, provenance: dict[str, Any]) -> None:

@@ -6,13 +6,12 @@ from pathlib import Path
 from data_collection.versions import machine, source_commit, versions
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
-from predictor.prompt_length.bucket_curve import Shape
-from predictor.prompt_length.encoder_training import EncoderOptions
+from predictor.prompt_length.buckets import BucketOptions, Shape
+from predictor.prompt_length.encoder import EncoderOptions
 from predictor.prompt_length.forest import ForestOptions
-from predictor.prompt_length.length_buckets import BucketOptions
-from predictor.prompt_length.length_report import LengthResults, write_results
-from predictor.prompt_length.length_study import LengthStudy, StudyOptions
 from predictor.prompt_length.prompt_table import PromptSplit, load_answered_prompts
+from predictor.prompt_length.report import LengthResults, write_results
+from predictor.prompt_length.study import LengthStudy, StudyOptions
 
 __all__ = ["train_length"]
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from data_collection.models import resolve_model
 from predictor.evaluation.comparators.text_regressor import FineTuning, TextNetwork, TextRegressor
+from predictor.models.text_backbone import train_last_layers
 
 __all__ = ["AuxiliaryCausalLM"]
 
@@ -19,13 +19,7 @@ class _LastTokenRegressor(TextNetwork):
 
     def __init__(self, backbone: Any, train_layers: int) -> None:
         super().__init__(backbone)
-        layers = _transformer_layers(backbone)
-        if not 0 <= train_layers <= len(layers):
-            raise ValueError(f"train_layers is {train_layers}, the model has {len(layers)} layers")
-        # No graph is kept below the first trained layer, so the frozen part costs a forward only.
-        backbone.requires_grad_(False)
-        for layer in layers[len(layers) - train_layers :]:
-            layer.requires_grad_(True)
+        train_last_layers(backbone, train_layers)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the scaled remaining length, [batch]; padding is on the right."""
@@ -37,17 +31,6 @@ class _LastTokenRegressor(TextNetwork):
             states[torch.arange(len(states), device=states.device), last]
         ).squeeze(-1)
         return remaining
-
-
-def _transformer_layers(backbone: Any) -> nn.ModuleList:
-    """Return the stack of layers, which each architecture keeps under another name."""
-    depth = backbone.config.num_hidden_layers
-    for module in backbone.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise ValueError(
-        f"{type(backbone).__name__} has no list of {depth} layers to train the last of"
-    )
 
 
 class AuxiliaryCausalLM(TextRegressor):

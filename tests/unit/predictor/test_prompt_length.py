@@ -19,8 +19,8 @@ from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import DatasetError
 from data_collection.dataset.split import split_requests
 from predictor import CheckpointError, PointForecast, SurvivalForecast
-from predictor.evaluation.comparators.auxiliary_encoder import minilm_folder
 from predictor.evaluation.survival_metrics import Outcomes
+from predictor.models.text_backbone import minilm_folder
 from predictor.prompt_length import (
     BucketCurve,
     LengthBuckets,
@@ -29,14 +29,13 @@ from predictor.prompt_length import (
     load_length_predictor,
     load_task_classifier,
 )
-from predictor.prompt_length.encoder_classifier import EncoderClassifier
-from predictor.prompt_length.encoder_training import EncoderOptions, train_classifier
+from predictor.prompt_length.checkpoint import save_length_predictor, save_task_classifier
+from predictor.prompt_length.encoder import EncoderClassifier, EncoderOptions, train_classifier
 from predictor.prompt_length.forest import ForestOptions, LengthForest
-from predictor.prompt_length.length_checkpoint import save_length_predictor, save_task_classifier
-from predictor.prompt_length.length_scores import crps
 from predictor.prompt_length.prompt_table import load_answered_prompts
-from predictor.prompt_length.text_batches import LabelledTexts, text_batches
+from predictor.prompt_length.scores import crps
 from predictor.training.row_table import load_rows
+from predictor.training.text_batches import LabelledTexts, text_batches
 from rescheduler.commands.command_line import main
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "prompt_length"
@@ -198,7 +197,7 @@ def test_training_tells_texts_apart(
 def test_more_layers_than_there_are_cannot_learn(tiny_encoder: Path, tmp_path: Path) -> None:
     classifier = classifier_of(tiny_encoder, hinted=False)
     texts = LabelledTexts([[1, 2]], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match="train_layers is 3, the encoder has 2 layers"):
+    with pytest.raises(ValueError, match="train_layers is 3, the model has 2 layers"):
         train_classifier(classifier, texts, texts, EncoderOptions(train_layers=3), tmp_path, 0)
 
 

@@ -1,4 +1,4 @@
-"""Batches of tokenised texts of like length, so that little is padded."""
+"""Batches of tokenised texts, padded."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["LabelledTexts", "TextBatch", "text_batches"]
+__all__ = ["LabelledTexts", "TextBatch", "shuffled_text_batches", "text_batches"]
 
 _POOL = 16
 """Batches that are shuffled together before they are put in order of length."""
@@ -18,16 +18,16 @@ class LabelledTexts(NamedTuple):
     """Texts and what they are.
 
     Attributes:
-        token_ids: of each text, in the encoder's tokens.
-        labels: [n] indices.
+        token_ids: of each text, in the reading model's tokens.
+        labels: [n] indices of classes, or numbers.
     """
 
     token_ids: Sequence[Sequence[int]]
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
 
 
 class TextBatch(NamedTuple):
-    """Texts of like length, padded on the right.
+    """Texts, padded on the right.
 
     Attributes:
         input_ids: [n, length].
@@ -41,15 +41,52 @@ class TextBatch(NamedTuple):
 
 
 def text_batches(
-    texts: LabelledTexts, batch_size: int, padding: int, seed: int | None = None
+    texts: LabelledTexts,
+    batch_size: int,
+    padding: int,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> DataLoader[TextBatch]:
-    """Return batches of like length; in random order, another one in each pass, given a seed."""
+    """Return batches of like length, so that little is padded.
+
+    With a seed they come in random order, another one in each pass. Each pass draws one number
+    from ``generator``; None draws it from torch's own, which the dropout uses too.
+    """
     lengths = np.array([len(ids) for ids in texts.token_ids])
     return DataLoader(
         _Texts(texts, padding),
         batch_sampler=_LikeLengths(lengths, batch_size, seed),
         collate_fn=_as_is,
+        generator=generator,
     )
+
+
+def shuffled_text_batches(
+    texts: LabelledTexts, batch_size: int, padding: int, order: np.random.Generator
+) -> DataLoader[TextBatch]:
+    """Return batches of at most ``batch_size`` texts, as even as can be, shuffled in each pass."""
+    return DataLoader(
+        _Texts(texts, padding),
+        batch_sampler=_Shuffled(len(texts.token_ids), batch_size, order),
+        collate_fn=_as_is,
+        generator=torch.Generator(),  # leaves the random numbers of the dropout alone
+    )
+
+
+class _Shuffled(Sampler[list[int]]):
+    """Indices in batches that are shuffled only."""
+
+    def __init__(self, n: int, batch_size: int, order: np.random.Generator) -> None:
+        self._n = n
+        self._batches = -(-n // batch_size)
+        self._order = order
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = np.array_split(self._order.permutation(self._n), self._batches)
+        return iter([batch.tolist() for batch in batches])
 
 
 class _LikeLengths(Sampler[list[int]]):

@@ -10,24 +10,22 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as numpy_bytes
 
 from data_collection.atomic_file import replace_file, write_text_atomically
+from predictor.models.checkpoint import WEIGHTS, read_config
+from predictor.models.checkpoint_card import prompt_card
 from predictor.models.hidden_state_mlp import CheckpointError
-from predictor.prompt_length.bucket_curve import BucketCurve
-from predictor.prompt_length.encoder_classifier import EncoderClassifier
+from predictor.prompt_length.buckets import BucketCurve, LengthBuckets
+from predictor.prompt_length.encoder import EncoderClassifier
 from predictor.prompt_length.forest import LengthForest
-from predictor.prompt_length.length_buckets import LengthBuckets
-from predictor.prompt_length.length_card import length_card
-from predictor.prompt_length.length_predictor import LengthPredictor, PromptClassifier
+from predictor.prompt_length.predictor import LengthPredictor, PromptClassifier
 
 __all__ = [
     "load_length_predictor",
     "load_task_classifier",
-    "read_prompt_config",
     "save_length_predictor",
     "save_task_classifier",
 ]
 
 _LENGTH, _TASK = "prompt_length", "prompt_task"
-_WEIGHTS = "model.safetensors"
 
 
 def save_length_predictor(predictor: LengthPredictor, folder: Path) -> None:
@@ -55,7 +53,7 @@ def load_length_predictor(folder: Path) -> LengthPredictor:
     Raises:
         CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
     """
-    config = read_prompt_config(folder)
+    config = read_config(folder)
     classifier = _load(folder, config, _LENGTH)
     try:
         curve = dict(config["curve"])
@@ -76,26 +74,9 @@ def load_task_classifier(folder: Path) -> EncoderClassifier:
     Raises:
         CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
     """
-    classifier = _load(folder, read_prompt_config(folder), _TASK)
+    classifier = _load(folder, read_config(folder), _TASK)
     assert isinstance(classifier, EncoderClassifier)  # as all that `save_task_classifier` takes
     return classifier
-
-
-def read_prompt_config(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's ``config.json``.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder}/config.json: no JSON object")
-    return config
 
 
 def _save(
@@ -125,10 +106,10 @@ def _save(
         weights = torch_bytes(own)
     else:
         raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
-    with replace_file(folder / _WEIGHTS) as temporary:
+    with replace_file(folder / WEIGHTS) as temporary:
         temporary.write_bytes(weights)
     config["provenance"] = dict(provenance)
-    write_text_atomically(folder / "README.md", length_card(config))
+    write_text_atomically(folder / "README.md", prompt_card(config))
     write_text_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
 
@@ -146,7 +127,7 @@ def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier 
 
 
 def _load_forest(folder: Path, config: dict[str, Any]) -> LengthForest:
-    return LengthForest(config["labels"], config["tasks"], load_file(folder / _WEIGHTS))
+    return LengthForest(config["labels"], config["tasks"], load_file(folder / WEIGHTS))
 
 
 def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
@@ -164,5 +145,5 @@ def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
         config["max_tokens"],
         config["dropout"],
     )
-    load_model(classifier, str(folder / _WEIGHTS), strict=True)
+    load_model(classifier, str(folder / WEIGHTS), strict=True)
     return classifier.eval()

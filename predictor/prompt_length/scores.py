@@ -8,7 +8,7 @@ from sklearn.metrics import f1_score
 
 from predictor.evaluation.survival_metrics import Outcomes, survival_scores
 from predictor.forecasts.forecast import Forecast
-from predictor.prompt_length.length_buckets import LengthBuckets
+from predictor.prompt_length.buckets import LengthBuckets
 from predictor.prompt_length.prompt_table import AnsweredPrompts
 
 __all__ = ["LengthScores", "accuracy_by_task", "crps", "length_scores"]

@@ -9,20 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.versions import machine, source_commit, versions
-from predictor.prompt_length.bucket_curve import BucketCurve
-from predictor.prompt_length.encoder_classifier import EncoderClassifier
-from predictor.prompt_length.encoder_training import EncoderOptions, train_classifier
-from predictor.prompt_length.forest import ForestOptions, LengthForest
-from predictor.prompt_length.length_checkpoint import (
+from predictor.models.checkpoint import read_config
+from predictor.prompt_length.buckets import BucketCurve
+from predictor.prompt_length.checkpoint import (
     load_length_predictor,
     load_task_classifier,
-    read_prompt_config,
     save_length_predictor,
     save_task_classifier,
 )
-from predictor.prompt_length.length_predictor import LengthPredictor
+from predictor.prompt_length.encoder import EncoderClassifier, EncoderOptions, train_classifier
+from predictor.prompt_length.forest import ForestOptions, LengthForest
+from predictor.prompt_length.predictor import LengthPredictor
 from predictor.prompt_length.prompt_table import AnsweredPrompts
-from predictor.prompt_length.text_batches import LabelledTexts
+from predictor.training.text_batches import LabelledTexts
 
 __all__ = ["LengthVariants", "TrainingData"]
 
@@ -173,7 +172,7 @@ class LengthVariants:
     def _is_there(self, folder: Path, settings: dict[str, Any]) -> bool:
         if not (folder / "config.json").is_file():
             return False
-        if read_prompt_config(folder).get("provenance", {}).get("settings") != settings:
+        if read_config(folder).get("provenance", {}).get("settings") != settings:
             raise ValueError(
                 f"{folder} was trained with other settings: give another --out, or move it away"
             )

@@ -10,15 +10,13 @@ import numpy as np
 from predictor.evaluation.comparators import KaplanMeier
 from predictor.forecasts.forecast import Forecast
 from predictor.models.hidden_state_mlp import HiddenStateMLP
-from predictor.prompt_length.bucket_curve import BucketCurve, Shape
-from predictor.prompt_length.bucket_frequencies import BucketFrequencies
-from predictor.prompt_length.encoder_training import EncoderOptions
+from predictor.prompt_length.buckets import BucketCurve, LengthBuckets, Shape
+from predictor.prompt_length.encoder import EncoderOptions
 from predictor.prompt_length.forest import ForestOptions
-from predictor.prompt_length.length_buckets import LengthBuckets
-from predictor.prompt_length.length_predictor import LengthPredictor
-from predictor.prompt_length.length_scores import LengthScores, accuracy_by_task, length_scores
-from predictor.prompt_length.length_variants import LengthVariants, TrainingData
+from predictor.prompt_length.predictor import BucketFrequencies, LengthPredictor
 from predictor.prompt_length.prompt_table import Prompts, PromptSplit
+from predictor.prompt_length.scores import LengthScores, accuracy_by_task, length_scores
+from predictor.prompt_length.variants import LengthVariants, TrainingData
 from predictor.training.rows_data_module import request_rows
 
 __all__ = ["METHODS", "LengthStudy", "StudyOptions", "TaskScores"]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from data_collection.atomic_file import replace_file, write_text_atomically
-from predictor.prompt_length.length_buckets import LengthBuckets
-from predictor.prompt_length.length_scores import LengthScores
-from predictor.prompt_length.length_study import METHODS, TaskScores
+from predictor.prompt_length.buckets import LengthBuckets
 from predictor.prompt_length.prompt_table import AnsweredPrompts
+from predictor.prompt_length.scores import LengthScores
+from predictor.prompt_length.study import METHODS, TaskScores
 
 __all__ = ["LengthResults", "write_results"]
 
