@@ -13,7 +13,6 @@ are not free at the end. All three must be 0.
 """
 
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rescheduler.demo.demo_proxy import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import Launched, launched
 from rescheduler.engines.launch_local import local_deployment
+from rescheduler.openai.event_stream import read_events
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
 
@@ -185,10 +185,7 @@ async def _generate(
 ) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with session.post(url + path, json=body) as response:
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
+        async for chunk in read_events(response.content):
             for choice in chunk.get("choices", []):
                 answer.tokens += choice.get("token_ids") or []
                 answer.ended |= choice.get("finish_reason") in ("stop", "length")

@@ -27,6 +27,7 @@ import numpy as np
 import yaml
 
 from benchmarks.report import arguments, report
+from rescheduler.openai.event_stream import read_events
 
 _PATH = "/v1/completions"
 _PROMPT = "Tell me of a river that runs to the sea"
@@ -184,14 +185,12 @@ class _Client:
         first = True
         async with self._session.post(url + _PATH, json=body) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
+            async for chunk in read_events(response.content):
                 now = time.monotonic()
                 if first:
                     times.first.append(now - started)
                     first = False
-                written = float(msgspec.json.decode(line[6:])["choices"][0]["text"])
+                written = float(chunk["choices"][0]["text"])
                 times.token.append(now - written)
 
 

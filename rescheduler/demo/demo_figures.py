@@ -1,11 +1,11 @@
-"""What a load's clients saw, in figures: goodput, TPOT, TTFT, preemptions, migrations."""
+"""Figures of what a load's clients saw: goodput, TPOT, TTFT, preemptions, migrations."""
 
-import re
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from rescheduler.demo.demo_load import ServedRequest
 from rescheduler.engines.deployment import Deployment
@@ -17,7 +17,7 @@ _METRICS_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Objectives:
-    """What a request has to meet to count for goodput.
+    """The latencies that a request must meet to count for goodput.
 
     Attributes:
         ttft_s: seconds to its first token, at most.
@@ -87,9 +87,10 @@ def metric_total(url: str, name: str, **labels: str) -> float:
         OSError: nothing answers there.
     """
     with urllib.request.urlopen(url, timeout=_METRICS_SECONDS) as response:
-        text = response.read().decode()
-    total = 0.0
-    for line in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? .*$", text, re.MULTILINE):
-        if all(f'{key}="{value}"' in line for key, value in labels.items()):
-            total += float(line.rpartition(" ")[2])
-    return total
+        families = text_string_to_metric_families(response.read().decode())
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )

@@ -1,7 +1,6 @@
 """A load for an OpenAI-compatible server: requests at given times, and when each token came."""
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import aiohttp
+
+from rescheduler.openai.event_stream import read_events
 
 __all__ = ["LoadRequest", "LoadRun", "Piece", "ServedRequest"]
 
@@ -179,10 +180,7 @@ class LoadRun:
 
 async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None:
     """Read server-sent events, a line each, to their end."""
-    async for line in response.content:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
-        chunk: dict[str, Any] = json.loads(line[6:])
+    async for chunk in read_events(response.content):
         if "error" in chunk:
             served.error = str(chunk["error"])
             return

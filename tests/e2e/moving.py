@@ -1,7 +1,6 @@
 """Streams of decode engines, and moving a request between them as a proxy does."""
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from rescheduler.openai.event_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozenError
 
@@ -44,9 +44,8 @@ class Engine:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async with self.session.post(self.url + path, json=body) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    yield json.loads(line[6:])
+            async for chunk in read_events(response.content):
+                yield chunk
 
     async def prompt_tokens(self) -> dict[str, float]:
         """Prompt tokens so far, by where their KV cache came from."""

@@ -1,7 +1,6 @@
 """A real proxy before the session's engines, and clients that read its streams."""
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from running_deployment import RunningDeployment
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import write_deployment
+from rescheduler.openai.event_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["CHAT", "COMPLETIONS", "Client", "Served", "logprobs_of", "served", "text_of"]
@@ -116,12 +116,11 @@ class Client:
         asked = {"model": "smollm2", "stream": True, **body}
         async with self.session.post((url or self.proxy) + path, json=asked) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    chunks.append(json.loads(line[6:]))
-                    assert "error" not in chunks[-1], chunks[-1]
-                    if at is not None:
-                        await at(len(chunks))
+            async for chunk in read_events(response.content):
+                assert "error" not in chunk, chunk
+                chunks.append(chunk)
+                if at is not None:
+                    await at(len(chunks))
         return chunks
 
     async def instances(self) -> dict[str, dict[str, Any]]:
