@@ -1,6 +1,6 @@
 """Coarser and staler forecasts, to see what accuracy and freshness are worth (STAR §6.5)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ __all__ = [
     "binned",
     "renewed_every",
     "star_bins",
-    "star_variants",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -80,14 +79,3 @@ def renewed_every(source: ForecastSource, interval: int) -> ForecastSource:
         return source(generated - since).aged(since)
 
     return forecast
-
-
-def star_variants(source: ForecastSource, context: int) -> dict[str, ForecastSource]:
-    """Return the variants of STAR's Tables 3 and 4 by name: bins, and prediction intervals."""
-
-    def coarse(edges: Sequence[int] | IntArray) -> ForecastSource:
-        return lambda generated: binned(source(generated), edges)
-
-    bins = {f"{n} bins": coarse(star_bins(n, context)) for n in STAR_BINS}
-    intervals = {f"every {n} tokens": renewed_every(source, n) for n in (1, 20, 100)}
-    return bins | intervals

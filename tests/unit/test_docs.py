@@ -34,8 +34,22 @@ def test_the_readme_forecasts_as_it_says(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < early <= middle <= late <= 824 - 50
 
 
+def test_the_forecast_page_loads_and_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    exec(python_blocks("forecast.md")[0], names)
+    forecast = names["forecast"]
+    survival = forecast.at([0, 16, 64])
+    assert survival.shape == (2, 3)
+    assert (survival[:, 0] == 1).all()
+    assert (np.diff(survival) <= 0).all()
+    np.testing.assert_allclose(
+        forecast.aged(10).at([6])[:, 0] * forecast.at([10])[:, 0], survival[:, 1]
+    )
+
+
 def test_the_forecast_page_computes_what_it_says() -> None:
-    (block,) = python_blocks("forecast.md")
+    _, block = python_blocks("forecast.md")
     names: dict[str, object] = {}
     exec(block, names)
     forecast = names["forecast"]

@@ -9,7 +9,6 @@ from predictor.forecasts.forecast_sensitivity import (
     binned,
     renewed_every,
     star_bins,
-    star_variants,
 )
 
 TOTALS = np.array([90, 4_000, 20_000, 32_000])
@@ -53,8 +52,8 @@ def test_a_forecast_renewed_rarely_ages_in_between() -> None:
 
 
 def test_an_oracle_that_ages_stays_an_oracle() -> None:
-    for variant in ("every 1 tokens", "every 20 tokens", "every 100 tokens"):
-        remaining = star_variants(oracle, 32768)[variant](np.array([7, 33, 250, 31_999]))
+    for interval in (1, 20, 100):
+        remaining = renewed_every(oracle, interval)(np.array([7, 33, 250, 31_999]))
         assert remaining.mean().tolist() == (TOTALS - [7, 33, 250, 31_999]).tolist()
 
 
