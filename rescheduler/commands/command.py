@@ -54,7 +54,8 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
         parser.add_argument("--verbose", type=bool, default=False, help=_VERBOSE_HELP)
     before = parameters.index("config") if "config" in parameters else len(parameters)
     options: dict[str, Any] = {"as_group": False, "sub_configs": True}
-    first, last = set(parameters[:before]), set(parameters[before:])
+    first: set[str | int] = set(parameters[:before])
+    last: set[str | int] = set(parameters[before:])
     parser.add_function_arguments(function, as_positional=True, skip=last, **options)
     if last:
         skipped = first | {"config"}

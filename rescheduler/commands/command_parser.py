@@ -3,15 +3,15 @@
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from rescheduler.commands.option_spelling import normalised
 
-__all__ = ["CommandParser", "CommandParsing"]
+__all__ = ["CommandParser"]
 
 _UNKNOWN = re.compile(
     r"unrecognized arguments: (?P<dashes>--)(?P<option>[\w.-]+)"
@@ -20,17 +20,32 @@ _UNKNOWN = re.compile(
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w.]*_[\w.]*")
 
 
-class CommandParsing:
-    """How verbs read their options, mixed into `jsonargparse.ArgumentParser`.
+class _HelpFormatter(DefaultHelpFormatter):
+    """Keeps the paragraphs of a description apart."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
+            for paragraph in text.split("\n\n")
+        )
+
+
+class CommandParser(ArgumentParser):
+    """The parser of a verb.
 
     Options are spelt with dashes, as ``--kv-capacity``; underscores are accepted too. An unknown
     option or YAML key is reported with the closest known one.
     """
 
-    def parse_args(self, args: list[str] | None = None, *more: Any, **options: Any) -> Any:
+    def __init__(self, *args: Any, formatter_class: Any = _HelpFormatter, **options: Any) -> None:
+        super().__init__(*args, formatter_class=formatter_class, **options)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *more: Any, **options: Any
+    ) -> Any:
         """Parse options spelt with dashes or underscores."""
         given = sys.argv[1:] if args is None else args
-        return super().parse_args(normalised(self, given), *more, **options)  # type: ignore[misc]
+        return super().parse_args(normalised(self, given), *more, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report what is wrong, and exit with status 2."""
@@ -38,26 +53,17 @@ class CommandParsing:
         unknown = _UNKNOWN.search(message)
         if unknown is not None and "did you mean" not in message:
             message += _suggestion(self, unknown)
-        super().error(_dashed(message), ex)  # type: ignore[misc]
+        super().error(_dashed(message), ex)
 
-    def format_help(self) -> str:
+    def format_help(self, *args: Any, **options: Any) -> str:
         """Return the help, its options spelt with dashes."""
-        text = super().format_help().replace("{true,false}", "[true|false]")  # type: ignore[misc]
+        text = super().format_help(*args, **options).replace("{true,false}", "[true|false]")
         return _dashed(text).replace("``", "`")
 
     def print_usage(self, file: Any = None) -> None:
         """Print the usage where it is asked for, but not before an error."""
         if file is not sys.stderr:
-            super().print_usage(file)  # type: ignore[misc]
-
-
-class CommandParser(CommandParsing, ArgumentParser):
-    """The parser of a verb."""
-
-    def _get_formatter(self) -> Any:
-        formatter = super()._get_formatter()
-        formatter._fill_text = _paragraphs
-        return formatter
+            super().print_usage(file)
 
 
 def _shortened(message: str) -> str:
@@ -87,10 +93,3 @@ def _options(parser: Any) -> Iterator[str]:
 
 def _dashed(text: str) -> str:
     return _OPTION.sub(lambda option: option[0].replace("_", "-"), text)
-
-
-def _paragraphs(text: str, width: int, indent: str) -> str:
-    return "\n\n".join(
-        textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
-        for paragraph in text.split("\n\n")
-    )

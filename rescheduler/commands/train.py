@@ -3,12 +3,12 @@
 from lightning.pytorch.cli import LightningArgumentParser
 
 from predictor.training import train_command
-from rescheduler.commands.command_parser import CommandParsing
+from rescheduler.commands.command_parser import CommandParser
 
 __all__ = ["train"]
 
 
-class _TrainParser(CommandParsing, LightningArgumentParser):
+class _TrainParser(CommandParser, LightningArgumentParser):
     """Lightning's parser."""
 
 
