@@ -13,6 +13,7 @@ import torch
 from forked_vllm import ended_server, post, run_forked, running_server
 from listening import listener
 from offline_engines import forecasts_between_steps
+from recorded_requests import wait_until_recorded
 
 from data_collection.dataset.validate_dataset import validate
 from predictor.live.telemetry_messages import (
@@ -54,11 +55,12 @@ def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
     folder = tmp_path_factory.mktemp("forecasts")
-    heard = Heard(dataset=folder / "dataset")
+    dataset = folder / "dataset"
+    heard = Heard(dataset=dataset)
     with listener() as listening:
         section = {
             "k": 1,  # so that the recorder and the forecaster take the same rows
-            "record": {"path": str(heard.dataset), "dtype": "float32", "flush_seconds": 1},
+            "record": {"path": str(dataset), "dtype": "float32", "flush_seconds": 1},
             "forecast": {
                 "checkpoint": str(CHECKPOINT),
                 "telemetry": {
@@ -72,8 +74,9 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
             ask(server.port, heard)
             listening.wait_until(lambda messages: len(ends(messages)) == REQUESTS)
             listening.wait_until_idle()
+            wait_until_recorded(dataset, REQUESTS)
         heard.messages = listening.messages
-    heard.rows = load_rows(heard.dataset)
+    heard.rows = load_rows(dataset)
     yield heard
 
 

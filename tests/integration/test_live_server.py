@@ -2,18 +2,17 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from forked_vllm import post, running_server
+from recorded_requests import wait_until_recorded
 
-from data_collection.dataset.dataset_schema import read_sessions, requests_files
+from data_collection.dataset.dataset_schema import read_sessions
 from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import RowTable, load_rows
 
@@ -40,18 +39,8 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     arguments += ["--additional-config", json.dumps(config)]
     with running_server(arguments, folder / "server.log") as server:
         answers = talk(server.port)
-        wait_until_recorded(dataset, answers["left"]["id"])
+        wait_until_recorded(dataset, 5)
     yield Served(answers, load_rows(dataset), dataset)
-
-
-def wait_until_recorded(dataset: Path, name: str) -> None:
-    """Wait until the end of a request is in the dataset."""
-    while not any(
-        name in request_id
-        for file in requests_files(dataset)
-        for request_id in pq.read_table(file)["request_id"].to_pylist()
-    ):
-        time.sleep(0.2)
 
 
 def talk(port: int) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,16 @@
+"""Wait for what a recorder writes."""
+
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from data_collection.dataset.dataset_schema import requests_files
+
+__all__ = ["wait_until_recorded"]
+
+
+def wait_until_recorded(dataset: Path, count: int) -> None:
+    """Wait until the ends of so many requests are in a dataset."""
+    while sum(pq.read_metadata(file).num_rows for file in requests_files(dataset)) < count:
+        time.sleep(0.2)
