@@ -66,7 +66,7 @@ class ContinuedText:
         self._last_was_special = False
 
     def skip(self, characters: int) -> None:
-        """Say how much of the text the client has already."""
+        """Set how much of the text the client already has."""
         self._taken = characters
 
     def add(self, token_ids: Sequence[int], ended_by_token: bool = False) -> int:
@@ -75,7 +75,7 @@ class ContinuedText:
         Args:
             token_ids: newly generated.
             ended_by_token: the last one ended the request (an end of sequence, or a stop
-                token), and is shown only if the rules say so.
+                token), and is shown only if the rules include it.
         """
         for i, token in enumerate(token_ids):
             last = ended_by_token and i + 1 == len(token_ids)

@@ -21,7 +21,7 @@ _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
 class RequestRefusedError(Exception):
-    """A request that the proxy answers with an error.
+    """Raised when the proxy answers a request with an error.
 
     Args:
         status: of the HTTP answer.
@@ -148,7 +148,7 @@ def read_request(path: str, raw: bytes) -> ClientRequest:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefusedError(400, f"the body is no JSON: {error}") from error
+        raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from error
     try:
         read = msgspec.convert(body, _Read)
     except msgspec.ValidationError as error:
@@ -156,9 +156,7 @@ def read_request(path: str, raw: bytes) -> ClientRequest:
         raise RequestRefusedError(400, message, at.rstrip("`") or None) from error
     for field in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(read, field) is not None or field in (read.vllm_xargs or {}):
-            raise RequestRefusedError(
-                400, f"`{field}` is between the proxy and its engines; leave it out", field
-            )
+            raise RequestRefusedError(400, f"`{field}` is set by the proxy; leave it out", field)
     chat = path == CHAT
     direct, pinned = _direct(read, body, chat), _pinned(read, body, chat)
     maximum = read.max_tokens

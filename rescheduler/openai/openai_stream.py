@@ -72,7 +72,7 @@ def read_chunk(data: bytes) -> Chunk:
     """Read a chunk.
 
     Raises:
-        msgspec.DecodeError: no chunk.
+        msgspec.DecodeError: not a chunk.
     """
     return _decoder.decode(data)
 
@@ -109,7 +109,7 @@ class StreamSplicer:
         prompt_token_ids: of the prompt, once the first chunk came.
         output_token_ids: generated so far.
         moves: the request can go on elsewhere: false once an engine splits off reasoning, or
-            tells text without its tokens.
+            sends text without its tokens.
     """
 
     def __init__(self, request: ClientRequest, tokenizer: Tokenizer) -> None:
@@ -148,7 +148,7 @@ class StreamSplicer:
         return self._continued(data, chunk, frozen=True)
 
     def cut(self) -> None:
-        """Say that what comes next comes from another engine."""
+        """Continue with chunks of another engine from here."""
         if self._text is None:
             request = self._request
             rules = TextRules(
@@ -194,8 +194,8 @@ class StreamSplicer:
         if chunk.system_fingerprint is not None and self._fingerprint is None:
             self._fingerprint = chunk.system_fingerprint
         if not self.prompt_token_ids:
-            told = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
-            self.prompt_token_ids = next(filter(None, told), [])
+            found = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
+            self.prompt_token_ids = next(filter(None, found), [])
 
     def _continued(self, data: bytes, chunk: Chunk, frozen: bool) -> bytes | None:
         """Return a chunk that follows an earlier engine's, or that one's own last."""

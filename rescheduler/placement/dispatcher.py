@@ -34,7 +34,7 @@ class Dispatcher:
         prefills: the prefill instances.
         decodes: the decode instances.
         policy: chooses the decode instance.
-        forecasts: of remaining lengths; None if the engines tell none.
+        forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
         options: bounds and deadlines.
         clock: seconds, of the event loop.
@@ -160,7 +160,7 @@ class Dispatcher:
         return next((instance for instance in self._decodes if instance.breaker.closed), None)
 
     def has_another(self, request: LiveRequest) -> bool:
-        """Say whether an instance is in service that has not failed or turned away a request."""
+        """Return whether an instance is in service that has not failed or turned away a request."""
         return any(i.available and i not in request.avoid for i in self._decodes)
 
     def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:

@@ -1,4 +1,4 @@
-"""How many tokens of new prompts each engine can still compute in time, as last told."""
+"""How many tokens of new prompts each engine can still compute in time, as last reported."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["PrefillBudgets"]
 
 
 class PrefillBudgets:
-    """The engines' prefill budgets, less the prompts sent to each since it told its own.
+    """The engines' prefill budgets, less the prompts sent to each since its last report.
 
     An engine reckons its budget with its first step. Until then it counts as having as much as the
     one that has most.
@@ -25,7 +25,7 @@ class PrefillBudgets:
 
     def __init__(self, telemetry: TelemetrySubscriber) -> None:
         self._telemetry = telemetry
-        self._told: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
         self._spent: dict[str, int] = {}
 
     def left(self, instances: Sequence[InstanceState]) -> npt.NDArray[np.float64]:
@@ -34,8 +34,8 @@ class PrefillBudgets:
         with self._telemetry.lock:
             for key, view in self._telemetry.view.instances.items():
                 snapshot = view.epoch, view.snapshot_seq
-                if self._told.get(key.name) != snapshot:
-                    self._told[key.name] = snapshot
+                if self._seen.get(key.name) != snapshot:
+                    self._seen[key.name] = snapshot
                     self._spent[key.name] = 0
                 if view.gauges.prefill_budget is not None:
                     budget[key.name] = view.gauges.prefill_budget

@@ -14,7 +14,7 @@ _EVENTS = "text/event-stream; charset=utf-8"
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 class ClientAnswer:

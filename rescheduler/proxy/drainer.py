@@ -1,4 +1,4 @@
-"""Moving everything away from an instance that is to be stopped."""
+"""Draining: moving all requests away from an instance."""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ class Drainer:
         self._dispatcher.wake()
 
     async def run(self) -> None:
-        """Move requests away from draining instances, for ever."""
+        """Move requests away from draining instances, forever."""
         while True:
             await asyncio.sleep(_SECONDS)
             for instance in self._decodes:

@@ -118,12 +118,12 @@ class _Endpoints:
         raise RequestRefusedError(503, failure, retry_after=1)
 
     async def health(self, http: web.Request) -> web.Response:
-        """Say that the proxy lives."""
+        """Return 200 while the proxy runs."""
         del http
         return web.Response()
 
     async def ready(self, http: web.Request) -> web.Response:
-        """Say whether a decode instance is in service."""
+        """Return 200 if a decode instance is in service, else 503."""
         del http
         return web.Response(status=200 if self._proxy.ready else 503)
 
@@ -137,7 +137,7 @@ class _Endpoints:
 
     async def instances(self, http: web.Request) -> web.Response:
         """List the instances."""
-        _refuse_strangers(http)
+        _refuse_remote(http)
         listed = [self._described(instance) for instance in self._proxy.instances.values()]
         return _json({"instances": listed})
 
@@ -154,7 +154,7 @@ class _Endpoints:
         return _json(self._described(instance))
 
     def _named(self, http: web.Request) -> InstanceState:
-        _refuse_strangers(http)
+        _refuse_remote(http)
         name = http.match_info["instance"]
         instance = self._proxy.instances.get(name)
         if instance is None:
@@ -176,7 +176,7 @@ class _Endpoints:
         }
 
 
-def _refuse_strangers(http: web.Request) -> None:
+def _refuse_remote(http: web.Request) -> None:
     """Draining is for this machine only, wherever the proxy listens.
 
     Raises:

@@ -21,7 +21,7 @@ class PassThrough:
     """Takes a request to one decode instance, and its answer back byte for byte.
 
     If the instance fails before the client has got anything, the request starts again elsewhere;
-    afterwards its client is told, since nobody knows where it stood.
+    afterwards its client gets the error, since nobody knows where it stood.
 
     Args:
         flow: of the requests that move, for what is the same.
@@ -41,7 +41,7 @@ class PassThrough:
 
         Raises:
             ClientGoneError: the client has left.
-            EngineRefusedError: an engine says that it is wrong.
+            EngineRefusedError: an engine refuses the request as invalid.
             RequestRefusedError: no instance had room in time, or all turned it away.
             UpstreamError: too many attempts failed, or one after the client has got something.
         """

@@ -1,4 +1,4 @@
-"""Asking the migration planner again and again, and doing what it says."""
+"""The loop that runs the migration planner and carries out its plans."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class PlannerLoop:
         seconds: between two plans.
         placements: which requests are on which instance.
         decodes: the decode instances.
-        forecasts: of remaining lengths; None if the engines tell none.
+        forecasts: of remaining lengths; None if no engine publishes them.
         dispatcher: knows how long a decode step takes.
         migrator: carries moves out.
         metrics: times the decisions.
@@ -56,7 +56,7 @@ class PlannerLoop:
         self._said = ""
 
     async def run(self) -> None:
-        """Plan for ever."""
+        """Plan forever."""
         while True:
             await asyncio.sleep(self._seconds)
             self.plan()

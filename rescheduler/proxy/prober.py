@@ -1,4 +1,4 @@
-"""Whether instances are in service, asked again and again."""
+"""Health probes of the instances."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class Prober:
         self._options, self._model = options, model
 
     async def run(self, instance: InstanceState) -> None:
-        """Probe an instance for ever."""
+        """Probe an instance forever."""
         loop = asyncio.get_running_loop()
         while True:
             if instance.breaker.closed or instance.breaker.probe_due(loop.time()):

@@ -124,8 +124,8 @@ class Proxy:
         await asyncio.to_thread(self._compile)
         await asyncio.gather(*map(self._prober.probe, self.instances.values()))
         for instance in self.instances.values():
-            self._for_ever(self._prober.run(instance))
-        self._for_ever(self.drainer.run())
+            self._forever(self._prober.run(instance))
+        self._forever(self.drainer.run())
         if self._planner is not None:
             policy, seconds = self._planner
             loop = PlannerLoop(
@@ -139,7 +139,7 @@ class Proxy:
                 self.metrics,
                 self.background,
             )
-            self._for_ever(loop.run())
+            self._forever(loop.run())
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
@@ -158,7 +158,7 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _for_ever(self, work: Coroutine[Any, Any, None]) -> None:
+    def _forever(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(self._ended)
         self._loops.append(task)
@@ -206,7 +206,7 @@ def _policies(
     deployment: Deployment,
 ) -> tuple[RoutingPolicy, tuple[MigrationPolicy, float] | None]:
     """Create the routing policy, and the planner with its interval in seconds."""
-    told = any(i.telemetry for i in deployment.decode)
+    forecasts = any(i.telemetry for i in deployment.decode)
     try:
         policy = create_policy(**deployment.routing)
         policy.refuse_other_cluster(len(deployment.decode))
@@ -219,12 +219,12 @@ def _policies(
         )
     if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
         raise DeploymentError(
-            f"routing.name: {policy.name} goes by what instances tell of their prefill budgets, "
-            "and not all have telemetry"
+            f"routing.name: {policy.name} requires the prefill budget of every instance, "
+            "and some have no telemetry"
         )
-    if policy.needs >= Needs.LENGTHS and not told:
+    if policy.needs >= Needs.LENGTHS and not forecasts:
         raise DeploymentError(
-            f"routing.name: {policy.name} needs forecasts, and no decode instance has telemetry"
+            f"routing.name: {policy.name} requires forecasts, and no decode instance has telemetry"
         )
     if deployment.migration is None:
         return policy, None
@@ -234,9 +234,10 @@ def _policies(
         planner = create_migration_policy(**section)
     except ValueError as error:
         raise DeploymentError(f"migration: {error}") from error
-    if planner.needs >= Needs.LENGTHS and not told:
+    if planner.needs >= Needs.LENGTHS and not forecasts:
         raise DeploymentError(
-            f"migration.name: {planner.name} needs forecasts, and no decode instance has telemetry"
+            f"migration.name: {planner.name} requires forecasts, and no decode instance has "
+            "telemetry"
         )
     if not any(i.control for i in deployment.decode):
         raise DeploymentError("migration: no decode instance has a control socket to move by")

@@ -63,7 +63,7 @@ class RequestFlow:
         """Generate a request to its end; cancel it when the client leaves.
 
         Raises:
-            EngineRefusedError: an engine says that it is wrong.
+            EngineRefusedError: an engine refuses the request as invalid.
             RequestRefusedError: no instance had room in time, or all turned it away.
             UpstreamError: too many attempts failed.
         """
@@ -200,7 +200,7 @@ class RequestFlow:
 
         Raises:
             UpstreamError: the instance failed or stalled.
-            EngineRefusedError: it says that the request is wrong.
+            EngineRefusedError: the instance refuses the request as invalid.
         """
         options, body = self._options, self._body(request)
         # A source may hang, too, so that going back there is no reason for more patience.

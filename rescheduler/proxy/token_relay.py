@@ -70,11 +70,11 @@ class TokenRelay:
 
         Raises:
             UpstreamError: the engine failed.
-            EngineRefusedError: it says that the request is wrong.
+            EngineRefusedError: the engine refuses the request as invalid.
         """
         loop, reader = asyncio.get_running_loop(), EventReader()
         async for data in stream.response.content.iter_any():
-            stream.deadline.reschedule(None)  # a slow client is no engine's fault
+            stream.deadline.reschedule(None)  # a slow client is not the engine's fault
             passed: list[bytes] = []
             try:
                 for payload in reader.feed(data):
@@ -118,7 +118,7 @@ class TokenRelay:
         return True
 
     def _check(self, stream: EngineStream, chunk: Chunk) -> None:
-        """Refuse a chunk that says that the engine failed, or that the request is wrong."""
+        """Raise if a chunk reports that the engine failed, or that the request is invalid."""
         instance = stream.instance.instance
         if chunk.error is not None:
             code = chunk.error.get("code")

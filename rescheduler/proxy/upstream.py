@@ -19,7 +19,7 @@ _RETRIED = (408, 425)  # the engine's own trouble, not the request's
 
 
 class UpstreamError(Exception):
-    """An engine failed; the request can be tried again.
+    """Raised when an engine fails; the request can be tried again.
 
     Args:
         instance: that failed.
@@ -33,7 +33,7 @@ class UpstreamError(Exception):
 
 
 class EngineFullError(UpstreamError):
-    """An engine turns a request away, having too much to do; another one may take it.
+    """Raised when an engine has no room for a request; another one may have.
 
     Args:
         instance: that turned it away.
@@ -46,7 +46,7 @@ class EngineFullError(UpstreamError):
 
 
 class EngineRefusedError(Exception):
-    """An engine says that the request is wrong.
+    """Raised when an engine refuses a request as invalid.
 
     Args:
         status: of its answer.
@@ -160,7 +160,7 @@ class Upstream:
                 async with await self.open(instance, COMPLETIONS, body, {}) as response:
                     await response.read()
         except TimeoutError as error:
-            raise UpstreamError(instance, "it generates nothing") from error
+            raise UpstreamError(instance, "it generates no token") from error
         except (aiohttp.ClientError, OSError, EngineRefusedError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
 

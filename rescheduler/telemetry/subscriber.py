@@ -51,7 +51,7 @@ class TelemetrySubscriber:
         self.lock = threading.Lock()
         self.endpoints = [bind] if bind else [connect] if isinstance(connect, str) else [*connect]
         if not self.endpoints:
-            raise TelemetryError("no endpoint: telemetry needs some to connect to, or one to bind")
+            raise TelemetryError("no endpoint: give some to connect to, or one to bind")
         for endpoint in self.endpoints:
             refuse_open_endpoint(endpoint, keys)
         self._finished: deque[FinishedForecasts] = deque(maxlen=_UNTAKEN_FINISHED)
@@ -133,5 +133,5 @@ def _why(error: zmq.ZMQError) -> str:
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return "this machine has no such address to bind"
     if error.errno == errno.EINVAL:
-        return "no ZMQ endpoint; they read like tcp://127.0.0.1:5557"
+        return "not a ZMQ endpoint; expected something like tcp://127.0.0.1:5557"
     return error.strerror or str(error)

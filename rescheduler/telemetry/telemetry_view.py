@@ -236,7 +236,7 @@ class TelemetryView:
         return batches
 
     def receive(self, frames: Sequence[bytes], now: float) -> list[FinishedForecasts]:
-        """Take one ZMQ message; what is no telemetry is counted, never raised.
+        """Take one ZMQ message; invalid messages are counted, never raised.
 
         Args:
             frames: of the message.

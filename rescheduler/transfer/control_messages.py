@@ -39,11 +39,11 @@ Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class ControlError(RuntimeError):
-    """An engine gave no answer, or none that can be used."""
+    """Raised when an engine does not answer, or not with a valid reply."""
 
 
 class NotFrozenError(ControlError):
-    """The engine did not freeze a request; nothing has moved."""
+    """Raised when the engine did not freeze a request; nothing has moved."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,7 +153,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
-    """A message that is no command."""
+    """The message is not a command."""
 
     reason: str
 
@@ -201,4 +201,4 @@ def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     try:
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ControlError(f"no message of the control socket: {error}") from error
+        raise ControlError(f"invalid control message: {error}") from error
