@@ -15,7 +15,7 @@ from rescheduler.simulator.workloads.trace import Trace
 from rescheduler.simulator.workloads.trace_files import create_trace
 from rescheduler.step_time.step_time import StepTime, create_step_time
 
-__all__ = ["Contender", "RunSetup", "create_contenders", "create_policies", "run_setup"]
+__all__ = ["Candidate", "RunSetup", "create_candidates", "create_policies", "run_setup"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunSetup:
     power: PowerModel
 
 
-class Contender(NamedTuple):
+class Candidate(NamedTuple):
     """A routing policy and a migration planner, created.
 
     Attributes:
@@ -92,7 +92,7 @@ def create_policies(config: SimulationConfig) -> dict[str, RoutingPolicy]:
     }
 
 
-def create_contenders(setup: RunSetup) -> dict[str, Contender]:
+def create_candidates(setup: RunSetup) -> dict[str, Candidate]:
     """Return every configured policy with every configured planner, by label.
 
     Raises:
@@ -104,10 +104,10 @@ def create_contenders(setup: RunSetup) -> dict[str, Contender]:
     for i, choice in enumerate(config.planner_choices()):
         planners[choice.label] = _planner(setup, f"migration.planners.{i}", choice)
     found = {}
-    for contender in config.contender_choices():
-        planner, forecast = planners[contender.planner.label]
+    for candidate in config.candidate_choices():
+        planner, forecast = planners[candidate.planner.label]
         own = setup if forecast is None else replace(setup, forecast=forecast)
-        found[contender.label] = Contender(policies[contender.policy.label], planner, own)
+        found[candidate.label] = Candidate(policies[candidate.policy.label], planner, own)
     return found
 
 

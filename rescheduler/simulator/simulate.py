@@ -26,7 +26,7 @@ from rescheduler.simulator.results.report_files import (
 )
 from rescheduler.simulator.results.rescheduling_figures import draw_rescheduling
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
-from rescheduler.simulator.run_setup import Contender, create_contenders, run_setup
+from rescheduler.simulator.run_setup import Candidate, create_candidates, run_setup
 from rescheduler.simulator.simulation import run
 
 __all__ = ["simulate"]
@@ -58,13 +58,13 @@ def simulate(
         ValueError: a configuration or a trace that cannot be simulated, or a folder that must
             not be overwritten.
     """
-    contenders = create_contenders(run_setup(config))
+    candidates = create_candidates(run_setup(config))
     if out is not None:
         refuse_foreign_folder(out, "simulate", "results.json", overwrite)
         out.mkdir(parents=True, exist_ok=True)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
-    measured: dict[str, list[Figures]] = {label: [] for label in contenders}
+    measured: dict[str, list[Figures]] = {label: [] for label in candidates}
     drawn: list[RunResult] = []
     with _requests_file(out / "requests.parquet" if out else None) as append:
 
@@ -76,9 +76,9 @@ def simulate(
                 drawn.append(replace(result, requests=empty))
 
         compile_notice()
-        total = len(contenders) * config.seeds
+        total = len(candidates) * config.seeds
         interrupted = gather(
-            _runs(contenders, config.seeds), total, keep, lambda job: f"{job[0]}, seed {job[1]}"
+            _runs(candidates, config.seeds), total, keep, lambda job: f"{job[0]}, seed {job[1]}"
         )
         if not drawn:  # and leave nothing behind
             raise KeyboardInterrupt
@@ -111,11 +111,11 @@ def simulate(
 
 
 def _runs(
-    contenders: dict[str, Contender], seeds: int
+    candidates: dict[str, Candidate], seeds: int
 ) -> Generator[tuple[tuple[str, int], RunResult], None, None]:
     """Yield every run, one seed after the other, so that policies stay comparable."""
     for seed in range(seeds):
-        for label, (policy, planner, setup) in contenders.items():
+        for label, (policy, planner, setup) in candidates.items():
             yield (label, seed), run(setup, policy, seed, label, planner)
 
 

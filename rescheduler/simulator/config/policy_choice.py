@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["ContenderChoice", "PolicyChoice", "contender_choices", "policy_choices"]
+__all__ = ["CandidateChoice", "PolicyChoice", "candidate_choices", "policy_choices"]
 
 
 class PolicyChoice(NamedTuple):
@@ -25,7 +25,7 @@ class PolicyChoice(NamedTuple):
         return {"name": self.name, "label": self.label, **self.options}
 
 
-class ContenderChoice(NamedTuple):
+class CandidateChoice(NamedTuple):
     """What a simulation compares with others: a routing policy and a migration planner.
 
     Attributes:
@@ -72,9 +72,9 @@ def policy_choices(
     return choices
 
 
-def contender_choices(
+def candidate_choices(
     policies: Sequence[PolicyChoice], planners: Sequence[PolicyChoice]
-) -> list[ContenderChoice]:
+) -> list[CandidateChoice]:
     """Return every policy with every planner, named after that of the two which varies."""
     found = []
     for policy in policies:
@@ -84,5 +84,5 @@ def contender_choices(
                 label = policy.label
             elif len(policies) == 1:
                 label = planner.label
-            found.append(ContenderChoice(label, policy, planner))
+            found.append(CandidateChoice(label, policy, planner))
     return found

@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.simulator.config.policy_choice import (
-    ContenderChoice,
+    CandidateChoice,
     PolicyChoice,
-    contender_choices,
+    candidate_choices,
     policy_choices,
 )
 
@@ -352,7 +352,7 @@ class SimulationConfig:
             raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
         if self.admission.forecasts and self.forecast["name"] == "none":
             raise ValueError("admission.forecasts: there are none; forecast.name is none")
-        self.contender_choices()
+        self.candidate_choices()
 
     def _refuse_beside_formation(self) -> None:
         """Refuse what is not simulated where decodes may sit a step out."""
@@ -386,13 +386,13 @@ class SimulationConfig:
         """
         return policy_choices(self.migration.planners, "migration.planners")
 
-    def contender_choices(self) -> list[ContenderChoice]:
+    def candidate_choices(self) -> list[CandidateChoice]:
         """Return every policy with every planner.
 
         Raises:
             ValueError: as `policy_choices` and `planner_choices`.
         """
-        return contender_choices(self.policy_choices(), self.planner_choices())
+        return candidate_choices(self.policy_choices(), self.planner_choices())
 
 
 def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:

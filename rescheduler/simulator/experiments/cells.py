@@ -83,7 +83,7 @@ def groups(
     for values in itertools.product(*vary.values()):
         varied = dict(zip(vary, values, strict=True))
         config = changed_config(base, varied)
-        for choice in config.contender_choices():
+        for choice in config.candidate_choices():
             alone = asdict(config)
             del alone["seeds"]
             policy, planner = choice.policy, choice.planner
@@ -140,12 +140,12 @@ def run_cell(config: dict[str, Any], seed: int) -> Figures:
     """
     # In the worker, so that the process that hands out the work starts at once.
     from rescheduler.simulator.results.metrics import run_metrics
-    from rescheduler.simulator.run_setup import create_contenders, run_setup
+    from rescheduler.simulator.run_setup import create_candidates, run_setup
     from rescheduler.simulator.simulation import run
 
     simulation = read_config(config)
-    (contender,) = create_contenders(run_setup(simulation)).values()
-    policy, planner, setup = contender
+    (candidate,) = create_candidates(run_setup(simulation)).values()
+    policy, planner, setup = candidate
     return run_metrics(run(setup, policy, seed, planner=planner), simulation.slo)
 
 

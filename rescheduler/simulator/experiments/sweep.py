@@ -17,7 +17,7 @@ from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.report import main_columns
 from rescheduler.simulator.results.report_files import about, json_text, write_report
-from rescheduler.simulator.run_setup import create_contenders, run_setup
+from rescheduler.simulator.run_setup import create_candidates, run_setup
 
 __all__ = ["sweep"]
 
@@ -58,7 +58,7 @@ def sweep(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
-    create_contenders(run_setup(config))
+    create_candidates(run_setup(config))
     found = groups(config, vary or {})
     computed = compute(found, out, "sweep", "sweep.json", overwrite, workers, ray)
     rows = computed.rows

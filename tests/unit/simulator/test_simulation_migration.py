@@ -16,7 +16,7 @@ from rescheduler.simulator.experiments.cells import groups, run_cell
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import RunSetup, create_contenders, run_setup
+from rescheduler.simulator.run_setup import RunSetup, create_candidates, run_setup
 from rescheduler.simulator.simulation import Simulation, run
 
 CAPACITY = 8000
@@ -190,22 +190,22 @@ def migration(*planners: Any, **options: Any) -> dict[str, Any]:
     return {"migration": {"planners": list(planners), **options}}
 
 
-def contenders(**changes: Any) -> dict[str, Any]:
-    return create_contenders(run_setup(config(**changes)))
+def candidates(**changes: Any) -> dict[str, Any]:
+    return create_candidates(run_setup(config(**changes)))
 
 
 def test_every_policy_is_compared_with_every_planner() -> None:
     star = {"name": "star", "label": "blind", "prediction": False}
-    assert list(contenders(**migration("none", star))) == ["none", "blind"]
-    assert list(contenders(policies=["jsq", "fcfs"])) == ["jsq", "fcfs"]
-    both = contenders(policies=["jsq", "fcfs"], **migration("none", star))
+    assert list(candidates(**migration("none", star))) == ["none", "blind"]
+    assert list(candidates(policies=["jsq", "fcfs"])) == ["jsq", "fcfs"]
+    both = candidates(policies=["jsq", "fcfs"], **migration("none", star))
     assert list(both) == ["jsq, none", "jsq, blind", "fcfs, none", "fcfs, blind"]
     assert both["fcfs, none"].planner is None
     assert both["fcfs, blind"].policy.name == "fcfs"
 
 
 def test_a_planner_has_the_transfers_costs_and_may_have_its_own_forecasts() -> None:
-    made = contenders(
+    made = candidates(
         **migration(
             "survival",
             {"name": "star", "bandwidth": 5.0, "forecast": {"name": "noisy", "sigma": 2.0}},
@@ -234,7 +234,7 @@ def test_a_planner_has_the_transfers_costs_and_may_have_its_own_forecasts() -> N
 )
 def test_mistakes_are_told_with_their_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        contenders(**changes)
+        candidates(**changes)
 
 
 def test_a_sweep_varies_a_planner_by_its_label() -> None:
@@ -277,4 +277,4 @@ def test_the_papers_settings_can_be_read(path: Path) -> None:
     base = read_config(values)
     for changes in cases.values():
         for group in groups(base, {key: [value] for key, value in changes.items()}):
-            create_contenders(run_setup(read_config(group.cells[0].config)))
+            create_candidates(run_setup(read_config(group.cells[0].config)))
