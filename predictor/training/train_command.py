@@ -73,5 +73,10 @@ def train(
         args=arguments,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"accelerator": "auto", "devices": 1, "deterministic": True},
+        trainer_defaults={
+            "accelerator": "auto",
+            "devices": 1,
+            "deterministic": True,
+            "enable_model_summary": False,
+        },
     )
