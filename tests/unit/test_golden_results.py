@@ -34,7 +34,7 @@ from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterVi
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy, policy_names
 from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.run_setup import create_contenders, run_setup
+from rescheduler.simulator.run_setup import create_candidates, run_setup
 from rescheduler.simulator.simulation import run
 
 GOLDEN = Path(__file__).parent / "golden" / "results.json"
@@ -233,7 +233,7 @@ def simulated(changes: dict[str, Any]) -> dict[str, Any]:
     """Some figures of a small simulation, and a digest of every number of its result."""
     setup = run_setup(read_config(CLUSTER | changes))
     found: dict[str, Any] = {}
-    for label, (policy, planner, own) in create_contenders(setup).items():
+    for label, (policy, planner, own) in create_candidates(setup).items():
         result = run(own, policy, 0, label, planner)
         found[label] = {
             "digest": sha256(*(getattr(result, field.name) for field in fields(result)[1:])),
