@@ -5,8 +5,7 @@
 256 instances run 64 requests each, in no order, and are looked at over 128 decode steps. The
 curves, on the grid of a predictor, are random: only time is measured. Reported, as medians of
 this thread's CPU time with compiled code in place: one full pass; the same sum by
-`SurvivalForecast.at` in numpy, and how many times longer it takes (``ratio``); one request
-added or removed (``update``), and one moved on by 20 tokens (``advance``).
+`SurvivalForecast.at`, added up in numpy, and how many times longer it takes (``ratio``).
 """
 
 import time
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def measure(passes: int, naive_passes: int) -> dict[str, float]:
-    """Time full passes, the plain sum, and single updates on one random cluster."""
+    """Time full passes and the plain sum on one random cluster."""
     forecast, instance, context = random_cluster(np.random.default_rng(0))
     load = expected_load(forecast, instance, context, N_INSTANCES, HORIZON)
     plain = plain_sum(forecast, instance, context)
@@ -48,15 +47,6 @@ def measure(passes: int, naive_passes: int) -> dict[str, float]:
     )
     naive = median_seconds(lambda _: plain_sum(forecast, instance, context), naive_passes)
 
-    requests = [forecast.select(np.array([row])) for row in range(10 * passes)]
-
-    def update(row: int) -> None:
-        load.remove(int(instance[row]), int(context[row]), requests[row])
-        load.add(int(instance[row]), int(context[row]), requests[row])
-
-    def advance(row: int) -> None:
-        load.advance(int(instance[row]), int(context[row]), requests[row], PREDICTED_EVERY)
-
     return {
         "instances": N_INSTANCES,
         "requests": len(forecast),
@@ -65,8 +55,6 @@ def measure(passes: int, naive_passes: int) -> dict[str, float]:
         "full_pass_ms": 1e3 * full,
         "naive_ms": 1e3 * naive,
         "ratio": naive / full,
-        "update_us": 1e6 * median_seconds(update, len(requests)) / 2,
-        "advance_us": 1e6 * median_seconds(advance, len(requests)),
     }
 
 

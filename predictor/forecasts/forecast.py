@@ -204,6 +204,24 @@ class SurvivalForecast:
         """Return the curve through S at the given edges (exact there, linear between)."""
         return SurvivalForecast.new(edges, self.at(edges), self._left())
 
+    def arrays(self) -> tuple[FloatArray, npt.NDArray[np.floating[Any]], FloatArray, FloatArray]:
+        """Return edges, survival, age and limit as compiled code reads them: it checks no bounds.
+
+        Raises:
+            ForecastError: their shapes do not match.
+        """
+        kept = self.survival.dtype if self.survival.dtype == np.float32 else np.float64
+        edges = np.ascontiguousarray(self.edges, dtype=np.float64)
+        survival = np.ascontiguousarray(self.survival, dtype=kept)
+        age = np.ascontiguousarray(self.age, dtype=np.float64)
+        limit = np.ascontiguousarray(self.limit, dtype=np.float64)
+        if survival.shape != (len(age), len(edges)) or limit.shape != age.shape:
+            raise ForecastError(
+                f"survival has shape {survival.shape}, with {len(edges)} edges, {len(age)} ages "
+                f"and {len(limit)} limits"
+            )
+        return edges, survival, age, limit
+
     def _conditional(self, h: FloatArray) -> FloatArray:
         """S(h | alive at age), for [1 or n_requests, n_h] tokens."""
         alive = self._curve(self.age[:, None])

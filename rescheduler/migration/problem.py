@@ -8,6 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from predictor.forecasts.curve import (
+    aged_mean,
+    aged_survival,
+    load_of_known_ends,
+    tokens_left,
+)
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import NEVER_MOVED, ClusterView
@@ -84,7 +90,8 @@ def migration_problem(view: ClusterView, points: IntArray) -> MigrationProblem:
         if forecast is None:
             raise ValueError("the planner looks ahead, but there are no forecasts")
         if isinstance(forecast, PointForecast):
-            _add_point_loads(forecast.mean(), view.instance, context, points, ahead)
+            growth = points.astype(np.float64)
+            _add_point_loads(forecast.mean(), view.instance, context, points, growth, ahead)
         else:
             expected = expected_load(
                 forecast, view.instance, context, view.n_instances, int(points[-1])
@@ -121,8 +128,7 @@ def _outlook(
         return Outlook(survival, remaining, (steps < remaining).astype(np.float64))
     if isinstance(forecast, SurvivalForecast):
         found = Outlook(np.empty((n, len(points))), np.empty(n), np.empty(n))
-        f, at = forecast, points.astype(np.float64)
-        _read_curves(f.edges, f.survival, f.age, f.limit, rows, at, steps, *found)
+        _foresee(*forecast.arrays(), rows, points, steps, *found)
         return found
     some = forecast.select(rows)
     return Outlook(some.at(points), some.mean(), some.at_each(steps))
@@ -134,82 +140,38 @@ def _add_point_loads(
     instance: IntArray,
     context: IntArray,
     points: IntArray,
+    growth: FloatArray,
     ahead: FloatArray,
 ) -> None:
-    r"""Add to ``ahead`` what requests hold whose ends are known, in O(n + G P).
-
-    .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + h\,|\{i: R_i > h\}|
-
-    Each request is counted at the last point that it reaches, and sums from the end do the rest.
-    """
-    n_points = len(points)
-    requests = np.zeros(ahead.shape)
+    """Write to ``ahead`` what requests hold whose ends are known, see `load_of_known_ends`."""
+    n_instances, n_points = ahead.shape
+    requests, tokens = np.zeros((2, n_instances, n_points + 1))
     for i in range(len(instance)):
-        last = np.searchsorted(points, remaining[i]) - 1  # the last point below R
-        if last >= 0:
-            ahead[instance[i], last] += context[i]
-            requests[instance[i], last] += 1.0
-    for g in range(len(ahead)):
-        for p in range(n_points - 2, -1, -1):
-            ahead[g, p] += ahead[g, p + 1]
-            requests[g, p] += requests[g, p + 1]
-        for p in range(n_points):
-            ahead[g, p] += requests[g, p] * points[p]
+        outlived = np.searchsorted(points, remaining[i])
+        requests[instance[i], outlived] += 1.0
+        tokens[instance[i], outlived] += context[i]
+    for g in range(n_instances):
+        load_of_known_ends(requests[g], tokens[g], growth, ahead[g])
 
 
 @compiled
-def _read_curves(
+def _foresee(
     edges: FloatArray,
     survival: npt.NDArray[np.floating[Any]],
     age: FloatArray,
     limit: FloatArray,
     rows: IntArray,
-    points: FloatArray,
+    points: IntArray,
     steps: FloatArray,
     at_points: FloatArray,
     remaining: FloatArray,
     outlives: FloatArray,
 ) -> None:
-    r"""Write S(h | age) at the points, [k, P], E[R], [k], and S at each one's steps, [k].
-
-    .. math:: S(h \mid j) = S(j + h) / S(j), \qquad
-              E[R] = \int_0^L S + \tfrac12\big(S(0) - S(L^-)\big)
-
-    with L the tokens left to the limit: `SurvivalForecast.at`, ``mean`` and ``at_each`` at once.
-    """
-    last = len(edges) - 1
+    """Write what curves forecast of the requests in the given rows, as `Outlook` has it."""
     for k in range(len(rows)):
         i = rows[k]
-        left = max(min(limit[i], edges[last]) - age[i], 1.0)
-        right = max(min(np.searchsorted(edges, age[i], "right"), last), 1)
-        low = np.float64(survival[i, right - 1])
-        part = min((age[i] - edges[right - 1]) / (edges[right] - edges[right - 1]), 1.0)
-        alive = low + part * (np.float64(survival[i, right]) - low)
-        at_points[k, 0] = 1.0
-        outlives[k] = 1.0 if steps[k] == 0.0 else 0.0
-        if not alive > 0.0:
-            at_points[k, 1:] = 0.0
-            remaining[k] = 1.0
-            continue
-        inverse = 1.0 / alive
-        here, value, area = 0.0, 1.0, 0.0
-        p = 1
-        while here < left and right <= last:
-            end, reached = edges[right] - age[i], np.float64(survival[i, right]) * inverse
-            within = here <= steps[k] < end and steps[k] > 0.0
-            # Most bins hold no point, and need no slope: a division less.
-            if end > left or within or (p < len(points) and points[p] < end):
-                slope = (reached - value) / (end - here)
-                if end > left:
-                    end, reached = left, value + slope * (left - here)
-                first = value - slope * here
-                while p < len(points) and points[p] < end:
-                    at_points[k, p] = first + slope * points[p]
-                    p += 1
-                if within and steps[k] < end:
-                    outlives[k] = first + slope * steps[k]
-            area += (value + reached) * (end - here)
-            here, value = end, reached
-            right += 1
-        at_points[k, p:] = 0.0
-        remaining[k] = min(max((area + 1.0 - value) / 2, 1.0), left)
+        one = slice(k, k + 1)
+        aged_survival(edges, survival[i], age[i], limit[i], points, at_points[k])
+        aged_survival(edges, survival[i], age[i], limit[i], steps[one], outlives[one])
+        mean = aged_mean(edges, survival[i], age[i], limit[i])
+        remaining[k] = min(mean, tokens_left(edges, age[i], limit[i]))

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core
+from predictor.forecasts.curve import add_load
 from predictor.forecasts.expected_load import expected_load
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
@@ -142,11 +143,7 @@ def place_least(problem: RoutingProblem, target: IntArray, measure: IntArray) ->
 
 @compiled
 def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
-    r"""Assign waiting request i to instance g and count it there.
-
-    .. math:: \Lambda_g(h) \mathrel{+}= S_i(h)(c_i + h), \quad
-              V_g(h) \mathrel{+}= S_i(h)(1 - S_i(h))(c_i + h)^2
-    """
+    """Assign waiting request i to instance g and count it there, in its load ahead too."""
     target[i] = g
     size = problem.size[i]
     problem.load[g] += size
@@ -156,12 +153,7 @@ def place(problem: RoutingProblem, target: IntArray, i: int, g: int) -> None:
     problem.work[g] += problem.remaining[i]
     problem.budget[g] -= size
     problem.dispatched[0] += 1
-    for p in range(len(problem.points)):
-        tokens = size + problem.growth[p]
-        expected = problem.survival[i, p] * tokens
-        problem.ahead[g, p] += expected
-        if problem.spread.shape[1] > 0:
-            problem.spread[g, p] += expected * (tokens - expected)
+    add_load(size, problem.survival[i], problem.growth, problem.ahead[g], problem.spread[g])
 
 
 def routing_problem(

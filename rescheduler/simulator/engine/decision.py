@@ -3,6 +3,7 @@
 from math import isnan
 
 from predictor.compilation import compiled_core, compiled_inline
+from predictor.forecasts.curve import load_of_known_ends
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.routing.problem import RoutingProblem, length_bucket
 from rescheduler.simulator.engine.engine_state import (
@@ -185,11 +186,9 @@ def _add_held(foresight: Foresight, cluster: Cluster, row: int, g: int) -> None:
 
 @compiled_core
 def _project_truth(foresight: Foresight, cluster: Cluster, g: int) -> None:
-    r"""Sum the known ends of the decoding requests by the step after which each is gone.
+    """Sum the known ends of the decoding requests by the step after which each is gone.
 
-    .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + h \, |\{i: R_i > h\}|
-
-    One visit a request instead of one for each of its steps.
+    One visit per request instead of one for each of its steps.
     """
     work, instance = foresight.problem, cluster.instances[g]
     n_points = len(work.points)
@@ -202,8 +201,4 @@ def _project_truth(foresight: Foresight, cluster: Cluster, g: int) -> None:
         bucket = min(left, n_points)
         requests[bucket] += 1.0
         tokens[bucket] += context
-    alive, context_tokens = requests[n_points], tokens[n_points]
-    for p in range(n_points - 1, -1, -1):
-        work.ahead[g, p] = context_tokens + work.growth[p] * alive
-        alive += requests[p]
-        context_tokens += tokens[p]
+    load_of_known_ends(requests, tokens, work.growth, work.ahead[g])

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from predictor.compilation import compiled_core
+from predictor.compilation import compiled_core, compiled_inline
+from predictor.forecasts.curve import add_load, aged_mean, aged_survival
 from rescheduler.cluster.splitmix import splitmix64
 
 __all__ = [
@@ -247,34 +248,16 @@ def survival_row(
             out[p] = 1.0
 
 
-@compiled_core
+@compiled_inline
 def _curve_row(
     f: ForecastArrays, template: int, generated: int, points: IntArray, out: FloatArray
 ) -> None:
-    """Write S(age + h) / S(age) of the curve predicted last, linear between edges."""
+    """Write S(age + h) / S(age) of the curve predicted last."""
     renewed = min(generated // f.interval, f.n_rows[template] - 1)
+    predicted = renewed * f.interval
+    age, limit = float(generated - predicted), float(f.cap[template] - predicted)
     curve = f.curves[f.first_row[template] + renewed]
-    age = float(generated - renewed * f.interval)
-    left = float(f.cap[template] - generated)
-    last = len(f.edges) - 1
-    right = min(int(np.searchsorted(f.edges, age, "right")), last)
-    part = min((age - f.edges[right - 1]) / (f.edges[right] - f.edges[right - 1]), 1.0)
-    alive = curve[right - 1] + part * (np.float64(curve[right]) - curve[right - 1])
-    slope = 0.0
-    drawn = -1
-    for p in range(len(points)):
-        h = float(points[p])
-        x = age + h
-        if h >= left or x >= f.edges[last] or not alive > 0.0:
-            out[p] = 0.0
-            continue
-        while f.edges[right] <= x:
-            right += 1
-        if right != drawn:
-            width = f.edges[right] - f.edges[right - 1]
-            slope = (np.float64(curve[right]) - curve[right - 1]) / width
-            drawn = right
-        out[p] = (curve[right - 1] + slope * (x - f.edges[right - 1])) / alive
+    aged_survival(f.edges, curve, age, limit, points, out)
 
 
 @compiled_core
@@ -293,34 +276,13 @@ def expected_remaining(
     return 0.0
 
 
-@compiled_core
+@compiled_inline
 def _curve_mean(f: ForecastArrays, template: int, generated: int) -> float:
-    r"""Return :math:`\sum_{h \ge 0} S(h)`: the integral and half of what the ends differ by."""
+    """Return E[R] by the curve predicted last."""
     renewed = min(generated // f.interval, f.n_rows[template] - 1)
-    curve = f.curves[f.first_row[template] + renewed]
-    age = float(generated - renewed * f.interval)
-    stop = min(age + f.cap[template] - generated, f.edges[len(f.edges) - 1])
-    if stop <= age:
-        return 1.0
-    right = min(int(np.searchsorted(f.edges, age, "right")), len(f.edges) - 1)
-    here = age
-    alive = value = -1.0
-    area = 0.0
-    while here < stop:
-        low, high = f.edges[right - 1], f.edges[right]
-        slope = (np.float64(curve[right]) - curve[right - 1]) / (high - low)
-        value = curve[right - 1] + slope * (here - low)
-        if alive < 0.0:
-            alive = value
-        end = min(high, stop)
-        reached = curve[right - 1] + slope * (end - low)
-        area += (value + reached) / 2 * (end - here)
-        value = reached
-        here = end
-        right += 1
-    if not alive > 0.0:
-        return 1.0
-    return max((area + (alive - value) / 2) / alive, 1.0)
+    predicted = renewed * f.interval
+    age, limit = float(generated - predicted), float(f.cap[template] - predicted)
+    return aged_mean(f.edges, f.curves[f.first_row[template] + renewed], age, limit)
 
 
 @compiled_core
@@ -355,9 +317,4 @@ def add_expected(
         spread: [P] V_g, or [0].
     """
     survival_row(f, number, template, generated, output, points, row)
-    for p in range(len(points)):
-        tokens = context + growth[p]
-        expected = row[p] * tokens
-        ahead[p] += expected
-        if len(spread) > 0:
-            spread[p] += expected * (tokens - expected)
+    add_load(context, row, growth, ahead, spread)

@@ -1,7 +1,5 @@
 """The expected load is the plain sum over `Forecast.at`, however it was reached."""
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -76,41 +74,6 @@ def test_the_load_is_the_plain_sum(
     np.testing.assert_array_equal(load.requests, np.bincount(requests[1], minlength=3))
 
 
-@given(
-    st.one_of(survival_forecasts(5), point_forecasts(5)),
-    st.integers(0, 80),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 5_000), tokens)),
-)
-def test_any_sequence_of_updates_equals_recomputation(
-    forecast: Forecast, horizon: int, events: list[tuple[int, int, int, int]]
-) -> None:
-    load = expected_load(
-        forecast.select(np.arange(0)), np.arange(0), np.arange(0), N_INSTANCES, horizon
-    )
-    running: dict[int, tuple[int, int, int]] = {}  # request: its instance, context and age
-    for request, instance, context, generated in events:
-        one = forecast.select(np.array([request]))
-        if request not in running:
-            load.add(instance, context, one.aged(generated))
-            running[request] = (instance, context, generated)
-        elif generated % 2:
-            where, held, age = running[request]
-            load.advance(where, held, one.aged(age), generated)
-            running[request] = (where, held + generated, age + generated)
-        else:
-            where, held, age = running.pop(request)
-            load.remove(where, held, one.aged(age))
-    table = np.array(list(running.values()), dtype=np.int64).reshape(-1, 3)
-    rows = np.array(list(running), dtype=np.int64)
-    current = forecast.select(rows).aged(table[:, 2])
-    again = expected_load(current, table[:, 0], table[:, 1], N_INSTANCES, horizon)
-    assert_loads_agree(load, again.mean, again.variance)
-    np.testing.assert_array_equal(load.requests, again.requests)
-    empty = load.requests == 0
-    assert (load.mean[empty] == 0).all()
-    assert (load.variance[empty] == 0).all()
-
-
 def test_a_hand_computed_load() -> None:
     forecast = SurvivalForecast.new([0, 2, 4], [[1.0, 0.5, 0.0], [1.0, 0.8, 0.2]], [np.inf, 3])
     load = expected_load(forecast, np.array([1, 1]), np.array([10, 100]), 2, 4)
@@ -121,8 +84,7 @@ def test_a_hand_computed_load() -> None:
         [0, 0.1875 * 121 + 0.09 * 101**2, 0.25 * 144 + 0.16 * 102**2, 0.1875 * 169, 0]
     )
     # Two tokens later the first request expects .5, 0 of 13, 14 tokens, the other is cut at 1.
-    load.advance(1, 10, forecast.select(np.array([0])), 2)
-    load.advance(1, 100, forecast.select(np.array([1])), 2)
+    load = expected_load(forecast.aged(2), np.array([1, 1]), np.array([12, 102]), 2, 4)
     assert load.mean[1] == pytest.approx([114, 6.5, 0, 0, 0], abs=1e-9)
     assert load.variance[1] == pytest.approx([0, 0.25 * 169, 0, 0, 0], abs=1e-9)
 
@@ -152,16 +114,6 @@ def test_arrays_may_be_read_only_strided_or_of_half_precision() -> None:
         forecast = SurvivalForecast(edges, same, ages, unlimited)
         unsigned, strided = where.astype(np.uint8), np.repeat(context, 2)[::2]
         assert_loads_agree(expected_load(forecast, unsigned, strided, 3, 20), *expected)
-
-
-def test_a_copy_shares_nothing() -> None:
-    one = PointForecast.new([3.0])
-    load = expected_load(one, np.array([0]), np.array([5]), 1, 4)
-    copied = load.copy()
-    copied.add(0, 7, one)
-    assert load.mean.tolist() == [[5, 6, 7, 0, 0]]
-    assert load.requests.tolist() == [1]
-    assert copied.mean.tolist() == [[12, 14, 16, 0, 0]]
 
 
 def test_a_cluster_without_requests_has_no_load() -> None:
@@ -202,27 +154,3 @@ def test_curves_that_do_not_fit_their_ages_are_refused() -> None:
     forecast = SurvivalForecast(np.array([0.0, 5.0]), np.ones((1, 3)), np.zeros(1), np.ones(1))
     with pytest.raises(ForecastError, match="2 edges, 1 ages and 1 limits"):
         expected_load(forecast, np.array([0]), np.array([0]), 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (lambda load, one: load.add(2, 5, one), "instance 2 is not one of 2"),
-        (lambda load, one: load.add(-1, 5, one), "instance -1 is not one of 2"),
-        (lambda load, one: load.add(0, -5, one), "context of -5 tokens"),
-        (lambda load, one: load.add(0, 5, PointForecast.new([1, 2])), "forecast is of 2"),
-        (lambda load, one: load.remove(0, 5, PointForecast.new([])), "forecast is of 0"),
-        (lambda load, one: load.remove(1, 5, one), "no request is on instance 1"),
-        (lambda load, one: load.advance(1, 5, one, 1), "no request is on instance 1"),
-        (lambda load, one: load.advance(0, 5, one, -1), "cannot be negative"),
-    ],
-)
-def test_a_refused_update_changes_nothing(
-    misuse: Callable[[ExpectedLoad, Forecast], None], message: str
-) -> None:
-    one = PointForecast.new([3.0])
-    load = expected_load(one, np.array([0]), np.array([5]), 2, 4)
-    with pytest.raises(ValueError, match=message):
-        misuse(load, one)
-    assert load.mean.tolist() == [[5, 6, 7, 0, 0], [0] * 5]
-    assert load.requests.tolist() == [1, 0]

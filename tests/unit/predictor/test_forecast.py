@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from predictor.forecasts.curve import aged_mean, aged_survival, tokens_left
 from predictor.forecasts.forecast import Forecast, ForecastError, PointForecast, SurvivalForecast
 
 EDGES = [0, 1, 2, 5, 10, 40, 200]
@@ -50,6 +51,20 @@ def test_ageing_composes_and_is_conditional_probability(
     conditional = forecast.at(h + a + b)[running] / alive[running, None]
     expected = once.at(h)[running]
     np.testing.assert_allclose(expected[:, 1:], conditional[:, 1:], rtol=1e-9, atol=1e-12)
+
+
+@given(survival_forecasts(), st.integers(0, 250))
+def test_compiled_code_reads_curves_as_forecasts_do(forecast: SurvivalForecast, age: int) -> None:
+    aged = forecast.aged(age)
+    points = np.arange(0, 220, 3)
+    survival = np.empty(len(points))
+    edges, curves, ages, limits = aged.arrays()
+    for i in range(len(aged)):
+        aged_survival(edges, curves[i], ages[i], limits[i], points, survival)
+        np.testing.assert_allclose(survival, aged.at(points)[i], rtol=1e-9, atol=1e-9)
+        left = tokens_left(edges, ages[i], limits[i])
+        mean = min(aged_mean(edges, curves[i], ages[i], limits[i]), left)
+        np.testing.assert_allclose(mean, aged.mean()[i], rtol=1e-6)
 
 
 @given(forecasts, st.integers(1, 50))
