@@ -52,6 +52,8 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
         elif _is_mapping(kind) and following is not None and _KEY_VALUE.match(following):
             key, _, value = rest.pop(0).partition("=")
             result += [f"{option}.{key}", value]
+        elif _has_labels(kind) and following is not None and not following.startswith(("{", "[")):
+            parser.error(f"{typed} {following}: expected KEY=VALUE")
         else:
             result.append(option)
     return result

@@ -190,7 +190,7 @@ def test_ports_that_are_in_use_are_all_named() -> None:
 def test_what_cannot_be_started_here_is_refused() -> None:
     deployment = local_deployment("smollm2", EngineOptions())
     anywhere = replace(deployment, proxy=replace(deployment.proxy, port=0))
-    with pytest.raises(LaunchError, match=r"proxy.port is 0"):
+    with pytest.raises(LaunchError, match=r"proxy.port must be a fixed port, not 0"):
         check_ports(anywhere, [], serve=True)
     check_ports(anywhere, [], serve=False)
     secured = replace(deployment.instances[1], url="https://127.0.0.1:8443")

@@ -99,14 +99,13 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     ("more", "message"),
     [
         ("routing: {name: nearest}", "routing: no routing policy 'nearest'"),
-        ("routing: {name: bfio}", "routing.name: bfio needs forecasts"),
+        ("routing: {name: bfio}", "routing.name: bfio requires forecasts"),
         (
             "routing: {name: pab}",
             "routing.name: pab chooses between engines that prefill and decode; here prefill-0",
         ),
-        ("migration: {name: survival}", "migration.name: survival needs forecasts"),
+        ("migration: {name: survival}", "migration.name: survival requires forecasts"),
         ("migration: {name: star, speed: 3}", "migration: star has no option 'speed'"),
-        ("engines: 3", "engines"),
     ],
 )
 def test_a_deployment_that_cannot_be_served_is_told_in_one_line(
@@ -117,6 +116,16 @@ def test_a_deployment_that_cannot_be_served_is_told_in_one_line(
     assert main(["serve", "--config", str(config)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_an_unknown_key_of_a_deployment_is_a_usage_error(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del smollm2
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--config", str(write(tmp_path, free_port(), "engines: 3"))])
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "engines" in error
 
 
 def test_a_port_in_use_is_told(

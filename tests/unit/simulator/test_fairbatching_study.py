@@ -118,7 +118,9 @@ def test_a_peak_is_the_most_over_the_loads() -> None:
     ],
 )
 def test_what_the_study_cannot_do_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_study(tmp_path, small(**changes))
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(**changes)))
+    assert main(["study", "fairbatching", "--config", str(path), "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Pat
             MOONCAKE + '{"timestamp": 9, "input_length": 3, "output_length": 1}',
             r"log:4: arrives bef",
         ),
-        ("x" * 2_000_000, r"log:1: a line of over 1 MiB"),
+        ("x" * 2_000_000, r"log:1: not a trace: a line of over 1 MiB"),
     ],
 )
 def test_what_is_no_trace_is_told_by_file_and_line(tmp_path: Path, text: str, message: str) -> None:
