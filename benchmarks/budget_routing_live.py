@@ -37,8 +37,8 @@ from benchmarks.fairbatching_live import (
     scaled_trace,
     serve,
 )
-from benchmarks.fairbatching_live_figures import print_tables, summarised
-from benchmarks.report import arguments, report
+from benchmarks.support.fairbatching_figures import print_tables, summarised
+from benchmarks.support.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_engines import launched

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from data_collection.models import resolve_model
 from data_collection.workload.engine_options import engine_arguments
 from data_collection.workload.prompts import load_prompts

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from predictor.forecasts.expected_load import ExpectedLoad, expected_load
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.forecasts.survival_grid import survival_edges

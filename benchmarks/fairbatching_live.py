@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.fairbatching_live_figures import draw, print_tables, summarised
-from benchmarks.report import arguments, report
+from benchmarks.support.fairbatching_figures import draw, print_tables, summarised
+from benchmarks.support.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
 from data_collection.models import resolve_model
 from rescheduler.commands.interrupts import ending_signals_raised

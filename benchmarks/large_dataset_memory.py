@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
 from data_collection.capture.recorder import Recorder

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from data_collection.models import resolve_model
 from data_collection.workload.prompts import load_prompts
 

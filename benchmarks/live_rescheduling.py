@@ -36,8 +36,8 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.live_rescheduling_figures import FULL, draw, print_table, summarised
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
+from benchmarks.support.rescheduling_figures import FULL, draw, print_table, summarised
 from data_collection.atomic_file import write_text_atomically
 from data_collection.workload.prompts import load_prompts
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions

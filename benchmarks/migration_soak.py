@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from rescheduler.demo.demo_proxy import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import Launched, launched

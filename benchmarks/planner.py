@@ -30,7 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from predictor.live.telemetry_messages import (
     TOPIC,

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from rescheduler.openai.event_stream import read_events
 
 _PATH = "/v1/completions"
@@ -68,7 +68,7 @@ class _Times:
 
 @contextmanager
 def _player() -> Iterator[_Process]:
-    command = [sys.executable, "-m", "benchmarks.stream_player"]
+    command = [sys.executable, "-m", "benchmarks.support.stream_player"]
     command += ["--token-seconds", str(_TOKEN_SECONDS)]
     with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
         assert process.stdout is not None

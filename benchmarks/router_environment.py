@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from predictor.forecasts.forecast import PointForecast
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.learned_router.environment import RouterVectorEnvironment

@@ -12,7 +12,7 @@ prefill and instant dispatch, for ``chunked_g16_steps_per_s``.
 
 import time
 
-from benchmarks.report import arguments, report
+from benchmarks.support.report import arguments, report
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,

@@ -45,7 +45,7 @@ the last step."""
 @compiled_inline
 def tokens_left(edges: FloatArray, age: float, limit: float) -> float:
     """Return the tokens to the limit, at least one: the request still runs."""
-    return max(min(limit, edges[len(edges) - 1]) - age, 1.0)
+    return max(min(limit, edges[len(edges) - 1]) - age, 1.0)  # type: ignore[no-any-return]
 
 
 @compiled_inline
@@ -160,7 +160,7 @@ def draw_steps(
         h = end
         here, value_here = edge, value_at_edge
         right += 1
-    return stop  # type: ignore[no-any-return]
+    return stop
 
 
 @compiled_inline

@@ -1,0 +1,1 @@
+"""What several benchmarks share: reports, figures, a player of recorded streams."""
