@@ -2,6 +2,7 @@
 
 from argparse import ArgumentError
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from rescheduler.commands.command_parser import CommandParser
@@ -16,10 +17,17 @@ def read_config(values: dict[str, Any]) -> SimulationConfig:
     Raises:
         ValueError: an unknown key, or a value that its key cannot take.
     """
-    parser = CommandParser(exit_on_error=False)
-    parser.add_class_arguments(SimulationConfig)
+    parser = _parser()
     try:
         made = parser.instantiate(parser.parse_object(values))
     except ArgumentError as error:
         raise ValueError(" ".join(str(error).split())) from error
     return SimulationConfig(**{key.name: made[key.name] for key in fields(SimulationConfig)})
+
+
+@cache
+def _parser() -> CommandParser:
+    """Return the parser, which takes longer to make than to use."""
+    parser = CommandParser(exit_on_error=False)
+    parser.add_class_arguments(SimulationConfig)
+    return parser
