@@ -356,7 +356,7 @@ def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> 
 
 
 def met(case: Case, one: dict[str, Any]) -> bool:
-    """Say whether a request met both objectives."""
+    """Return whether a request met both objectives."""
     if one["error"] or one["ttft"] is None:
         return False
     return bool(one["ttft"] <= case.ttft_s and one["worst_tpot"] <= case.tpot_s)

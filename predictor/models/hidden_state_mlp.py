@@ -19,7 +19,7 @@ COUNTS = ("generated_tokens", "prompt_tokens", "tokens_left")
 
 
 class CheckpointError(ValueError):
-    """A folder is no checkpoint of a predictor."""
+    """A folder is not a valid predictor checkpoint."""
 
 
 class ModelMismatchError(ValueError):

@@ -101,7 +101,7 @@ def train_length(
 
 
 def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
-    """Say what a reader of the figures must know of the requests."""
+    """Describe the requests that the figures are about."""
     notes = []
     if split.unmatched:
         notes.append(f"{split.unmatched} requests of the dataset are of no prompt in the file")

@@ -103,7 +103,7 @@ def tune(
 
 
 class _ReportToStudy(L.Callback):
-    """Tell the study every epoch's validation figure; it may cut the trial short."""
+    """Report every epoch's validation figure to the study, which may stop the trial early."""
 
     def __init__(self, trial: "optuna.Trial", monitor: str) -> None:
         self._trial = trial

@@ -253,7 +253,7 @@ class LiveRequest:
         self._enter(Decoding(self._expect(Freezing).move.source))
 
     def unanswered(self) -> None:
-        """Note that nobody knows whether the source has frozen it."""
+        """Note that the source has not answered, so that it may have frozen the request or not."""
         self._enter(Unanswered(self._expect(Freezing).move))
 
     def land(self) -> None:

@@ -65,10 +65,11 @@ def _ask(url: str, method: str) -> Any:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
-        try:
-            message = json.load(error)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"HTTP {error.code}: is that Headway's proxy?"
+        with error:
+            try:
+                message = json.load(error)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = f"HTTP {error.code}: is that Headway's proxy?"
         raise RuntimeError(message) from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise RuntimeError(f"{url}: no answer: {error}; does `headway serve` run?") from error

@@ -153,7 +153,7 @@ class Proxy:
         await self._stack.aclose()
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that nobody waits for; an error in it is logged."""
+        """Run something in the background; an error in it is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
