@@ -9,7 +9,7 @@ import pytest
 from proxying import CHAT, COMPLETIONS, Client, Served, logprobs_of, served, text_of
 from running_deployment import RunningDeployment
 
-from rescheduler.proxy.drain import drain
+from rescheduler.commands.command_line import main
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -241,7 +241,7 @@ def test_headway_drain_empties_an_instance_while_streams_go_on(
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:
             await asyncio.sleep(0.05)
         config = ["--config", str(proxy.config)]
-        await asyncio.to_thread(drain, ["decode-0", *config])
+        assert await asyncio.to_thread(main, ["drain", "decode-0", *config]) == 0
         printed = capsys.readouterr().out
         assert "requests left" in printed
         assert "decode-0 is empty" in printed
@@ -249,7 +249,7 @@ def test_headway_drain_empties_an_instance_while_streams_go_on(
         assert not any(stream.done() for stream in streams)
         texts = [text_of(chunks) for chunks in await asyncio.gather(*streams)]
         assert texts == expected
-        await asyncio.to_thread(drain, ["decode-0", *config, "--undo"])
+        assert await asyncio.to_thread(main, ["drain", "decode-0", *config, "--undo"]) == 0
         assert not (await client.instances())["decode-0"]["draining"]
 
     proxy.run(work)
