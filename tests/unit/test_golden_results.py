@@ -6,10 +6,9 @@ that is meant to change them rewrites the file and says in its commit why:
     HEADWAY_GOLDEN=write python -m pytest tests/unit/test_golden_results.py
 
 Simulations are compared bit by bit, the arrays of single decisions to eight digits, on the kind of
-CPU that the file was written on. On another, whose
-compiler contracts other products and whose exponential rounds otherwise, those of single
-forecasts, loads and plans agree to nine digits, and simulations, in which one rounded tie changes
-all that follows, are skipped.
+CPU that the file was written on. On another, whose compiler contracts other products and whose
+exponential rounds otherwise, only a few numbers of each decision are compared, and simulations, in
+which one rounded tie changes all that follows, are skipped.
 """
 
 import hashlib
