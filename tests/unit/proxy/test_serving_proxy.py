@@ -345,10 +345,10 @@ def test_with_no_decode_instance_new_requests_are_told_when_to_try_again(
     tokenizer: Tokenizer,
 ) -> None:
     async def run() -> None:
-        async with cluster(tokenizer) as it:
+        async with cluster(tokenizer, control_seconds=0.5) as it:
             for engine in it.decodes:
                 await engine.stop()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while it.proxy.ready:
                     await asyncio.sleep(0.02)
             status, answer, headers = await it.post({"model": "m", "prompt": PROMPT})
