@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.cluster.named_choice import create_named
+from rescheduler.cluster.registry import Registry
 from rescheduler.migration.problem import MigrationProblem, migration_problem
 from rescheduler.routing.policy import Needs
 from rescheduler.step_time.profile import Profile, load_profile
@@ -164,22 +164,10 @@ def _profile(path: str) -> Profile:
     return load_profile(path)
 
 
-_POLICIES: dict[str, type[MigrationPolicy]] = {}
+_POLICIES = Registry[MigrationPolicy]("migration policy")
 
-P = TypeVar("P", bound=type[MigrationPolicy])
-
-
-def migration_policy(name: str) -> Callable[[P], P]:
-    """Register a planner class under the name that configurations use."""
-
-    def register(policy: P) -> P:
-        if name in _POLICIES:
-            raise ValueError(f"there already is a migration policy {name!r}")
-        policy.name = name
-        _POLICIES[name] = policy
-        return policy
-
-    return register
+migration_policy = _POLICIES.register
+"""Decorator that registers a planner class under the name that configurations use."""
 
 
 def migration_policy_names() -> list[str]:
@@ -193,4 +181,4 @@ def create_migration_policy(name: str, **options: Any) -> MigrationPolicy:
     Raises:
         ValueError: no such planner, no such option, or a value that the planner refuses.
     """
-    return create_named("migration policy", _POLICIES, name, options)
+    return _POLICIES.create(name, options)

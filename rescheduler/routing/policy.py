@@ -4,13 +4,13 @@ from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.cluster.named_choice import create_named
+from rescheduler.cluster.registry import Registry
 from rescheduler.routing.problem import NO_EDGES, RoutingProblem, empty_target, routing_problem
 
 __all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
@@ -122,22 +122,10 @@ class RoutingPolicy(ABC):
         return Assignment(target)
 
 
-_POLICIES: dict[str, type[RoutingPolicy]] = {}
+_POLICIES = Registry[RoutingPolicy]("routing policy")
 
-P = TypeVar("P", bound=type[RoutingPolicy])
-
-
-def routing_policy(name: str) -> Callable[[P], P]:
-    """Register a policy class under the name that configurations use."""
-
-    def register(policy: P) -> P:
-        if name in _POLICIES:
-            raise ValueError(f"there already is a routing policy {name!r}")
-        policy.name = name
-        _POLICIES[name] = policy
-        return policy
-
-    return register
+routing_policy = _POLICIES.register
+"""Decorator that registers a policy class under the name that configurations use."""
 
 
 def policy_names() -> list[str]:
@@ -151,4 +139,4 @@ def create_policy(name: str, **options: Any) -> RoutingPolicy:
     Raises:
         ValueError: no such policy, no such option, or a value that the policy refuses.
     """
-    return create_named("routing policy", _POLICIES, name, options)
+    return _POLICIES.create(name, options)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
-from rescheduler.cluster.named_choice import create_named
+from rescheduler.cluster.registry import Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
     classified_forecast,
@@ -303,10 +303,13 @@ class Replay(ForecastSource):
         )
 
 
-SOURCES: dict[str, type[ForecastSource]] = {
-    source.name: source
-    for source in (NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier, Replay)
-}
+SOURCES = Registry[ForecastSource](
+    "forecast",
+    {
+        source.name: source
+        for source in (NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier, Replay)
+    },
+)
 """Name in a configuration -> source."""
 
 
@@ -316,7 +319,7 @@ def create_forecast(name: str, **options: Any) -> ForecastSource:
     Raises:
         ValueError: an unknown source or option, or an invalid value.
     """
-    return create_named("forecast", SOURCES, name, options)
+    return SOURCES.create(name, options)
 
 
 def _refuse_interval(name: str, interval: int) -> None:

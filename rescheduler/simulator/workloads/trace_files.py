@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.cluster.named_choice import create_named
+from rescheduler.cluster.registry import Registry
 from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.five_tasks import FiveTasks
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
@@ -28,17 +28,20 @@ from rescheduler.simulator.workloads.trace_formats import Row, recognise
 
 __all__ = ["GENERATORS", "TraceFile", "create_trace", "read_trace"]
 
-GENERATORS: dict[str, type[Trace]] = {
-    "burstgpt_like": BurstGPTLike,
-    "burstgpt_sample": BurstGPTSample,
-    "five_tasks": FiveTasks,
-    "geometric": GeometricLengths,
-    "homogeneous": HomogeneousLengths,
-    "lognormal": LognormalLengths,
-    "mixed_classes": MixedClasses,
-    "replay": ReplayTrace,
-    "star": StarLengths,
-}
+GENERATORS = Registry[Trace](
+    "generator",
+    {
+        "burstgpt_like": BurstGPTLike,
+        "burstgpt_sample": BurstGPTSample,
+        "five_tasks": FiveTasks,
+        "geometric": GeometricLengths,
+        "homogeneous": HomogeneousLengths,
+        "lognormal": LognormalLengths,
+        "mixed_classes": MixedClasses,
+        "replay": ReplayTrace,
+        "star": StarLengths,
+    },
+)
 """Name in a configuration -> trace that is drawn, not read."""
 
 LONGEST = 10_000_000
@@ -162,7 +165,7 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
             a file that is refused.
     """
     if name is not None and path is None:
-        return create_named("generator", GENERATORS, name, options)
+        return GENERATORS.create(name, options)
     if name is not None or path is None:
         raise ValueError("a trace is either the name of a generator or the path of a file")
     for option in options:

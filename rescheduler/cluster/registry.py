@@ -1,0 +1,69 @@
+"""Dataclasses that a configuration names: policies, planners, forecasts, traces."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type[Any])
+
+
+class Registry(dict[str, type[T]], Generic[T]):
+    """Dataclasses by name.
+
+    Args:
+        what: they are, for errors.
+        kinds: name -> dataclass, of those known from the start.
+    """
+
+    def __init__(self, what: str, kinds: Mapping[str, type[T]] | None = None) -> None:
+        super().__init__(kinds or {})
+        self.what = what
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Return a decorator that adds a dataclass under a name, and sets its ``name``.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+
+        def add(kind: C) -> C:
+            if name in self:
+                raise ValueError(f"there already is a {self.what} {name!r}")
+            kind.name = name
+            self[name] = kind
+            return kind
+
+        return add
+
+    def create(self, name: str, options: dict[str, Any]) -> T:
+        """Return the dataclass of that name, made with the given options.
+
+        Raises:
+            ValueError: no such name, no such option, one that is missing, or a value that the
+                dataclass refuses.
+        """
+        if name not in self:
+            raise ValueError(
+                f"no {self.what} {name!r}; known: {', '.join(sorted(self))}{_nearest(name, self)}"
+            )
+        takes = {field.name: field for field in fields(self[name]) if field.init}  # type: ignore[arg-type]
+        for option in options:
+            if option not in takes:
+                listed = ", ".join(takes) if takes else "none"
+                raise ValueError(
+                    f"{name} has no option {option!r}; it takes: {listed}{_nearest(option, takes)}"
+                )
+        for option, field in takes.items():
+            required = field.default is MISSING and field.default_factory is MISSING
+            if required and option not in options:
+                raise ValueError(f"{name} needs the option {option!r}")
+        return self[name](**options)
+
+
+def _nearest(given: str, known: Iterable[str]) -> str:
+    near = get_close_matches(given, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
