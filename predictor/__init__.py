@@ -1,10 +1,19 @@
-"""The predictors of remaining length, their training, their comparators and their evaluation."""
+"""The predictors of remaining length, their training, their comparators and their evaluation.
+
+Names are loaded when they are first used: forecasts alone need no PyTorch, and neither do routing,
+migration and the simulator.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from predictor.forecasts.forecast import Forecast, ForecastError, PointForecast, SurvivalForecast
-from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError, RequestRows
-from predictor.models.remaining_length_mlp import RemainingLengthMLP
-from predictor.models.survival_mlp import SurvivalMLP
+
+if TYPE_CHECKING:
+    from predictor.models.checkpoint import load_predictor
+    from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError, RequestRows
+    from predictor.models.remaining_length_mlp import RemainingLengthMLP
+    from predictor.models.survival_mlp import SurvivalMLP
 
 __all__ = [
     "CheckpointError",
@@ -18,3 +27,18 @@ __all__ = [
     "SurvivalMLP",
     "load_predictor",
 ]
+
+_MODULES = {
+    "CheckpointError": "predictor.models.hidden_state_mlp",
+    "ModelMismatchError": "predictor.models.hidden_state_mlp",
+    "RemainingLengthMLP": "predictor.models.remaining_length_mlp",
+    "RequestRows": "predictor.models.hidden_state_mlp",
+    "SurvivalMLP": "predictor.models.survival_mlp",
+    "load_predictor": "predictor.models.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
