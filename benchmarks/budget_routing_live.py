@@ -57,7 +57,7 @@ class RoutedCase(Case):
     """A case whose system is a router; the replicas go by the objectives."""
 
     @property
-    def told(self) -> bool:
+    def informed(self) -> bool:
         """Whether the system goes by the objectives."""
         return True
 
@@ -109,7 +109,7 @@ def replicas(folder: Path) -> Iterator[Deployment]:
     deployment = local_deployment(MODEL, engine, decode=REPLICAS, prefill=0)
     with (
         LaunchProgress(folder) as progress,
-        launched(deployment, folder, tell=progress.tell),
+        launched(deployment, folder, report=progress.report),
     ):
         progress.finish()
         yield deployment

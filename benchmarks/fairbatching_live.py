@@ -115,20 +115,20 @@ class Case:
     round: int = 0
 
     @property
-    def told(self) -> bool:
+    def informed(self) -> bool:
         """Whether the system goes by the objectives."""
         return self.system.startswith("fairbatching")
 
     def file(self, folder: Path) -> Path:
         """Where the requests' times are kept."""
         name = f"{self.system}-{self.token_budget}-{self.load:g}-{self.round}"
-        if self.told:
+        if self.informed:
             name += f"-{self.ttft_s:.3f}-{self.tpot_s:.4f}"
         return folder / f"{name}.json"
 
 
 class TokenLoad(LoadRun):
-    """A load of prompts given as tokens, each with the objectives that its engine is told."""
+    """A load of prompts given as tokens, each with the objectives that its engine is given."""
 
     def __init__(self, url: str, load: Sequence[LoadRequest], salt: str, case: Case | None) -> None:
         super().__init__(url, MODEL, load, salt, temperature=0.0)
@@ -138,7 +138,7 @@ class TokenLoad(LoadRun):
         """Return a completion of random tokens, generated to its full length."""
         prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
         asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
-        if self._case is not None and self._case.told:
+        if self._case is not None and self._case.informed:
             asked["vllm_xargs"] = {"ttft_s": self._case.ttft_s, "tpot_s": self._case.tpot_s}
         return "/v1/completions", asked
 
@@ -255,7 +255,10 @@ def engines(folder: Path, systems: Sequence[str], budget: int) -> Iterator[dict[
             flags += ["--additional-config", json.dumps({"headway": {"batching": section}})]
         command = lone_engine_command(replace(ENGINE, arguments=flags), model, MODEL, url, python)
         servers.append(ServerProcess(system, command, url, folder / f"{system}.log"))
-    with LaunchProgress(folder) as progress, closing(ServerGroup(servers, progress.tell)) as group:
+    with (
+        LaunchProgress(folder) as progress,
+        closing(ServerGroup(servers, progress.report)) as group,
+    ):
         group.start(list(systems), at_once=2)
         progress.finish()
         yield urls

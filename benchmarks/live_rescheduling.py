@@ -183,7 +183,7 @@ def run_missing(
     )
     with ExitStack() as stack:
         progress = stack.enter_context(LaunchProgress(folder))
-        stack.enter_context(launched(deployment, folder, tell=progress.tell))
+        stack.enter_context(launched(deployment, folder, report=progress.report))
         progress.finish()
         if not (folder / ALONE).is_file():
             alone = asyncio.run(measure_alone(deployment, folder))
@@ -235,11 +235,11 @@ async def run_arm(
         "kv_full_share": float(np.mean([kv > FULL for kv in busiest])),
         "kv_difference": float(np.mean([max(one.kv) - min(one.kv) for one in samples])),
         "samples": [asdict(one) for one in samples],
-        "requests": [told(one) for one in served],
+        "requests": [as_json(one) for one in served],
     }
 
 
-def told(served: ServedRequest) -> dict[str, Any]:
+def as_json(served: ServedRequest) -> dict[str, Any]:
     """Return what is kept of a request."""
     return {
         "name": served.request.name,

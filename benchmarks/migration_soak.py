@@ -194,7 +194,7 @@ async def _generate(
 
 
 async def _move_at_random(proxy: Proxy, moves: dict[str, int], generator: random.Random) -> None:
-    """Move one running request after the other to another instance, for ever."""
+    """Move one running request after the other to another instance, forever."""
     decodes = [state for state in proxy.instances.values() if state.instance.role == "decode"]
 
     async def move() -> None:

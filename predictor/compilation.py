@@ -118,7 +118,7 @@ class SourceLocator:
         return self._digest
 
     def get_disambiguator(self) -> str:
-        """Return what tells functions of one name apart."""
+        """Return what distinguishes functions of one name."""
         return str(self._line)
 
 

@@ -151,7 +151,7 @@ class _Check:
             self._external_id.append(entry["external_id"])
 
     def start_rows(self) -> None:
-        """All requests are known: make room for what their rows will tell."""
+        """All requests are known: make room for what their rows will add."""
         self._totals = np.array(self.total, dtype=np.int64)
         self.counted = np.zeros(len(self.total), dtype=np.int64)
         self._last_generated = np.full(len(self.total), -1, dtype=np.int64)

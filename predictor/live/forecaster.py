@@ -101,7 +101,7 @@ class Forecaster:
             self._publisher.finished(finished)
 
     def take_arrived(self) -> list[EngineForecasts]:
-        """Return the forecasts that have reached the host since the last call, and tell them."""
+        """Return the forecasts that have reached the host since the last call, and publish them."""
         started = time.thread_time()
         arrived = []
         while self._pending and self._pending[0].has_arrived():

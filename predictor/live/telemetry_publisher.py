@@ -147,7 +147,7 @@ class TelemetryPublisher:
             self.thread_seconds = time.thread_time()
 
     def _take(self, forecasts: EngineForecasts) -> bool:
-        """Keep a step's forecasts; return whether it was a k-th step, else tell the new ones."""
+        """Keep a step's forecasts; return whether it was a k-th step, else publish the new ones."""
         coded = encode_survival(forecasts.survival)
         requests = [
             RequestForecast(*fields)

@@ -53,7 +53,7 @@ class EncoderClassifier(nn.Module):
     Args:
         backbone: a Hugging Face encoder without a head.
         tokenizer: its own.
-        labels: what is told apart, in order.
+        labels: the classes, in order.
         tasks: that a prompt may be of; only these can be hinted at.
         hinted: whether the texts carry the hint of their task.
         max_tokens: tokens of prompt and hint that are read.
@@ -78,7 +78,7 @@ class EncoderClassifier(nn.Module):
         if not 32 <= max_tokens <= positions:
             raise ValueError(f"the encoder reads 32 to {positions} tokens, not {max_tokens}")
         if len(labels) < 2:
-            raise ValueError(f"nothing to tell apart: the only label is {', '.join(labels)!r}")
+            raise ValueError(f"nothing to classify: the only label is {', '.join(labels)!r}")
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.labels = tuple(labels)
@@ -162,7 +162,7 @@ class EncoderClassifier(nn.Module):
         found = np.empty((len(ids), len(self.labels)))
         place = np.arange(len(ids))
         device = self.head.weight.device
-        texts = LabelledTexts(ids, place)  # each batch tells whose its rows are
+        texts = LabelledTexts(ids, place)  # each batch records whose its rows are
         for batch in text_batches(texts, _BATCH, self.tokenizer.pad_token_id):
             logits = self(batch.input_ids.to(device), batch.attention_mask.to(device))
             found[batch.labels.numpy()] = logits.double().softmax(dim=1).cpu().numpy()
@@ -273,7 +273,7 @@ def train_classifier(
         seed: of the dropout and the order of batches.
 
     Returns:
-        What the checkpoint's card tells: passes, seconds, validation loss.
+        What the checkpoint's card reports: passes, seconds, validation loss.
     """
     started = time.monotonic()
     L.seed_everything(seed, verbose=False)

@@ -40,7 +40,7 @@ class LengthForest:
     one for each application.
 
     Args:
-        labels: what is told apart, in order.
+        labels: the classes, in order.
         tasks: the applications.
         nodes: ``roots`` [n_trees]; ``left``, ``right`` [n_nodes], -1 in a leaf; ``feature``,
             ``threshold`` [n_nodes], a request goes left where its feature is at most that;

@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class PromptClassifier(Protocol):
-    """What tells labels apart by what is known before the first token.
+    """A classifier that uses what is known before the first token.
 
     Attributes:
         labels: in order.
@@ -34,8 +34,8 @@ class PromptClassifier(Protocol):
 class BucketFrequencies:
     """Predict the training requests' shares of the buckets, whatever the prompt says.
 
-    By task it is the floor of everything that is told the task: Jain et al. find that the hint is
-    what lifts their encoder from 5.5% to 79%.
+    By task it is the baseline for every predictor that is given the task: Jain et al. find that
+    the hint is what lifts their encoder from 5.5% to 79%.
 
     Args:
         prompts: of the training requests.

@@ -28,7 +28,7 @@ class LengthResults:
         test: the test requests.
         buckets: each choice of buckets.
         scores: for each, those of the methods.
-        tasks: how well tasks were told, or None where there is one.
+        tasks: how well tasks were classified, or None where there is one.
         notes: what a reader must know.
         provenance: dataset, model, commit, machine, versions.
     """
@@ -105,7 +105,7 @@ def _report(results: LengthResults) -> str:
     if tasks:
         lines += [
             "",
-            f"Task told from the prompt: {tasks.accuracy:.2%} (always the most frequent: "
+            f"Task classified from the prompt: {tasks.accuracy:.2%} (always the most frequent: "
             f"{tasks.majority:.2%}).",
         ]
     for scheme, buckets in results.buckets.items():

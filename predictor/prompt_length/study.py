@@ -55,10 +55,10 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """How well the task can be told from the prompt (Jain et al. 2025, C.8).
+    """How well the task can be classified from the prompt (Jain et al. 2025, C.8).
 
     Attributes:
-        accuracy: share of the test prompts whose task was told.
+        accuracy: share of the test prompts whose task was classified correctly.
         majority: that of the most frequent training task.
         by_task: accuracy on each.
     """
@@ -74,7 +74,7 @@ class LengthStudy:
     Args:
         split: the requests.
         buckets: the choices of length buckets, by what they are called.
-        described: dataset, prompts and split, as checkpoints tell it.
+        described: dataset, prompts and split, as checkpoints record it.
         options: how to train.
         out: folder of the checkpoints.
 
@@ -112,9 +112,9 @@ class LengthStudy:
         self._variants = LengthVariants(data, out, options.encoder, options.forest, options.seed)
 
     def tasks(self) -> tuple[TaskScores, Prompts] | None:
-        """Return how well tasks are told, and the test prompts with the tasks that were told.
+        """Return how well tasks are classified, and the test prompts with the predicted tasks.
 
-        None where all requests are of one task: there is nothing to tell, and no hint to give.
+        None where all requests are of one task: there is nothing to classify, and no hint to give.
         """
         if len(self._tasks) < 2:
             return None

@@ -36,7 +36,7 @@ class TrainingData:
         train: what they learn from.
         validation: what chooses the best pass.
         tasks: of all requests, in order.
-        described: dataset, prompts and split, as checkpoints tell it.
+        described: dataset, prompts and split, as checkpoints record it.
         serving_model: whose answers these are.
     """
 

@@ -245,7 +245,7 @@ def is_new_prompt(request: Request) -> bool:
 
 
 def reject(scheduler: Any, request: Request, reason: str) -> tuple[int, EngineCoreOutput]:
-    """End a waiting request; return what its client is to be told, and which client it is.
+    """End a waiting request; return the message for its client, and which client it is.
 
     The API server shows nothing of a stream that ends without a token, so that there the answer
     carries one: the end of the sequence.

@@ -154,7 +154,7 @@ class _FormsBatches:
         return outputs
 
     def shutdown(self) -> None:
-        """Close the log of steps, tell of the garbage, then shut down as usual."""
+        """Close the log of steps, report the garbage collection, then shut down as usual."""
         if self._log is not None:
             self._log.close()
         if self._garbage is not None:

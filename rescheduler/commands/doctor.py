@@ -99,7 +99,7 @@ def _runner() -> Finding:
         from vllm import envs
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
-    except Exception as error:  # whatever breaks vLLM's import is what we want to tell
+    except Exception as error:  # whatever breaks vLLM's import is what we want to report
         return Finding(
             "vLLM runner",
             "problem",

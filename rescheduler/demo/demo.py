@@ -106,7 +106,7 @@ def demo(
                 flush=True,
             )
             progress = stack.enter_context(LaunchProgress(logs))
-            stack.enter_context(launched(deployment, logs, tell=progress.tell))
+            stack.enter_context(launched(deployment, logs, report=progress.report))
             progress.finish()
         asyncio.run(_show(deployment, skewed_load(pairs), console))
 

@@ -11,7 +11,7 @@ import aiohttp
 
 from rescheduler.openai.event_stream import read_events
 
-__all__ = ["LoadRequest", "LoadRun", "Piece", "ServedRequest"]
+__all__ = ["LoadRequest", "LoadRun", "ServedRequest", "StreamChunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LoadRequest:
     arrives: float
 
 
-class Piece(NamedTuple):
+class StreamChunk(NamedTuple):
     """The content of a chunk.
 
     Attributes:
@@ -61,7 +61,7 @@ class ServedRequest:
 
     request: LoadRequest
     sent: float
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StreamChunk] = field(default_factory=list)
     finish_reason: str = ""
     error: str = ""
 
@@ -188,7 +188,7 @@ async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None
         for choice in chunk.get("choices", ()):
             text = choice.get("text") or choice.get("delta", {}).get("content") or ""
             if tokens > served.tokens or text:
-                served.pieces.append(Piece(tokens, text, time.monotonic()))
+                served.pieces.append(StreamChunk(tokens, text, time.monotonic()))
             served.finish_reason = choice.get("finish_reason") or served.finish_reason
     if not served.finish_reason:
         served.error = "the stream ended before its request"

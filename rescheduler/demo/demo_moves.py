@@ -46,7 +46,7 @@ class MoveWatcher:
         self._at: dict[str, tuple[str, int | None]] = {}
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look forever."""
         while True:
             self._look()
             await asyncio.sleep(_LOOK_SECONDS)

@@ -55,7 +55,7 @@ def launch(
         return 0
     with ExitStack() as stack:
         progress = stack.enter_context(LaunchProgress(logs))
-        running = stack.enter_context(launched(config, logs, only, serve, progress.tell, at_once))
+        running = stack.enter_context(launched(config, logs, only, serve, progress.report, at_once))
         progress.finish()
         sys.stdout.write(_summary(running, serve) + "\n")
         sys.stdout.flush()

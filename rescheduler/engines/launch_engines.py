@@ -38,9 +38,9 @@ class Launched(ServerGroup):
         deployment: Deployment,
         logs: Path,
         servers: Sequence[ServerProcess],
-        tell: Callable[[str, Stage], None],
+        report: Callable[[str, Stage], None],
     ) -> None:
-        super().__init__(servers, tell)
+        super().__init__(servers, report)
         self.deployment = deployment
         self.logs = logs
 
@@ -64,7 +64,7 @@ def launched(
     logs: Path,
     only: Sequence[str] = (),
     serve: bool = False,
-    tell: Callable[[str, Stage], None] = lambda name, stage: None,
+    report: Callable[[str, Stage], None] = lambda name, stage: None,
     at_once: int | None = None,
 ) -> Iterator[Launched]:
     """Start a deployment's engines on this machine; they are ready in the body, gone after it.
@@ -74,7 +74,7 @@ def launched(
         logs: folder of the logs and of ``deployment.yaml``; created if missing.
         only: names of the instances to start; all when empty.
         serve: start the deployment's proxy too.
-        tell: called with a server's name at each of its stages.
+        report: called with a server's name at each of its stages.
         at_once: how many engines load at the same time; None: all.
 
     Raises:
@@ -101,7 +101,7 @@ def launched(
         command = [sys.executable, "-m", "rescheduler", "serve", "--config", file]
         log = logs / "proxy.log"
         servers.append(ServerProcess(_PROXY, EngineCommand(command, {}), deployment.proxy_url, log))
-    running = Launched(deployment, logs, servers, tell)
+    running = Launched(deployment, logs, servers, report)
     with ending_signals_raised(), closing(running):
         running.start([instance.name for instance in instances], at_once)
         if serve:

@@ -55,7 +55,7 @@ class LaunchProgress:
             self._live.stop()
             self._live = None
 
-    def tell(self, name: str, stage: Stage) -> None:
+    def report(self, name: str, stage: Stage) -> None:
         """Record that a server has reached a stage."""
         row = self._rows.get(name)
         now = time.monotonic()

@@ -27,14 +27,14 @@ class ServerGroup:
 
     Args:
         servers: none of which runs yet.
-        tell: called with a server's name at each of its stages.
+        report: called with a server's name at each of its stages.
     """
 
     def __init__(
-        self, servers: Sequence[ServerProcess], tell: Callable[[str, Stage], None]
+        self, servers: Sequence[ServerProcess], report: Callable[[str, Stage], None]
     ) -> None:
         self.servers = {server.name: server for server in servers}
-        self._tell = tell
+        self._report = report
         self._wanted: set[str] = set()
 
     def start(self, names: Sequence[str], at_once: int | None = None) -> None:
@@ -51,7 +51,7 @@ class ServerGroup:
         while waiting or loading:
             while waiting and len(loading) < (at_once or len(names)):
                 name = waiting.pop(0)
-                self._tell(name, "starting")
+                self._report(name, "starting")
                 self._wanted.add(name)
                 with ending_signals_held():  # what runs is known, so that it can be stopped
                     self.servers[name].start()
@@ -63,7 +63,7 @@ class ServerGroup:
                     raise LaunchError(server.why_it_ended())
                 if server.is_healthy():
                     del loading[name]
-                    self._tell(name, "ready")
+                    self._report(name, "ready")
                 elif time.monotonic() - began > _START_SECONDS:
                     raise LaunchError(
                         f"not ready after {_START_SECONDS:.0f} s: {server.why_it_ended()}"
@@ -101,12 +101,12 @@ class ServerGroup:
         """Ask all of these to end, then wait for them."""
         started = [self.servers[name] for name in names if self.servers[name].pid is not None]
         for server in started:
-            self._tell(server.name, "stopping")
+            self._report(server.name, "stopping")
             server.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         for server in started:
             server.end_by(deadline)
-            self._tell(server.name, "stopped")
+            self._report(server.name, "stopped")
 
     def close(self) -> None:
         """Stop all servers, and wait until they are gone."""

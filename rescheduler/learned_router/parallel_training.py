@@ -28,9 +28,9 @@ __all__ = ["train_all"]
 _LOOK_SECONDS = 0.5
 
 
-_Told = SimpleQueue[tuple[int, Episodes]]
+_Reports = SimpleQueue[tuple[int, Episodes]]
 
-_told: _Told
+_reports: _Reports
 """In a process that trains: what its parent shows."""
 
 
@@ -52,14 +52,14 @@ def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
     setups = [run_setup(config) for config in jobs[0].configs]
     RouterVectorEnvironment(setups, jobs[0].router, jobs[0].training.simulations)  # or refuses
     context = multiprocessing.get_context("spawn")
-    told: _Told = context.SimpleQueue()
+    reports: _Reports = context.SimpleQueue()
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        min(workers or available_cores(), len(jobs)), context, _prepare, (told,)
+        min(workers or available_cores(), len(jobs)), context, _prepare, (reports,)
     )
     try:
         running = [pool.submit(_train, at, job) for at, job in enumerate(jobs)]
-        _show(jobs, running, told)
+        _show(jobs, running, reports)
         return [each.result() for each in running]
     except BaseException:  # Ctrl-C, or one that failed: the others have kept what they trained
         for child in set(multiprocessing.active_children()) - others:
@@ -67,10 +67,10 @@ def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        told.close()
+        reports.close()
 
 
-def _show(jobs: Sequence[Job], running: Sequence[Future[Trained]], told: _Told) -> None:
+def _show(jobs: Sequence[Job], running: Sequence[Future[Trained]], reports: _Reports) -> None:
     """Show a bar for each training, or a line for each episode, until one fails or all end."""
     with progress_bar() as bar:
         tasks = [
@@ -80,8 +80,8 @@ def _show(jobs: Sequence[Job], running: Sequence[Future[Trained]], told: _Told) 
         pending = set(running)
         while pending and not any(each.done() and each.exception() for each in running):
             _, pending = wait(pending, _LOOK_SECONDS)
-            while not told.empty():
-                at, episodes = told.get()
+            while not reports.empty():
+                at, episodes = reports.get()
                 job = jobs[at]
                 said = f"{job.variant}, seed {job.seed}: {episodes}"
                 bar.update(tasks[at], completed=episodes.done, description=said)
@@ -89,9 +89,9 @@ def _show(jobs: Sequence[Job], running: Sequence[Future[Trained]], told: _Told) 
                     print(f"{said}, episode {episodes.done}", file=sys.stderr, flush=True)
 
 
-def _prepare(told: _Told) -> None:
-    global _told
-    _told = told
+def _prepare(reports: _Reports) -> None:
+    global _reports
+    _reports = reports
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the network is too small for more
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the process that started this one
@@ -106,7 +106,7 @@ def _end_with_parent() -> None:
 
 
 def _train(at: int, job: Job) -> Trained:
-    def tell(episodes: Episodes) -> None:
-        _told.put((at, episodes))
+    def report(episodes: Episodes) -> None:
+        _reports.put((at, episodes))
 
-    return train_router(job, tell)
+    return train_router(job, report)

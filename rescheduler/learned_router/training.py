@@ -57,7 +57,7 @@ class TrainingConfig:
         exploration_episodes: in which the share of random actions falls from 1 to
             ``least_exploration``, linearly.
         least_exploration: share of random actions from then on (C.10.2: none after 20 episodes;
-            but without any, nothing tells any more what the other actions would do).
+            but without any, nothing shows any more what the other actions would do).
         updates: of the network after each round.
         guidance_decay: :math:`\beta_d` of guided training.
         validation: runs by whose mean request latency the episode is chosen that is kept; so many

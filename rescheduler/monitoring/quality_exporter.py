@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: how good the forecasts are, and what the engines tell."""
+"""Metrics for Prometheus: how good the forecasts are, and what the engines publish."""
 
 import errno
 import threading
@@ -20,7 +20,7 @@ class QualityExporter(Collector):
     """Reads view and quality whenever Prometheus asks, under their lock.
 
     Args:
-        view: what the engines tell.
+        view: what the engines publish.
         quality: of the forecasts.
         lock: held by whoever changes either.
         clock: monotonic seconds, the same as the view's.

@@ -115,7 +115,7 @@ def screen(
     """Return the whole screen.
 
     Args:
-        view: what the engines tell.
+        view: what the engines publish.
         quality: of their forecasts.
         recent: requests that ended last, newest first.
         endpoints: where telemetry comes from.

@@ -141,7 +141,7 @@ def profiled_engine(model: str, options: EngineOptions, steps: Path, logs: Path)
     command = lone_engine_command(options, resolve_model(model), model, url, cpu_interpreter())
     with ending_signals_raised(), LaunchProgress(logs) as progress:
         server = ServerProcess(_ENGINE, command, url, logs / f"{_ENGINE}.log")
-        with closing(ServerGroup([server], progress.tell)) as group:
+        with closing(ServerGroup([server], progress.report)) as group:
             group.start([_ENGINE])
             progress.finish()
             yield url

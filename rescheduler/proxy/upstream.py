@@ -190,7 +190,7 @@ class Upstream:
         """Free what a prefill instance keeps for a request that will not be decoded.
 
         A decode instance is sent a request that it refuses for its model's name: stock vLLM
-        then tells the prefill instance to free the blocks. If that fails too, their time to
+        then has the prefill instance free the blocks. If that fails too, their time to
         live ends.
         """
         body = {"model": _NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}

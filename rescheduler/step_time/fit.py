@@ -36,11 +36,11 @@ def fit_batch_time(steps: FloatArray) -> BatchTime:
         steps: [n, 3] new tokens, context tokens, seconds.
 
     Raises:
-        ValueError: fewer than three steps, or they do not tell the parts apart.
+        ValueError: fewer than three steps, or they do not separate the parts.
     """
     if len(steps) < 3 or (np.ptp(steps[:, :2], axis=0) == 0).any():
         raise ValueError(
-            f"{len(steps)} steps of {len(np.unique(steps[:, :2], axis=0))} kinds do not tell "
+            f"{len(steps)} steps of {len(np.unique(steps[:, :2], axis=0))} kinds do not separate "
             "apart what a token and what its context takes"
         )
     return BatchTime(*_relative_nnls(steps[:, :2], steps[:, 2]))
@@ -63,7 +63,7 @@ def fit_quality(steps: FloatArray, batch: BatchTime) -> FitQuality:
 
 
 def fit_gradients(steps: FloatArray, most_decodes: int) -> Gradients:
-    """Return the slopes of prefill and decode steps, which are told apart by their tokens.
+    """Return the slopes of prefill and decode steps, which are distinguished by their tokens.
 
     A step whose tokens are all its context computes whole prompts; one with at most
     ``most_decodes`` tokens, and more context, decodes.

@@ -22,7 +22,7 @@ class Recalibration:
               \kappa\,\overline{t^2} \sum_j (m_j - 1)^2, \qquad
               z_n = (\theta^0_1,\ \theta^0_2 \cdot \text{new}_n,\ \theta^0_3 \cdot \text{context}_n)
 
-    with λ = 0.995 and κ = 0.05 steps, which keep what the steps do not tell apart where it was. One
+    with λ = 0.995 and κ = 0.05 steps, which keep what the steps do not determine where it was. One
     slow step cannot poison it: a step counts as at most 3 times, at least a third of, what is
     estimated of it, and no multiple leaves [1/4, 4].
 

@@ -20,7 +20,7 @@ _WATCHED = "_headway_restores"
 def restore_request(request: Any, generated: int) -> list[int]:
     """Make the last tokens of a scheduler's request its output; return them.
 
-    Its prompt is shortened in place: what vLLM has already told the workers of it shares the
+    Its prompt is shortened in place: what vLLM has already sent to the workers of it shares the
     list.
 
     Args:

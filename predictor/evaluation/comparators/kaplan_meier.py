@@ -19,7 +19,7 @@ class KaplanMeier:
     with :math:`\hat S` the Kaplan-Meier curve of total lengths, one observation a training
     request, cut ones as cut. Paper "BalanceRoute" weighs its projections with it. What a
     predictor gains over this is what it reads in the request; what it gains over
-    `ConstantMedian` includes what the age alone tells.
+    `ConstantMedian` already uses what age alone reveals.
     """
 
     name = "kaplan_meier"

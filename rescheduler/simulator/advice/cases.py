@@ -48,7 +48,7 @@ _KAPLAN_MEIER = {"name": "kaplan_meier"}
 
 
 class Case(NamedTuple):
-    """A router and what it is told.
+    """A router and what it knows.
 
     Attributes:
         key: in results.

@@ -118,7 +118,7 @@ def gains(rows: Sequence[Row], overheads: Sequence[float]) -> dict[tuple[str, st
 
 
 def _trace_key(config: Mapping[str, Any], seed: int) -> str:
-    """Return what tells the traces of cells apart."""
+    """Return what distinguishes the traces of cells."""
     return f"{sorted(config['trace'].items())} {seed}"
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rescheduler.demo.demo import skewed_load
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, Piece, ServedRequest
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
 from rescheduler.demo.demo_moves import Move
 from rescheduler.demo.demo_phase import Phase
 from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
@@ -30,7 +30,7 @@ def served(
     times: list[float], sent: float = 0.0, error: str = "", name: str = "long-0"
 ) -> ServedRequest:
     """A request whose n-th token came at the n-th time."""
-    pieces = [Piece(n, f"w{n} ", time) for n, time in enumerate(times, 1)]
+    pieces = [StreamChunk(n, f"w{n} ", time) for n, time in enumerate(times, 1)]
     return ServedRequest(request(name), sent, pieces, "" if error else "stop", error)
 
 
