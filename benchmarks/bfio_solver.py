@@ -33,7 +33,7 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO
 from rescheduler.routing.bfio.exact import imbalance_of, solve_exactly
-from rescheduler.routing.problem import RoutingProblem, empty_target
+from rescheduler.routing.inputs import RoutingInputs, empty_target
 
 HORIZON, SLOTS = 80, 72
 MEAN_LENGTH = 200
@@ -63,17 +63,17 @@ def gaps(instances: int) -> dict[str, float]:
         free = generator.integers(0, 4, n_instances)
         slots = int(generator.integers(4, SLOTS + 1))
         view = cluster(generator, n_waiting, slots, free, balanced=generator.random() < 0.7)
-        problem = problem_of(view, horizon)
+        inputs = inputs_of(view, horizon)
         begun = time.perf_counter()
-        exact = solve_exactly(problem, time_limit=TIME_LIMIT)
+        exact = solve_exactly(inputs, time_limit=TIME_LIMIT)
         exact_ms.append(1e3 * (time.perf_counter() - begun))
         if exact.status != "Optimal":
             unsolved += 1
             continue
-        seconds, target = decide(problem)
+        seconds, target = decide(inputs)
         fast_ms.append(1e3 * seconds)
-        reached = imbalance_of(problem, target)
-        worse += reached > imbalance_of(problem, first_come(problem)) * (1 + 1e-9)
+        reached = imbalance_of(inputs, target)
+        worse += reached > imbalance_of(inputs, first_come(inputs)) * (1 + 1e-9)
         floor = n_instances * (horizon + 1)
         gap[horizon].append((reached - exact.objective) / max(exact.objective, floor))
     every = np.concatenate(list(gap.values()))
@@ -102,8 +102,8 @@ def times(n_instances: int, clusters: int, repeats: int) -> dict[str, float]:
         for seed in range(clusters):
             generator = np.random.default_rng(seed)
             view = cluster(generator, 4 * n_instances, SLOTS, free(generator), balanced=True)
-            problem = problem_of(view, HORIZON)
-            kernel += [decide(problem)[0] for _ in range(repeats)]
+            inputs = inputs_of(view, HORIZON)
+            kernel += [decide(inputs)[0] for _ in range(repeats)]
             for _ in range(repeats):
                 begun = time.thread_time()
                 BFIO(horizon=HORIZON).assign(view)
@@ -171,24 +171,24 @@ def heaviest_first(context: IntArray, n_instances: int, slots: int) -> IntArray:
     return instance
 
 
-def problem_of(view: ClusterView, horizon: int) -> RoutingProblem:
+def inputs_of(view: ClusterView, horizon: int) -> RoutingInputs:
     """Return the decision as arrays."""
-    return BFIO(horizon=horizon).problem(view)
+    return BFIO(horizon=horizon).inputs(view)
 
 
-def decide(problem: RoutingProblem) -> tuple[float, IntArray]:
+def decide(inputs: RoutingInputs) -> tuple[float, IntArray]:
     """Return the seconds of one decision, and the assignment."""
-    used = RoutingProblem._make(array.copy() for array in problem)
-    target, parameters = empty_target(problem), BFIO().parameters()
+    used = RoutingInputs._make(array.copy() for array in inputs)
+    target, parameters = empty_target(inputs), BFIO().parameters()
     begun = time.thread_time()
     BFIO.kernel(used, parameters, target)
     return time.thread_time() - begun, target
 
 
-def first_come(problem: RoutingProblem) -> IntArray:
+def first_come(inputs: RoutingInputs) -> IntArray:
     """Return FCFS's assignment where KV room is no limit, [n]."""
-    places = np.repeat(np.arange(len(problem.slots)), problem.slots)
-    target = empty_target(problem)
+    places = np.repeat(np.arange(len(inputs.slots)), inputs.slots)
+    target = empty_target(inputs)
     admitted = min(len(target), len(places))
     target[:admitted] = places[:admitted]
     return target

@@ -43,7 +43,7 @@ from predictor.live.telemetry_messages import (
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
-from rescheduler.migration.problem import migration_problem
+from rescheduler.migration.inputs import migration_inputs
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
@@ -82,9 +82,9 @@ def times(n_instances: int, curves: bool, kind: str, repeats: int) -> dict[str, 
             view = cluster(np.random.default_rng(seed), n_instances, curves)
             if seed == 0:
                 planner.plan(view)
-            problem = migration_problem(view, planner.points())
-            aggregate.append(seconds(migration_problem, view, planner.points()))
-            decision.append(seconds(planner.decide, problem))
+            inputs = migration_inputs(view, planner.points())
+            aggregate.append(seconds(migration_inputs, view, planner.points()))
+            decision.append(seconds(planner.decide, inputs))
             plan.append(seconds(planner.plan, view))
         for what, took in (("aggregate", aggregate), ("decision", decision), ("plan", plan)):
             figures[f"{name}_{what}_ms_{n_instances}{kind}"] = 1e3 * float(np.median(took))

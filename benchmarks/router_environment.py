@@ -21,10 +21,10 @@ from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.learned_router.environment import RouterVectorEnvironment
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
+from rescheduler.routing.inputs import empty_target
 from rescheduler.routing.learned.rl import learned_router
 from rescheduler.routing.learned.router_network import RouterCheckpoint
 from rescheduler.routing.learned.router_state import state_size
-from rescheduler.routing.problem import empty_target
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.run_setup import run_setup
 
@@ -100,15 +100,15 @@ def policy_microseconds(repeats: int) -> dict[str, float]:
         waited_steps=np.zeros(waiting, dtype=np.int64),
         instant=True,
     )
-    problem, parameters = router.problem(view), router.parameters()
-    target = empty_target(problem)
+    inputs, parameters = router.inputs(view), router.parameters()
+    target = empty_target(inputs)
     whole, kernel = [], []
     for _ in range(repeats):
         began = time.perf_counter()
         router.assign(view)
         whole.append(time.perf_counter() - began)
         began = time.perf_counter()
-        learned_router(problem, parameters, target)
+        learned_router(inputs, parameters, target)
         kernel.append(time.perf_counter() - began)
     return {
         "policy_us": float(np.median(whole)) * 1e6,

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Curve = npt.NDArray[np.floating[Any]]
 
 EXCESS = 8
@@ -191,23 +193,42 @@ def add_load(
             spread[p] += expected * (tokens - expected)
 
 
-@compiled_inline
+@compiled_core
 def load_of_known_ends(
-    requests: FloatArray, tokens: FloatArray, growth: FloatArray, ahead: FloatArray
+    remaining: Numbers,
+    instance: IntArray,
+    context: IntArray,
+    points: IntArray,
+    growth: FloatArray,
+    ending: FloatArray,
+    ahead: FloatArray,
 ) -> None:
-    r"""Write Λ of requests whose ends are known, in O(n + P) with the sorting done before.
+    r"""Write Λ of requests whose ends are known, in O(n + G P).
 
-    .. math:: \Lambda(h) = \sum_{i: R_i > h} c_i + g(h)\,|\{i: R_i > h\}|
+    .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + g(h)\,|\{i: R_i > h\}|
 
     Args:
-        requests: [P + 1] how many outlive so many of the points ahead.
-        tokens: [P + 1] context tokens that they hold.
+        remaining: [n] R, tokens until each request ends.
+        instance: [n] where it is, of G.
+        context: [n] c, tokens in its KV cache.
+        points: [P] steps h ahead, ascending.
         growth: [P] g, tokens that each gains until a point.
-        ahead: [P] Λ.
+        ending: [2, G, P + 1] scratch: requests, and their tokens, by the points they outlive.
+        ahead: [G, P] Λ.
     """
-    n_points = len(growth)
-    alive, context = requests[n_points], tokens[n_points]
-    for p in range(n_points - 1, -1, -1):
-        ahead[p] = context + growth[p] * alive
-        alive += requests[p]
-        context += tokens[p]
+    ending[:] = 0.0
+    n_instances, n_points = ahead.shape
+    every_step = points[n_points - 1] == n_points - 1
+    for i in range(len(remaining)):
+        if every_step:
+            outlived = min(ceil(remaining[i]), n_points)
+        else:
+            outlived = np.searchsorted(points, remaining[i])
+        ending[0, instance[i], outlived] += 1.0
+        ending[1, instance[i], outlived] += context[i]
+    for g in range(n_instances):
+        requests, tokens = ending[0, g, n_points], ending[1, g, n_points]
+        for p in range(n_points - 1, -1, -1):
+            ahead[g, p] = tokens + growth[p] * requests
+            requests += ending[0, g, p]
+            tokens += ending[1, g, p]

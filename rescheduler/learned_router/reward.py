@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.learned.workload_impact import ImpactRules
-from rescheduler.simulator.engine.decision import expected_left
-from rescheduler.simulator.engine.engine_state import NONE, Cluster, Intake
+from rescheduler.simulator.engine.engine_state import Arrivals, Cluster
+from rescheduler.simulator.engine.placed_requests import gather_placed
+from rescheduler.simulator.engine.routing_inputs import expected_left
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = ["WORK", "RewardRules", "work_left"]
@@ -50,38 +51,27 @@ def work_left(
     rules: RewardRules,
     forecast: ForecastArrays,
     cluster: Cluster,
-    intake: Intake,
+    arrivals: Arrivals,
     since: float,
     work: FloatArray,
 ) -> None:
     r"""Add up what is left of the requests in the system.
 
-    Requests that migrate are not counted: nothing moves them while a router learns.
-
     Args:
         rules: constants of the reward.
         forecast: of the requests.
         cluster: the instances.
-        intake: the queue.
+        arrivals: the queue.
         since: seconds from which a request's arrival is new.
         work: [4] is written: :math:`\sum_j (1 - f_j) / \hat T_j`, the first sum of equation 3
             without its sign, and :math:`\sum_j (1 - f_j)`; then both of new requests alone.
     """
     work[:] = 0.0
-    for g in range(len(cluster.instances)):
-        instance = cluster.instances[g]
-        for slot in range(instance.decoding):
-            row = cluster.slot_request[g, slot]
-            left = cluster.slot_end[g, slot] - instance.steps
-            generated = cluster.requests[row].output - left
-            _add_left(rules, forecast, cluster, row, generated, since, work)
-        for row in (instance.filling, instance.queue_head):
-            while row != NONE:
-                generated = cluster.requests[row].generated
-                _add_left(rules, forecast, cluster, row, generated, since, work)
-                row = cluster.requests[row].next
+    for i in range(gather_placed(cluster)):
+        placed = cluster.placed[i]
+        _add_left(rules, forecast, cluster, placed.row, placed.generated, since, work)
     for i in range(cluster.scalars[0].waiting):
-        row = intake.pool[i]
+        row = arrivals.pool[i]
         _add_left(rules, forecast, cluster, row, cluster.requests[row].generated, since, work)
 
 

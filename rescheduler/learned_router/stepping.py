@@ -11,9 +11,9 @@ from rescheduler.learned_router.reward import RewardRules, work_left
 from rescheduler.routing.kernels import Kernel
 from rescheduler.routing.learned.router_state import StateScales, router_state
 from rescheduler.routing.learned.workload_impact import guidance, mixing
-from rescheduler.simulator.engine.decision import routing_problem_of
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED
+from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
 
 __all__ = ["BASE", "GUIDANCE", "MIXING", "TERMS", "engine_list", "put_engine", "step_engines"]
 
@@ -60,7 +60,7 @@ def step_engines(
     work: FloatArray,
     terms: FloatArray,
 ) -> bool:
-    """Act on each of B simulations and simulate to its next decision; say whether all are there.
+    """Act on each of B simulations and simulate to its next decision; return whether all are there.
 
     Args:
         engines: [B] of `engine_list`.
@@ -125,11 +125,11 @@ def _step(
     terms: FloatArray,
 ) -> int:
     """Step one simulation; see `step_engines`."""
-    rules, cluster, intake, foresight = (
+    rules, cluster, arrivals, policy_state = (
         engine.rules,
         engine.cluster,
-        engine.intake,
-        engine.foresight,
+        engine.arrivals,
+        engine.policy_state,
     )
     scalars = cluster.scalars[0]
     if returned == ASK:
@@ -141,19 +141,19 @@ def _step(
         rules,
         engine.step_time,
         engine.power_model,
-        foresight,
+        policy_state,
         cluster,
         engine.batch,
-        intake,
+        arrivals,
         engine.series,
         kernel,
         until,
     )
     if not _at_a_decision(wanted):
         return wanted
-    router_state(routing_problem_of(rules, foresight, cluster, intake), scales, order, state)
+    router_state(fill_routing_inputs(rules, policy_state, cluster, arrivals), scales, order, state)
     ended = scalars.revealed - scalars.in_system
-    work_left(rewards, foresight.forecast, cluster, intake, until - interval, work)
+    work_left(rewards, policy_state.forecast, cluster, arrivals, until - interval, work)
     terms[BASE] = rewards.completion * (ended - completed[0]) - work[0]
     completed[0] = ended
     return wanted
@@ -162,12 +162,15 @@ def _step(
 @compiled_core
 def _act(engine: EngineParts, rewards: RewardRules, g: int, terms: FloatArray) -> None:
     """Send the first request of the queue to instance g, or let it wait."""
-    intake, shown = engine.intake, engine.foresight.problem  # as it was filled for the last state
+    arrivals, shown = (
+        engine.arrivals,
+        engine.policy_state.inputs,
+    )  # as it was filled for the last state
     terms[MIXING] = 0.0
-    intake.target[: engine.cluster.scalars[0].waiting] = NONE
+    arrivals.target[: engine.cluster.scalars[0].waiting] = NONE
     prompt, output = shown.size[0], shown.remaining[0]
     terms[GUIDANCE] = guidance(rewards.guide, shown.load, prompt, output, g)
     if g != NONE:
         terms[MIXING] = mixing(rewards.impact, shown.load[g], prompt, output)
-        intake.target[0] = g
-    apply_target(engine.rules, engine.cluster, intake)
+        arrivals.target[0] = g
+    apply_target(engine.rules, engine.cluster, arrivals)

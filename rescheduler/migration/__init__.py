@@ -1,5 +1,6 @@
 """Migration planners: which running requests move to another decode instance, and when none."""
 
+from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import (
     Migration,
     MigrationPolicy,
@@ -8,14 +9,13 @@ from rescheduler.migration.policy import (
     migration_policy,
     migration_policy_names,
 )
-from rescheduler.migration.problem import MigrationProblem
 from rescheduler.migration.star import Star
 from rescheduler.migration.survival import Survival
 
 __all__ = [
     "Migration",
+    "MigrationInputs",
     "MigrationPolicy",
-    "MigrationProblem",
     "Plan",
     "Star",
     "Survival",

@@ -1,7 +1,6 @@
 """What every migration planner is: named, configured, pure, and plain about its reasons."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.cluster.registry import Registry
-from rescheduler.migration.problem import MigrationProblem, migration_problem
+from rescheduler.migration.inputs import MigrationInputs, migration_inputs
 from rescheduler.routing.policy import Needs
 from rescheduler.step_time.profile import Profile, load_profile
 
@@ -126,7 +125,7 @@ class MigrationPolicy(ABC):
         """What it has to know of the requests."""
 
     @abstractmethod
-    def decide(self, problem: MigrationProblem) -> Plan:
+    def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the plan for a cluster given as arrays."""
 
     def points(self) -> IntArray:
@@ -148,7 +147,7 @@ class MigrationPolicy(ABC):
         """
         if self.needs >= Needs.LENGTHS and view.forecast is None:
             raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
-        return self._timed(view).decide(migration_problem(view, self.points()))
+        return self._timed(view).decide(migration_inputs(view, self.points()))
 
     def _timed(self, view: ClusterView) -> Self:
         """Return the planner with the duration of a step as the cluster is now."""

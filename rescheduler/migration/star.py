@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
-from rescheduler.migration.problem import MigrationProblem
 from rescheduler.migration.search import (
     Candidates,
     Targets,
@@ -87,36 +87,36 @@ class Star(MigrationPolicy):
         """Forecasts, or the loads alone."""
         return Needs.FORECASTS if self.prediction else Needs.LOADS
 
-    def decide(self, problem: MigrationProblem) -> Plan:
+    def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the best move, or none."""
-        weights = decayed_weights(self.beta, problem.points)
-        variance = weighted_variance(problem.ahead, weights)
-        overloaded, underloaded = self._classify(problem, weights)
-        rows = np.flatnonzero(overloaded[problem.source] & (problem.since_move >= 0))
+        weights = decayed_weights(self.beta, inputs.points)
+        variance = weighted_variance(inputs.ahead, weights)
+        overloaded, underloaded = self._classify(inputs, weights)
+        rows = np.flatnonzero(overloaded[inputs.source] & (inputs.since_move >= 0))
         if not overloaded.any() or variance <= 0.0:
             return Plan([], f"no instance is above {1 + self.theta:g} times the mean load")
-        steps = self.move_steps(problem.context[rows])
-        outlook = problem.outlook(rows, steps)
-        lasts = (outlook.remaining > steps) | (not self.prediction)
+        steps = self.move_steps(inputs.context[rows])
+        forecasts_of = inputs.forecasts_of(rows, steps)
+        lasts = (forecasts_of.remaining > steps) | (not self.prediction)
         if not lasts.any():
             return Plan([], f"none of {len(rows)} requests on overloaded instances outlasts a move")
-        context = problem.context[rows]
+        context = inputs.context[rows]
         candidates = Candidates(
-            source=problem.source[rows],
+            source=inputs.source[rows],
             context=context,
-            survival=outlook.survival,
-            need=self._need(context, outlook.remaining),
+            survival=forecasts_of.survival,
+            need=self._need(context, forecasts_of.remaining),
             worth=lasts.astype(np.float64),
             cost=np.zeros(len(rows)),
         )
         targets = Targets(
-            open=underloaded & (problem.free > 0),
-            load=problem.load.astype(np.float64),
-            limit=np.asarray(self.memory_share * problem.room, dtype=np.float64),
-            high=np.empty((len(problem.load), 0)),
+            open=underloaded & (inputs.free > 0),
+            load=inputs.load.astype(np.float64),
+            limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
+            high=np.empty((len(inputs.load), 0)),
         )
         moved, where, gain = best_moves(
-            problem.points, problem.ahead, weights, variance, candidates, targets, 1
+            inputs.points, inputs.ahead, weights, variance, candidates, targets, 1
         )
         if len(moved) == 0:
             return Plan([], why_none(candidates, targets, "lowers the variance"))
@@ -129,15 +129,15 @@ class Star(MigrationPolicy):
         )
 
     def _classify(
-        self, problem: MigrationProblem, weights: FloatArray
+        self, inputs: MigrationInputs, weights: FloatArray
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return which instances are overloaded and which may be targets, [G] each."""
-        load = problem.load.astype(np.float64)
+        load = inputs.load.astype(np.float64)
         if len(weights) == 1 or weights[1:].sum() == 0.0:
             weighted = load
         else:
             # Weights that add up to 1 change neither line 14 nor below_mean.
-            weighted = problem.ahead[:, 1:] @ (weights[1:] / weights[1:].sum())
+            weighted = inputs.ahead[:, 1:] @ (weights[1:] / weights[1:].sum())
         mean = weighted.mean()
         overloaded = weighted > (1 + self.theta) * mean
         if self.underloaded == "paper":

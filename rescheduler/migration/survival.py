@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
-from rescheduler.migration.problem import MigrationProblem
 from rescheduler.migration.search import (
     Candidates,
     Targets,
@@ -94,43 +94,43 @@ class Survival(MigrationPolicy):
         """Survival curves."""
         return Needs.FORECASTS
 
-    def decide(self, problem: MigrationProblem) -> Plan:
+    def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the moves that pay for themselves, the best first."""
-        full = problem.load.sum() / max(int(problem.room.sum()), 1)
+        full = inputs.load.sum() / max(int(inputs.room.sum()), 1)
         if full > self.crowded:
             return Plan([], f"{full:.0%} of the cluster's KV capacity is taken: it is crowded")
-        weights = decayed_weights(self.beta, problem.points)
-        variance = expected_variance(problem.ahead, problem.spread, weights)
-        load = problem.ahead @ weights
+        weights = decayed_weights(self.beta, inputs.points)
+        variance = expected_variance(inputs.ahead, inputs.spread, weights)
+        load = inputs.ahead @ weights
         above = load > (1 + self.theta) * load.mean()
         if not above.any() or variance <= 0.0:
             return Plan([], "every instance is expected to carry the same load")
-        frozen = self.move_steps(problem.context)
+        frozen = self.move_steps(inputs.context)
         payback = self.payback * frozen
-        settled = (problem.since_move >= 0) & (problem.since_move >= payback)
-        rows = np.flatnonzero(above[problem.source] & settled)
+        settled = (inputs.since_move >= 0) & (inputs.since_move >= payback)
+        rows = np.flatnonzero(above[inputs.source] & settled)
         if len(rows) == 0:
             return Plan([], "all requests above the mean load have moved within their pay-back")
-        outlook = problem.outlook(rows, payback[rows])
-        context = problem.context[rows]
-        lasting = np.maximum(outlook.remaining / weights.sum(), 1.0)
-        waits = frozen[rows] / (len(problem.source) * lasting)
+        forecasts_of = inputs.forecasts_of(rows, payback[rows])
+        context = inputs.context[rows]
+        lasting = np.maximum(forecasts_of.remaining / weights.sum(), 1.0)
+        waits = frozen[rows] / (len(inputs.source) * lasting)
         candidates = Candidates(
-            source=problem.source[rows],
+            source=inputs.source[rows],
             context=context,
-            survival=outlook.survival,
-            need=context + outlook.remaining,
-            worth=outlook.outlives,
-            cost=waits * problem.load.mean() ** 2 / (self.load_share * variance),
+            survival=forecasts_of.survival,
+            need=context + forecasts_of.remaining,
+            worth=forecasts_of.outlives,
+            cost=waits * inputs.load.mean() ** 2 / (self.load_share * variance),
         )
         targets = Targets(
-            open=(load < load.mean()) & (problem.free > 0),
-            load=problem.load.astype(np.float64),
-            limit=np.asarray(self.memory_share * problem.room, dtype=np.float64),
-            high=problem.ahead + self.risk * np.sqrt(np.maximum(problem.spread, 0.0)),
+            open=(load < load.mean()) & (inputs.free > 0),
+            load=inputs.load.astype(np.float64),
+            limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
+            high=inputs.ahead + self.risk * np.sqrt(np.maximum(inputs.spread, 0.0)),
         )
         moved, where, gain = best_moves(
-            problem.points, problem.ahead, weights, variance, candidates, targets, self.moves
+            inputs.points, inputs.ahead, weights, variance, candidates, targets, self.moves
         )
         if len(moved) == 0:
             return Plan([], why_none(candidates, targets, "is expected to pay for itself"))

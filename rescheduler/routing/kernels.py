@@ -14,12 +14,12 @@ from numba import cfunc, typeof, types
 
 import predictor.compilation  # noqa: F401  (says where machine code is kept)
 from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.routing.inputs import RoutingInputs, routing_inputs
 from rescheduler.routing.policy import RoutingPolicy
-from rescheduler.routing.problem import RoutingProblem, routing_problem
 
 __all__ = ["NO_KERNEL", "Kernel", "kernel_of"]
 
-Kernel = Callable[[RoutingProblem, npt.NDArray[np.float64], npt.NDArray[np.int64]], None]
+Kernel = Callable[[RoutingInputs, npt.NDArray[np.float64], npt.NDArray[np.int64]], None]
 
 
 def kernel_of(policy: RoutingPolicy) -> Kernel | None:
@@ -39,12 +39,12 @@ def _behind_pointer(function: Callable[..., None]) -> Kernel:
 def _signature() -> Any:
     none = np.empty(0, dtype=np.int64)
     nothing = ClusterView(none, none, none, none, none, none, None, none, none, None, none)
-    problem = typeof(routing_problem(nothing, none, with_spread=False))
-    return types.void(problem, types.float64[::1], types.int64[::1])
+    inputs = typeof(routing_inputs(nothing, none, with_spread=False))
+    return types.void(inputs, types.float64[::1], types.int64[::1])
 
 
 def _no_kernel(
-    problem: RoutingProblem, parameters: npt.NDArray[np.float64], target: npt.NDArray[np.int64]
+    inputs: RoutingInputs, parameters: npt.NDArray[np.float64], target: npt.NDArray[np.int64]
 ) -> None:
     """Stand in for the kernel of a policy that has none; it is never called."""
 

@@ -6,24 +6,24 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place
 
 __all__ = ["PAB", "pab"]
 
 
 @compiled
 def pab(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where the budget is greatest."""
-    for i in range(len(problem.size)):
-        best = best_by_load(problem, i, -problem.budget)
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, -inputs.budget)
         if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

@@ -1,7 +1,6 @@
 """What every routing policy is: named, configured, pure, and plain about what it needs."""
 
 from abc import ABC
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Self
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.cluster.registry import Registry
-from rescheduler.routing.problem import NO_EDGES, RoutingProblem, empty_target, routing_problem
+from rescheduler.routing.inputs import NO_EDGES, RoutingInputs, empty_target, routing_inputs
 
 __all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
 
@@ -41,7 +40,7 @@ class RoutingPolicy(ABC):
     waiting requests, or, for instant dispatch, with a pool of one. It never fills an instance
     above its slots or its KV capacity; what fits nowhere goes on waiting.
 
-    A subclass either names a compiled ``kernel(problem, parameters, target)``, which the
+    A subclass either names a compiled ``kernel(inputs, parameters, target)``, which the
     simulator can run without returning to Python, or overrides `assign`.
     """
 
@@ -54,7 +53,7 @@ class RoutingPolicy(ABC):
     whole_cluster: ClassVar[bool] = False
     """Whether it must be shown every instance; those out of service have no slots then."""
     kernel: ClassVar[Any] = None
-    """``kernel(problem, parameters, target)``, compiled by numba; None for a Python policy."""
+    """``kernel(inputs, parameters, target)``, compiled by numba; None for a Python policy."""
 
     def parameters(self) -> FloatArray:
         """Return the numbers that the kernel reads."""
@@ -65,7 +64,7 @@ class RoutingPolicy(ABC):
         return NO_POINTS
 
     def with_spread(self) -> bool:
-        """Say whether the policy also reads the variance of the loads."""
+        """Return whether the policy also reads the variance of the loads."""
         return False
 
     def length_edges(self) -> IntArray:
@@ -80,7 +79,7 @@ class RoutingPolicy(ABC):
         return 0.0
 
     def holds_back(self) -> bool:
-        """Say whether it may let a request wait that has a place, and so must be asked again."""
+        """Return whether it may let a request wait that has a place, and so must be asked again."""
         return False
 
     def refuse_other_cluster(self, n_instances: int) -> None:
@@ -96,11 +95,11 @@ class RoutingPolicy(ABC):
         del lengths
         return self
 
-    def problem(self, view: ClusterView) -> RoutingProblem:
+    def inputs(self, view: ClusterView) -> RoutingInputs:
         """Return the arrays of a decision, with what this policy reads of them."""
-        with_work = self.needs == Needs.LENGTHS
+        with_lengths = self.needs == Needs.LENGTHS
         edges = self.length_edges()
-        return routing_problem(view, self.points(), self.with_spread(), with_work, edges)
+        return routing_inputs(view, self.points(), self.with_spread(), with_lengths, edges)
 
     def assign(self, view: ClusterView) -> Assignment:
         """Return where the waiting requests of a view go.
@@ -116,9 +115,9 @@ class RoutingPolicy(ABC):
             raise ValueError(f"{self.name} needs forecasts, which this cluster does not have")
         if self.kernel is None:
             raise NotImplementedError(f"{self.name}: neither a kernel nor its own assign")
-        problem = self.problem(view)
-        target = empty_target(problem)
-        type(self).kernel(problem, self.parameters(), target)
+        inputs = self.inputs(view)
+        target = empty_target(inputs)
+        type(self).kernel(inputs, self.parameters(), target)
         return Assignment(target)
 
 

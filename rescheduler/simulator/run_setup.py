@@ -116,10 +116,10 @@ def _planner(
 ) -> tuple[MigrationPolicy | None, ForecastSource | None]:
     """Return the planner, and its own forecasts if it has any."""
     options, transfer = dict(choice.options), setup.config.transfer
-    told = options.pop("forecast", None)
+    own_forecast = options.pop("forecast", None)
     forecast = None
-    if told is not None:
-        forecast = checked(f"{key}.forecast", create_forecast, told)
+    if own_forecast is not None:
+        forecast = checked(f"{key}.forecast", create_forecast, own_forecast)
         forecast.refuse_other_trace(setup.trace)
     if choice.name == "none":
         return checked(key, _nobody, options), forecast

@@ -9,15 +9,13 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.batching.prefill_budget import prefill_budget
-from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
+from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.commands.interrupts import held_interrupts
-from rescheduler.migration import MigrationPolicy, MigrationProblem
+from rescheduler.migration import MigrationPolicy
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
-from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.config.service_rules import service_rules
 from rescheduler.simulator.engine.batch_arrays import new_batch_arrays
-from rescheduler.simulator.engine.decision import routing_problem_of
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import (
     ASK,
@@ -38,14 +36,15 @@ from rescheduler.simulator.engine.engine_state import (
     TRACE,
     WIDEN,
     Rules,
+    new_arrivals,
     new_cluster,
-    new_foresight,
-    new_intake,
+    new_policy_state,
     new_series,
     with_more_rows,
     with_wider_pool,
 )
-from rescheduler.simulator.engine.planning import migration_problem_of, movable_requests
+from rescheduler.simulator.engine.migration_inputs import simulated_migration_inputs
+from rescheduler.simulator.engine.placed_requests import gather_placed
 from rescheduler.simulator.forecasts.forecast_arrays import (
     CURVE,
     MARGINAL,
@@ -63,7 +62,6 @@ IntArray = npt.NDArray[np.int64]
 
 _PREFILLS = {"none": PREFILLED, "stage": STAGE, "chunked": CHUNKED}
 _BATCHINGS = {"fcfs": FCFS, "bin_packing": BIN_PACKING, "least_work_left": LEAST_WORK_LEFT}
-_POOL_FIELDS = ("size", "survival", "remaining", "waited")
 _NO_LIMIT = np.iinfo(np.int64).max
 _SAMPLE_REQUESTS = 20_000
 _OTHER_DRAW = 1_000_003
@@ -130,12 +128,12 @@ class Simulation:
         self._cluster = new_cluster(self._rules, servers)
         self._batch = new_batch_arrays(len(self._cluster.requests))
         self._cluster.instances["budget"] = _idle_budget(self._rules)
-        self._intake = new_intake(self._rules, servers)
+        self._arrivals = new_arrivals(self._rules, servers)
         self._series = new_series(self._rules)
         kernel = kernel_of(self.policy)
         self._kernel = NO_KERNEL if kernel is None else kernel
         asks = kernel is None
-        self._foresight = new_foresight(self._rules, self.policy, asks, self.forecast)
+        self._policy_state = new_policy_state(self._rules, self.policy, asks, self.forecast)
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         self._blocks = _blocks(setup, seed)
         self._finished: list[RequestRecords] = []
@@ -165,10 +163,10 @@ class Simulation:
             self._rules,
             self._step_time,
             self._power,
-            self._foresight,
+            self._policy_state,
             self._cluster,
             self._batch,
-            self._intake,
+            self._arrivals,
             self._series,
         )
 
@@ -189,7 +187,7 @@ class Simulation:
             self._cluster = with_more_rows(self._cluster)
             self._batch = new_batch_arrays(len(self._cluster.requests))
         elif wanted == WIDEN:
-            self._intake, self._foresight = with_wider_pool(self._intake, self._foresight)
+            self._arrivals, self._policy_state = with_wider_pool(self._arrivals, self._policy_state)
         elif wanted == ASK:
             self._ask()
         elif wanted == PLAN:
@@ -206,46 +204,32 @@ class Simulation:
 
     def view(self) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones."""
-        rows, instance, context, generated, since_move = self._placed()
-        requests = self._cluster.requests
-        pool = self._intake.pool[: self._cluster.scalars["waiting"][0]]
+        requests, placed = self._cluster.requests, self._placed()
+        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]]
         instances, n = self._cluster.instances, self._rules.n_instances
-        prompt = requests["prompt"][rows]
+        prompt = requests["prompt"][placed["row"]]
         waiting_prompt = requests["prompt"][pool]
         return ClusterView(
             slots=np.full(n, self._rules.slots),
             kv_capacity=self._rules.kv_capacity - instances["leaving_tokens"],
             queued=instances["queued"] + instances["arriving"],
-            instance=instance,
+            instance=placed["instance"].copy(),
             prompt_tokens=prompt,
-            generated_tokens=context - prompt,
-            forecast=self._forecast(rows, generated),
+            generated_tokens=placed["context"] - prompt,
+            forecast=self._forecast(placed["row"], placed["generated"]),
             waiting_prompt_tokens=waiting_prompt,
             waiting_generated_tokens=requests["context"][pool] - waiting_prompt,
             waiting_forecast=self._forecast(pool, requests["generated"][pool]),
             waited_steps=self._cluster.scalars["steps"][0] - requests["entered"][pool],
             dispatched=int(self._cluster.scalars["dispatched"][0]),
             instant=self._rules.queueing,
-            since_move=since_move,
+            since_move=placed["since_move"].copy(),
             prefill_budget=instances["budget"].copy() if self._rules.service.reports else None,
         )
 
-    def problem(self) -> RoutingProblem:
-        """Return the arrays that a compiled policy is shown; they are valid until it is used."""
-        problem = routing_problem_of(self._rules, self._foresight, self._cluster, self._intake)
-        n = int(self._cluster.scalars["waiting"][0])
-        # Compiled code that counts no references gives whole arrays back for their slices.
-        pool = {name: getattr(problem, name)[:n] for name in _POOL_FIELDS}
-        return problem._replace(**pool)
-
-    def migration_problem(self, points: IntArray) -> MigrationProblem:
-        """Return the arrays that a migration planner is shown, with loads at points ahead, [P]."""
-        movable = movable_requests(self._cluster)
-        return migration_problem_of(self._rules, self.forecast, self._cluster, movable, points)
-
     def running_numbers(self) -> IntArray:
         """Return which request of the trace each running request of the view is, [n_running]."""
-        numbers: IntArray = self._cluster.requests["number"][self._placed()[0]]
+        numbers: IntArray = self._cluster.requests["number"][self._placed()["row"]]
         return numbers
 
     def migrate(self, number: int, target: int) -> None:
@@ -322,17 +306,16 @@ class Simulation:
             raise RuntimeError(
                 f"{self.policy.name} assigned {len(assigned)} requests, {waiting} are waiting"
             )
-        self._intake.target[:waiting] = assigned
-        apply_target(self._rules, self._cluster, self._intake)
+        self._arrivals.target[:waiting] = assigned
+        apply_target(self._rules, self._cluster, self._arrivals)
 
     def _plan(self) -> None:
         assert self.planner is not None
-        movable = movable_requests(self._cluster)
-        problem = migration_problem_of(
-            self._rules, self.forecast, self._cluster, movable, self._points
+        inputs, rows = simulated_migration_inputs(
+            self._rules, self.forecast, self._cluster, self._points
         )
-        for migration in self.planner.decide(problem).migrations:
-            self._send(int(movable[0][migration.request]), migration.target)
+        for migration in self.planner.decide(inputs).migrations:
+            self._send(int(rows[migration.request]), migration.target)
 
     def _send(self, row: int, target: int) -> None:
         if self._cluster.requests["target"][row] == NONE:
@@ -345,7 +328,7 @@ class Simulation:
         if block is None:
             scalars["last_block"] = 1
             return
-        self._intake = self._intake._replace(
+        self._arrivals = self._arrivals._replace(
             arrival=np.ascontiguousarray(block.arrival, dtype=np.float64),
             prompt=np.ascontiguousarray(block.prompt, dtype=np.int64),
             output=np.ascontiguousarray(block.output, dtype=np.int64),
@@ -363,49 +346,15 @@ class Simulation:
 
     def _oversized(self) -> str:
         at = int(self._cluster.scalars["cursor"][0])
-        prompt, output = self._intake.prompt[at], self._intake.output[at]
+        prompt, output = self._arrivals.prompt[at], self._arrivals.output[at]
         return (
             f"request {self._cluster.scalars['oversized'][0]} of the trace has a prompt of "
             f"{prompt} and generates {output} tokens, an instance holds "
             f"{self._rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
         )
 
-    def _placed(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Return what is not in the pool: row, instance, context, generated, steps since a move."""
-        cluster = self._cluster
-        rows: list[int] = []
-        where: list[int] = []
-        context: list[int] = []
-        generated: list[int] = []
-        since: list[int] = []
-        for g, instance in enumerate(cluster.instances):
-            for slot in range(instance["decoding"]):
-                row = int(cluster.slot_request[g, slot])
-                rows.append(row)
-                context.append(int(cluster.requests["context"][row] + instance["grown"]))
-                left = cluster.slot_end[g, slot] - instance["steps"]
-                generated.append(int(cluster.requests["output"][row] - left))
-                landed = int(cluster.requests["landed"][row])
-                moved = int(NEVER_MOVED) if landed == NONE else generated[-1] - landed
-                leaves = cluster.requests["target"][row] != NONE
-                since.append(int(CANNOT_MOVE) if leaves else moved)
-            for head in ("filling", "queue_head"):
-                row = int(instance[head])
-                while row != NONE:
-                    rows.append(row)
-                    context.append(int(cluster.requests["context"][row]))
-                    generated.append(int(cluster.requests["generated"][row]))
-                    row = int(cluster.requests["next"][row])
-            where += [g] * (len(rows) - len(where))
-            since += [int(CANNOT_MOVE)] * (len(rows) - len(since))
-        for move in cluster.moves[: cluster.scalars["moving"][0]]:
-            rows.append(int(move["request"]))
-            where.append(int(move["target"]))
-            context.append(int(cluster.requests["context"][rows[-1]]))
-            generated.append(int(cluster.requests["generated"][rows[-1]]))
-        since += [int(CANNOT_MOVE)] * (len(rows) - len(since))
-        columns = (np.array(c, dtype=np.int64) for c in (rows, where, context, generated, since))
-        return tuple(columns)  # type: ignore[return-value]
+    def _placed(self) -> npt.NDArray[np.void]:
+        return self._cluster.placed[: gather_placed(self._cluster)]
 
     def _forecast(self, rows: IntArray, generated: IntArray) -> Forecast | None:
         f, requests = self.forecast, self._cluster.requests

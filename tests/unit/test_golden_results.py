@@ -217,11 +217,11 @@ def migration_inputs(kind: str) -> dict[str, npt.NDArray[Any]]:
     shown = planner.__class__
 
     class Watched(shown):  # type: ignore[misc, valid-type]
-        def decide(self, problem: Any) -> Any:
-            rows = np.arange(len(problem.source))
-            foreseen = problem.outlook(rows, np.linspace(0, 90, len(rows)))
-            seen.extend([problem.ahead, problem.spread, *foreseen])
-            return super().decide(problem)
+        def decide(self, inputs: Any) -> Any:
+            rows = np.arange(len(inputs.source))
+            forecasts = inputs.forecasts_of(rows, np.linspace(0, 90, len(rows)))
+            seen.extend([inputs.ahead, inputs.spread, *forecasts])
+            return super().decide(inputs)
 
     watched = Watched(stride=8)
     for seed in range(8):

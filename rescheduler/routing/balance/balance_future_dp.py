@@ -8,8 +8,8 @@ import numpy.typing as npt
 from predictor.compilation import compiled
 from rescheduler.routing.balance.balance_route import discounts, envelope, raise_envelope
 from rescheduler.routing.balance.subset_sum import fullest_sum, reachable_sums, subset_of_sum
+from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, place
 
 __all__ = ["BalanceFutureDP", "balance_future_dp"]
 
@@ -90,9 +90,9 @@ def _best_subset(
 
 
 @compiled
-def _next_instance(problem: RoutingProblem, closed: npt.NDArray[np.bool_], greedy: bool) -> int:
+def _next_instance(inputs: RoutingInputs, closed: npt.NDArray[np.bool_], greedy: bool) -> int:
     """Return the open instance with most slots (greedy), or of least load at the horizon's end."""
-    load, slots, ahead = problem.load, problem.slots, problem.ahead
+    load, slots, ahead = inputs.load, inputs.slots, inputs.ahead
     best = -1
     for g in range(len(closed)):
         if closed[g] or slots[g] <= 0:
@@ -107,9 +107,9 @@ def _next_instance(problem: RoutingProblem, closed: npt.NDArray[np.bool_], greed
 
 
 @compiled
-def _open_slots(problem: RoutingProblem, closed: npt.NDArray[np.bool_]) -> int:
+def _open_slots(inputs: RoutingInputs, closed: npt.NDArray[np.bool_]) -> int:
     """Return the free slots of the instances that are open."""
-    slots = problem.slots
+    slots = inputs.slots
     total = 0
     for g in range(len(closed)):
         if not closed[g]:
@@ -118,17 +118,17 @@ def _open_slots(problem: RoutingProblem, closed: npt.NDArray[np.bool_]) -> int:
 
 
 @compiled
-def balance_future_dp(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+def balance_future_dp(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Spread single requests while slots are many, then fill instances with subsets."""
-    slots, room, size, ahead = problem.slots, problem.room, problem.size, problem.ahead
+    slots, room, size, ahead = inputs.slots, inputs.room, inputs.size, inputs.ahead
     highest = envelope(ahead)
-    weights = discounts(problem.points, parameters[2])
+    weights = discounts(inputs.points, parameters[2])
     closed = np.zeros(len(slots), dtype=np.bool_)
     candidates = np.empty(min(len(target), MOST_CANDIDATES), dtype=np.int64)
     chosen = np.zeros(len(candidates), dtype=np.bool_)
     while True:
-        greedy = _open_slots(problem, closed) > parameters[3]
-        g = _next_instance(problem, closed, greedy)
+        greedy = _open_slots(inputs, closed) > parameters[3]
+        g = _next_instance(inputs, closed, greedy)
         if g < 0:
             return
         n = _candidates(size, target, room[g], candidates)
@@ -144,7 +144,7 @@ def balance_future_dp(problem: RoutingProblem, parameters: FloatArray, target: I
         for c in range(n):
             # Sums of rounded sizes may be a few tokens above the room.
             if chosen[c] and size[candidates[c]] <= room[g]:
-                place(problem, target, candidates[c], g)
+                place(inputs, target, candidates[c], g)
         raise_envelope(highest, ahead[g])
 
 
@@ -181,7 +181,7 @@ class BalanceFutureDP(RoutingPolicy):
         beta: weight of tokens that overflow, above 0.
         gamma: discount of a step, in (0, 1].
         greedy_slots: free slots of all workers up to which subsets are chosen, 0 to 64.
-        resolution: distinct sums told apart, at least 64.
+        resolution: distinct sums distinguished, at least 64.
 
     Source: A Universal Load Balancing Principle (Chen et al. 2026), its public code
     (Load-Balancing-Release, ``strategy_balance_future.py``), read, not copied.

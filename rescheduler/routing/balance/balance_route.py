@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place
 
 __all__ = [
     "BR0",
@@ -28,13 +28,13 @@ IntArray = npt.NDArray[np.int64]
 
 
 @compiled
-def br0(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+def br0(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where F_g is greatest."""
-    load, slots, room = problem.load, problem.slots, problem.room
+    load, slots, room = inputs.load, inputs.slots, inputs.room
     n_instances = len(load)
     highest = load.max()
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         best, best_score = -1, 0
         for g in range(n_instances):
             if slots[g] <= 0 or room[g] < size:
@@ -44,9 +44,9 @@ def br0(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> No
             if best < 0 or score > best_score or (score == best_score and load[g] < load[best]):
                 best, best_score = g, score
         if best >= 0:
-            place(problem, target, i, best)
+            place(inputs, target, i, best)
             highest = max(highest, load[best])
-        elif full(problem):
+        elif full(inputs):
             return
 
 
@@ -123,21 +123,21 @@ def brh_scores(
 
 
 @compiled
-def brh(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+def brh(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the F_g of the horizon is greatest."""
-    ahead = problem.ahead
+    ahead = inputs.ahead
     highest = envelope(ahead)
-    weights = discounts(problem.points, parameters[2])
-    scores = np.empty(len(problem.load))
-    for i in range(len(problem.size)):
-        brh_scores(ahead, parameters, weights, float(problem.size[i]), highest, scores)
+    weights = discounts(inputs.points, parameters[2])
+    scores = np.empty(len(inputs.load))
+    for i in range(len(inputs.size)):
+        brh_scores(ahead, parameters, weights, float(inputs.size[i]), highest, scores)
         for g in range(len(scores)):
             scores[g] = -scores[g]
-        best = best_by_load(problem, i, scores)
+        best = best_by_load(inputs, i, scores)
         if best >= 0:
-            place(problem, target, i, best)
+            place(inputs, target, i, best)
             raise_envelope(highest, ahead[best])
-        elif full(problem):
+        elif full(inputs):
             return
 
 

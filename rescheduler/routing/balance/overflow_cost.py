@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.routing.balance.balance_route import checked_steps, envelope, raise_envelope
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place
 
 __all__ = ["FastPhi", "Overflow", "overflow_cost", "overflow_costs", "trapezoid_weights"]
 
@@ -22,19 +22,19 @@ FIRST_DEFAULT_STEP = 64
 
 @compiled
 def overflow_costs(
-    problem: RoutingProblem, weights: FloatArray, i: int, highest: FloatArray, costs: FloatArray
+    inputs: RoutingInputs, weights: FloatArray, i: int, highest: FloatArray, costs: FloatArray
 ) -> None:
     """Write ΔΦ_g of waiting request i into [G] ``costs``.
 
     Args:
-        problem: of which Λ, S_i and the sizes are read.
+        inputs: of which Λ, S_i and the sizes are read.
         weights: [P] w of each point.
         i: the request.
         highest: [P] the envelope M(h).
         costs: [G], written; in token steps.
     """
-    size, survival = problem.size[i], problem.survival[i]
-    ahead, growth = problem.ahead, problem.growth
+    size, survival = inputs.size[i], inputs.survival[i]
+    ahead, growth = inputs.ahead, inputs.growth
     costs[:] = 0.0
     for p in range(len(weights)):
         if survival[p] == 0.0:
@@ -46,18 +46,18 @@ def overflow_costs(
 
 
 @compiled
-def overflow_cost(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+def overflow_cost(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where ΔΦ_g is least; the parameters are [P] w."""
-    ahead = problem.ahead
+    ahead = inputs.ahead
     highest = envelope(ahead)
-    costs = np.empty(len(problem.load))
-    for i in range(len(problem.size)):
-        overflow_costs(problem, parameters, i, highest, costs)
-        best = best_by_load(problem, i, costs)
+    costs = np.empty(len(inputs.load))
+    for i in range(len(inputs.size)):
+        overflow_costs(inputs, parameters, i, highest, costs)
+        best = best_by_load(inputs, i, costs)
         if best >= 0:
-            place(problem, target, i, best)
+            place(inputs, target, i, best)
             raise_envelope(highest, ahead[best])
-        elif full(problem):
+        elif full(inputs):
             return
 
 

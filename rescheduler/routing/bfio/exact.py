@@ -12,7 +12,7 @@ from rescheduler.routing.bfio.fast import (
     must_admit,
     predicted_imbalance,
 )
-from rescheduler.routing.problem import RoutingProblem, empty_target, place
+from rescheduler.routing.inputs import RoutingInputs, empty_target, place
 
 __all__ = ["ExactSolution", "imbalance_of", "solve_exactly"]
 
@@ -45,9 +45,9 @@ class ExactSolution:
 
 
 def solve_exactly(
-    problem: RoutingProblem, starvation: int | None = None, time_limit: float = np.inf
+    inputs: RoutingInputs, starvation: int | None = None, time_limit: float = np.inf
 ) -> ExactSolution:
-    r"""Return the assignment of the least J; the problem is left as it is.
+    r"""Return the assignment of the least J; the inputs are left as they are.
 
     .. math::
         \min_{x, M} \; & \sum_h \Big[ G M_h - \sum_g L_g(h) \Big], \quad
@@ -66,7 +66,7 @@ def solve_exactly(
     Source: A Universal Load Balancing Principle (Chen et al. 2026), section 4, problem (IO).
 
     Args:
-        problem: the decision.
+        inputs: the decision.
         starvation: W, see `BFIO`; None for no bound.
         time_limit: seconds for HiGHS, at which what it returns depends on the machine.
 
@@ -74,47 +74,47 @@ def solve_exactly(
         RuntimeError: HiGHS refuses the program.
     """
     parameters = np.array([-1.0 if starvation is None else starvation, 0.0])
-    start = empty_target(problem)
-    bfio_fast(_copy(problem), parameters, start)
-    must = must_admit(problem, parameters[0]) >= 0
+    start = empty_target(inputs)
+    bfio_fast(_copy(inputs), parameters, start)
+    must = must_admit(inputs, parameters[0]) >= 0
     admitted = int((start >= 0).sum())
-    most = min(len(start), int(np.clip(problem.slots, 0, len(start)).sum()))
+    most = min(len(start), int(np.clip(inputs.slots, 0, len(start)).sum()))
     if admitted < most:
         begun = time.monotonic()
-        start = _solve(problem, must, start, None, time_limit).instance
+        start = _solve(inputs, must, start, None, time_limit).instance
         admitted = int((start >= 0).sum())
         time_limit -= time.monotonic() - begun
     if admitted == 0:
-        value = imbalance_of(problem, start)
+        value = imbalance_of(inputs, start)
         return ExactSolution(start, value, value, 0.0, "Optimal", "highs")
-    solution = _solve(problem, must, start, admitted, max(time_limit, 0.0))
-    instance = evened_out(problem, solution.instance)
-    objective = imbalance_of(problem, instance)
+    solution = _solve(inputs, must, start, admitted, max(time_limit, 0.0))
+    instance = evened_out(inputs, solution.instance)
+    objective = imbalance_of(inputs, instance)
     bound = min(solution.bound, objective)
     gap = (objective - bound) / objective if objective - bound > TOLERANCE else 0.0
     return replace(solution, instance=instance, objective=objective, bound=bound, gap=gap)
 
 
-def imbalance_of(problem: RoutingProblem, instance: IntArray, risk: float = 0.0) -> float:
-    """Return J, in tokens, with these requests placed; the problem is left as it is.
+def imbalance_of(inputs: RoutingInputs, instance: IntArray, risk: float = 0.0) -> float:
+    """Return J, in tokens, with these requests placed; the inputs are left as they are.
 
     Args:
-        problem: before the decision.
+        inputs: before the decision.
         instance: [n] where each waiting request goes, or -1.
         risk: κ, see `BFIO`.
     """
-    placed, target = _copy(problem), empty_target(problem)
+    placed, target = _copy(inputs), empty_target(inputs)
     for i in np.flatnonzero(instance >= 0):
         place(placed, target, i, instance[i])
     return float(predicted_imbalance(placed, risk))
 
 
-def _copy(problem: RoutingProblem) -> RoutingProblem:
-    return RoutingProblem._make(array.copy() for array in problem)
+def _copy(inputs: RoutingInputs) -> RoutingInputs:
+    return RoutingInputs._make(array.copy() for array in inputs)
 
 
 def _solve(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     must: npt.NDArray[np.bool_],
     start: IntArray,
     admitted: int | None,
@@ -126,10 +126,10 @@ def _solve(
     """
     import highspy
 
-    n, n_instances = len(problem.size), len(problem.load)
-    row, weight = problem.ahead, problem.survival * (problem.size[:, None] + problem.growth)
-    if len(problem.points) == 0:
-        row, weight = problem.load[:, None].astype(float), problem.size[:, None].astype(float)
+    n, n_instances = len(inputs.size), len(inputs.load)
+    row, weight = inputs.ahead, inputs.survival * (inputs.size[:, None] + inputs.growth)
+    if len(inputs.points) == 0:
+        row, weight = inputs.load[:, None].astype(float), inputs.size[:, None].astype(float)
     n_points, n_x = row.shape[1], n * n_instances
     x = np.arange(n_x).reshape(n_instances, n)
 
@@ -163,9 +163,9 @@ def _solve(
     for i in range(n):
         add_row(float(must[i]), 1.0, x[:, i], 1.0)
     for g in range(n_instances):
-        add_row(-infinity, float(np.clip(problem.slots[g], 0, n)), x[g], 1.0)
-        if np.sort(problem.size)[::-1][: problem.slots[g]].sum() > problem.room[g]:
-            add_row(-infinity, float(problem.room[g]), x[g], problem.size)
+        add_row(-infinity, float(np.clip(inputs.slots[g], 0, n)), x[g], 1.0)
+        if np.sort(inputs.size)[::-1][: inputs.slots[g]].sum() > inputs.room[g]:
+            add_row(-infinity, float(inputs.room[g]), x[g], inputs.size)
         for h in range(n_points):
             columns = np.append(x[g], n_x + h)
             add_row(row[g, h], infinity, columns, np.append(-weight[:, h], 1.0))

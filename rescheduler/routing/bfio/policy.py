@@ -36,7 +36,7 @@ class BFIO(RoutingPolicy):
     is the variance of the load of the requests that run there and that are admitted, which
     end independently of each other. At h = 0 nothing is uncertain, and κ changes nothing.
 
-    The drift δ is the problem's ``growth``. Ties go to the lowest load, then to the lowest
+    The drift δ is the ``growth`` of the inputs. Ties go to the lowest load, then to the lowest
     index.
 
     Attributes:
@@ -48,7 +48,7 @@ class BFIO(RoutingPolicy):
             counts. What is found by then depends on the machine.
         starvation: W, a request that has waited so many steps is admitted before all others,
             the oldest first, as far as slots and KV room allow; None for no bound. Not in the
-            paper, where a request of an unfit size may wait for ever.
+            paper, where a request of an unfit size may wait forever.
         risk: κ, not negative; "exact" takes 0 only, since √V is not linear in x.
 
     Source: A Universal Load Balancing Principle (Chen et al. 2026), section 4, problem (IO).
@@ -97,7 +97,7 @@ class BFIO(RoutingPolicy):
         return np.arange(self.horizon + 1) if self.horizon else NO_POINTS
 
     def with_spread(self) -> bool:
-        """Say whether κ reads the variance."""
+        """Return whether κ reads the variance."""
         return self.risk > 0 and self.horizon > 0
 
     def assign(self, view: ClusterView) -> Assignment:
@@ -110,6 +110,6 @@ class BFIO(RoutingPolicy):
             return super().assign(view)
         from rescheduler.routing.bfio.exact import solve_exactly
 
-        problem = self.problem(view)
-        solution = solve_exactly(problem, self.starvation, self.time_limit)
+        inputs = self.inputs(view)
+        solution = solve_exactly(inputs, self.starvation, self.time_limit)
         return Assignment(solution.instance)

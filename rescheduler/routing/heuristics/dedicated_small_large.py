@@ -6,36 +6,36 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["DedicatedSmallLarge", "dedicated_small_large"]
 
 
 @compiled
 def dedicated_small_large(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, among the instances of its class."""
     heavy_tokens, share = parameters[0], parameters[1]
-    running, slots, room = problem.running, problem.slots, problem.room
+    running, slots, room = inputs.running, inputs.slots, inputs.room
     n_instances = len(running)
     n_heavy = min(max(int(share * n_instances + 0.5), 1), n_instances - 1)
-    for i in range(len(problem.size)):
-        heavy = problem.remaining[i] >= heavy_tokens
+    for i in range(len(inputs.size)):
+        heavy = inputs.remaining[i] >= heavy_tokens
         first, last = (0, n_heavy) if heavy else (n_heavy, n_instances)
         if n_instances == 1:
             first, last = 0, 1
-        size = problem.size[i]
+        size = inputs.size[i]
         best = -1
         for g in range(first, last):
             if slots[g] > 0 and room[g] >= size and (best < 0 or running[g] < running[best]):
                 best = g
         if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

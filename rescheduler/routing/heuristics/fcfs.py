@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.cluster.cluster_view import UNLIMITED
+from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, place
 
 __all__ = ["FCFS", "UNBOUNDED", "fcfs"]
 
@@ -18,15 +18,15 @@ UNBOUNDED = UNLIMITED // 2
 
 @compiled
 def fcfs(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Fill the instances in turn; stop at the first request that fits nowhere."""
-    slots, room, queued = problem.slots, problem.room, problem.queued
-    load, capacity = problem.load, problem.capacity
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    slots, room, queued = inputs.slots, inputs.room, inputs.queued
+    load, capacity = inputs.load, inputs.capacity
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         best, shortest = -1, 0
         for g in range(len(slots)):
             if slots[g] <= 0 or room[g] < size:
@@ -40,7 +40,7 @@ def fcfs(
                 break
         if best < 0:
             return
-        place(problem, target, i, best)
+        place(inputs, target, i, best)
         queued[best] += 1
 
 

@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, place_least
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, place_least
 
 __all__ = ["JSQ", "jsq"]
 
 
 @compiled
 def jsq(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where the fewest requests are."""
-    place_least(problem, target, problem.running)
+    place_least(inputs, target, inputs.running)
 
 
 @routing_policy("jsq")

@@ -6,26 +6,26 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, best_by_load, full, place
 
 __all__ = ["JSQTokens", "jsq_tokens"]
 
 
 @compiled
 def jsq_tokens(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where the fewest tokens are left to process."""
-    left = problem.work + problem.unanswered
-    for i in range(len(problem.size)):
-        best = best_by_load(problem, i, left)
+    left = inputs.work + inputs.unanswered
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, left)
         if best >= 0:
-            left[best] += problem.size[i] + problem.remaining[i]
-            place(problem, target, i, best)
-        elif full(problem):
+            left[best] += inputs.size[i] + inputs.remaining[i]
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

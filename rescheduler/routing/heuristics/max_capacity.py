@@ -6,24 +6,24 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, place
 
 __all__ = ["MaxCapacity", "max_capacity"]
 
 
 @compiled
 def max_capacity(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place the head of the pool where most tokens are free, until it fits nowhere."""
-    capacity, load = problem.capacity, problem.load
-    slots, room = problem.slots, problem.room
+    capacity, load = inputs.capacity, inputs.load
+    slots, room = inputs.slots, inputs.room
     reserve = parameters[0]
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         best, most = -1, 0
         for g in range(len(load)):
             if slots[g] <= 0 or room[g] < size:
@@ -36,7 +36,7 @@ def max_capacity(
                 best, most = g, free
         if best < 0:
             return
-        place(problem, target, i, best)
+        place(inputs, target, i, best)
 
 
 @routing_policy("max_capacity")
@@ -84,7 +84,7 @@ class MaxCapacity(RoutingPolicy):
         return np.array([float(self.reserve)])
 
     def holds_back(self) -> bool:
-        """Say whether a share is kept free."""
+        """Return whether a share is kept free."""
         return self.reserve > 0
 
     def decide_every(self) -> float:

@@ -7,20 +7,20 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.routing.heuristics.min_min import assign_by_completion
+from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem
 
 __all__ = ["MaxMin", "max_min"]
 
 
 @compiled
 def max_min(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place the request completed last first."""
-    assign_by_completion(problem, target, True)
+    assign_by_completion(inputs, target, True)
 
 
 @routing_policy("max_min")

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, best_by_load, place
 
 __all__ = ["MinMin", "assign_by_completion", "min_min"]
 
@@ -16,37 +16,37 @@ IntArray = npt.NDArray[np.int64]
 
 
 @compiled
-def assign_by_completion(problem: RoutingProblem, target: IntArray, latest_first: bool) -> None:
+def assign_by_completion(inputs: RoutingInputs, target: IntArray, latest_first: bool) -> None:
     """Place the request whose best completion is the first (or the last), until none fits.
 
     Since work only grows and places only vanish, a request's best instance stays the best until
     something is placed there: O(n) a placement, and O(G) for each request that has to look again.
     """
-    n = len(problem.size)
+    n = len(inputs.size)
     best = np.empty(n, dtype=np.int64)
     for i in range(n):
-        best[i] = best_by_load(problem, i, problem.work)
+        best[i] = best_by_load(inputs, i, inputs.work)
     while True:
         chosen, completion = -1, 0.0
         for i in range(n):
             if target[i] >= 0 or best[i] < 0:
                 continue
-            time = problem.work[best[i]] + problem.remaining[i]
+            time = inputs.work[best[i]] + inputs.remaining[i]
             if chosen < 0 or (time > completion if latest_first else time < completion):
                 chosen, completion = i, time
         if chosen < 0:
             return
         g = best[chosen]
-        place(problem, target, chosen, g)
+        place(inputs, target, chosen, g)
         for i in range(n):
             if best[i] == g and target[i] < 0:
-                best[i] = best_by_load(problem, i, problem.work)
+                best[i] = best_by_load(inputs, i, inputs.work)
 
 
 @compiled
-def min_min(problem: RoutingProblem, parameters: FloatArray, target: IntArray) -> None:
+def min_min(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place the request completed soonest first."""
-    assign_by_completion(problem, target, False)
+    assign_by_completion(inputs, target, False)
 
 
 @routing_policy("min_min")

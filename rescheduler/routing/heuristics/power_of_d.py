@@ -8,25 +8,25 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.routing.heuristics.random_choice import check_seed, draw
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["PowerOfD", "power_of_d"]
 
 
 @compiled
 def power_of_d(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, on the least of d sampled instances."""
     seed, d, by_load = int(parameters[0]), int(parameters[1]), parameters[2] > 0
-    queue = problem.load if by_load else problem.running
-    slots, room = problem.slots, problem.room
+    queue = inputs.load if by_load else inputs.running
+    slots, room = inputs.slots, inputs.room
     sample = np.empty(len(queue), dtype=np.int64)
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         n_fitting = 0
         for g in range(len(queue)):
             if slots[g] > 0 and room[g] >= size:
@@ -35,14 +35,14 @@ def power_of_d(
         best = -1
         for drawn in range(min(d, n_fitting)):
             # The first places of a shuffle, one at a time: distinct instances.
-            at = drawn + draw(seed, problem.dispatched[0], drawn, n_fitting - drawn)
+            at = drawn + draw(seed, inputs.dispatched[0], drawn, n_fitting - drawn)
             g = sample[at]
             sample[at] = sample[drawn]
             if best < 0 or queue[g] < queue[best] or (queue[g] == queue[best] and g < best):
                 best = g
         if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

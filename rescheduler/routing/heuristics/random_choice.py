@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.cluster.splitmix import splitmix64
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["RandomChoice", "check_seed", "draw", "random_choice"]
 
@@ -35,27 +35,27 @@ def check_seed(name: str, seed: int) -> None:
 
 @compiled
 def random_choice(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, on one of the instances it fits."""
     seed = int(parameters[0])
-    slots, room = problem.slots, problem.room
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    slots, room = inputs.slots, inputs.room
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         n_fitting = 0
         for g in range(len(slots)):
             n_fitting += slots[g] > 0 and room[g] >= size
         if n_fitting == 0:
-            if full(problem):
+            if full(inputs):
                 return
             continue
-        skip = draw(seed, problem.dispatched[0], 0, n_fitting)
+        skip = draw(seed, inputs.dispatched[0], 0, n_fitting)
         for g in range(len(slots)):
             if slots[g] > 0 and room[g] >= size:
                 if skip == 0:
-                    place(problem, target, i, g)
+                    place(inputs, target, i, g)
                     break
                 skip -= 1
 

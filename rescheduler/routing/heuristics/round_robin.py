@@ -6,24 +6,24 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["RoundRobin", "round_robin"]
 
 
 @compiled
 def round_robin(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Send each request, in order of arrival, to the instance whose turn it is."""
-    slots, room = problem.slots, problem.room
+    slots, room = inputs.slots, inputs.room
     n_instances = len(slots)
-    for i in range(len(problem.size)):
-        size = problem.size[i]
-        turn = problem.dispatched[0] % n_instances
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
+        turn = inputs.dispatched[0] % n_instances
         best = -1
         for step in range(n_instances):
             g = (turn + step) % n_instances
@@ -31,8 +31,8 @@ def round_robin(
                 best = g
                 break
         if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

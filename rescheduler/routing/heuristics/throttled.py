@@ -7,23 +7,23 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.routing.heuristics.fcfs import UNBOUNDED
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["Throttled", "throttled"]
 
 
 @compiled
 def throttled(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Send each request, in order of arrival, to the first instance below the threshold."""
     limit = int(parameters[0])
-    running, slots, room = problem.running, problem.slots, problem.room
-    for i in range(len(problem.size)):
-        size = problem.size[i]
+    running, slots, room = inputs.running, inputs.slots, inputs.room
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
         best = -1
         for g in range(len(running)):
             if slots[g] <= 0 or room[g] < size:
@@ -34,8 +34,8 @@ def throttled(
             if slots[g] >= UNBOUNDED and (best < 0 or running[g] < running[best]):
                 best = g
         if best >= 0:
-            place(problem, target, i, best)
-        elif full(problem):
+            place(inputs, target, i, best)
+        elif full(inputs):
             return
 
 

@@ -7,26 +7,26 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, full, place
 
 __all__ = ["VLLMScore", "vllm_score"]
 
 
 @compiled
 def vllm_score(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Place each request, in order of arrival, where vLLM's score is least."""
     queue_weight, pressure_weight, rotates = parameters[0], parameters[1], parameters[2] > 0
-    slots, room, load, capacity = problem.slots, problem.room, problem.load, problem.capacity
-    running, queued = problem.running, problem.queued
+    slots, room, load, capacity = inputs.slots, inputs.room, inputs.load, inputs.capacity
+    running, queued = inputs.running, inputs.queued
     n_instances = len(slots)
-    for i in range(len(problem.size)):
-        size = problem.size[i]
-        first = problem.dispatched[0] % n_instances if rotates else 0
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
+        first = inputs.dispatched[0] % n_instances if rotates else 0
         best, least = -1, 0.0
         for step in range(n_instances):
             g = (first + step) % n_instances
@@ -40,10 +40,10 @@ def vllm_score(
             if best < 0 or score < least:
                 best, least = g, score
         if best >= 0:
-            place(problem, target, i, best)
+            place(inputs, target, i, best)
             # vLLM counts what it routes as waiting until the engine reports.
             queued[best] += 1
-        elif full(problem):
+        elif full(inputs):
             return
 
 

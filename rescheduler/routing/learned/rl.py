@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.learned.router_network import (
     RouterCheckpoint,
     action_values,
@@ -15,7 +16,6 @@ from rescheduler.routing.learned.router_network import (
 )
 from rescheduler.routing.learned.router_state import StateScales, router_state
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
-from rescheduler.routing.problem import RoutingProblem, place
 
 __all__ = ["LearnedRouter", "learned_router"]
 
@@ -24,31 +24,31 @@ FloatArray = npt.NDArray[np.float64]
 
 @compiled
 def learned_router(
-    problem: RoutingProblem, parameters: FloatArray, target: npt.NDArray[np.int64]
+    inputs: RoutingInputs, parameters: FloatArray, target: npt.NDArray[np.int64]
 ) -> None:
     """Place the first request by the highest value among the actions that are possible.
 
     It can go where it fits, or wait; but not while no instance has a request at all, where it
-    might wait for ever. Ties go to the lower load.
+    might wait forever. Ties go to the lower load.
     """
-    if len(problem.size) == 0:
+    if len(inputs.size) == 0:
         return
     scales = StateScales(
         parameters[0], parameters[1], parameters[2], parameters[3], parameters[4], parameters[5]
     )
-    n_instances = len(problem.load)
-    state = np.empty(3 + n_instances * (3 + len(problem.edges)))
+    n_instances = len(inputs.load)
+    state = np.empty(3 + n_instances * (3 + len(inputs.edges)))
     order = np.empty(n_instances, dtype=np.int64)
-    router_state(problem, scales, order, state)
+    router_state(inputs, scales, order, state)
     values = action_values(parameters[6:], state)
-    best = n_instances if problem.running.sum() > 0 else -1
+    best = n_instances if inputs.running.sum() > 0 else -1
     for m in range(n_instances - 1, -1, -1):
         g = order[m]
-        fits = problem.slots[g] > 0 and problem.room[g] >= problem.size[0]
+        fits = inputs.slots[g] > 0 and inputs.room[g] >= inputs.size[0]
         if fits and (best < 0 or values[m] >= values[best]):
             best = m
     if 0 <= best < n_instances:
-        place(problem, target, 0, order[best])
+        place(inputs, target, 0, order[best])
 
 
 @routing_policy("rl")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.routing.problem import RoutingProblem, length_bucket
+from rescheduler.routing.inputs import RoutingInputs, length_bucket
 
 __all__ = ["QUEUE_NUMBERS", "StateScales", "router_state", "state_bounds", "state_size"]
 
@@ -29,7 +29,7 @@ QUEUE_NUMBERS = 3
 """Numbers of the queue, which come first."""
 
 _MOST = 8.0
-"""Times its scale at which a count or a prompt ends to be told apart from a greater one."""
+"""Times its scale above which a count or a prompt is no longer distinguished from a greater one."""
 
 
 class StateScales(NamedTuple):
@@ -37,7 +37,7 @@ class StateScales(NamedTuple):
 
     Attributes:
         slots: B, requests that an instance decodes at once. Four times as many waiting ones are
-            the most that are told apart (C.10).
+            the most that are distinguished (C.10).
         requests: of a count of requests that is many.
         prompt_tokens: of a long prompt.
         seconds_per_token: of an average decode batch.
@@ -75,7 +75,7 @@ def state_bounds(
 
 @compiled_core
 def router_state(
-    problem: RoutingProblem, scales: StateScales, order: IntArray, state: FloatArray
+    inputs: RoutingInputs, scales: StateScales, order: IntArray, state: FloatArray
 ) -> None:
     """Write the state of a cluster into ``state``, [3 + G·(3 + K)], and who is who into ``order``.
 
@@ -84,30 +84,30 @@ def router_state(
     to two decimals (C.10).
 
     Args:
-        problem: the cluster and its queue.
+        inputs: the cluster and its queue.
         scales: of the numbers.
         order: [G] is written: the instances by KV load, equal ones by index.
         state: is written.
     """
-    _by_load(problem.load, order)
-    n_waiting, n_buckets = len(problem.size), len(problem.edges)
+    _by_load(inputs.load, order)
+    n_waiting, n_buckets = len(inputs.size), len(inputs.edges)
     state[0] = min(n_waiting, 4.0 * scales.slots) / scales.requests
     state[1] = 0.0
     state[2] = 0.0
     if n_waiting > 0:
-        state[1] = min(problem.size[0] / scales.prompt_tokens, _MOST)
-        bucket = length_bucket(problem.edges, problem.remaining[0])
+        state[1] = min(inputs.size[0] / scales.prompt_tokens, _MOST)
+        bucket = length_bucket(inputs.edges, inputs.remaining[0])
         state[2] = bucket / max(n_buckets - 1, 1)
     for m in range(len(order)):
         g, at = order[m], QUEUE_NUMBERS + m * (3 + n_buckets)
         decoding = 0
         for k in range(n_buckets):
-            decoding += problem.by_length[g, k]
-            state[at + 1 + k] = min(problem.by_length[g, k] / scales.requests, _MOST)
-        state[at] = min((problem.running[g] - decoding) / scales.requests, _MOST)
-        free = 1.0 - problem.load[g] / problem.capacity[g]
+            decoding += inputs.by_length[g, k]
+            state[at + 1 + k] = min(inputs.by_length[g, k] / scales.requests, _MOST)
+        state[at] = min((inputs.running[g] - decoding) / scales.requests, _MOST)
+        free = 1.0 - inputs.load[g] / inputs.capacity[g]
         state[at + 1 + n_buckets] = max(_two_decimals(free) / scales.capacity, -_MOST)
-        seconds = _two_decimals(problem.soonest[g] * scales.seconds_per_token)
+        seconds = _two_decimals(inputs.soonest[g] * scales.seconds_per_token)
         state[at + 2 + n_buckets] = min(seconds / scales.seconds, 1.0)
 
 

@@ -117,7 +117,7 @@ def guidance(
     """Return h of equation 4 for instance g: 0 where the impact is least, else below.
 
     To wait counts as to go where the impact is greatest. The paper does not say; were it 0, or as
-    good as the best instance, a router that learns to follow h would learn to wait for ever.
+    good as the best instance, a router that learns to follow h would learn to wait forever.
 
     Args:
         rules: the constants.

@@ -9,8 +9,8 @@ from rescheduler.batching.batch_formation import form_batch
 from rescheduler.simulator.engine.batch_arrays import BatchArrays
 from rescheduler.simulator.engine.engine_state import NONE, Cluster, Rules
 from rescheduler.simulator.engine.instance_queue import take
-from rescheduler.simulator.engine.observation import count_latency
 from rescheduler.simulator.engine.slots import decode
+from rescheduler.simulator.engine.step_metrics import count_latency
 
 __all__ = ["choose_batch", "resume_tokens", "sit_out", "slack_of"]
 

@@ -19,9 +19,9 @@ from rescheduler.simulator.engine.engine_state import (
     Series,
 )
 from rescheduler.simulator.engine.instance_queue import admit
-from rescheduler.simulator.engine.observation import count_latency, record
 from rescheduler.simulator.engine.reported_budget import report_budget
 from rescheduler.simulator.engine.slots import decode, finish, preempt, vacate
+from rescheduler.simulator.engine.step_metrics import count_latency, record
 from rescheduler.simulator.engine.transfers import send_migrations
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 from rescheduler.step_time.step_time import StepTime, step_seconds

@@ -12,8 +12,13 @@ from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
+from rescheduler.simulator.engine.arrivals import (
+    fill_servers,
+    next_arrival,
+    pool_has_room,
+    reveal,
+)
 from rescheduler.simulator.engine.batch_arrays import BatchArrays
-from rescheduler.simulator.engine.decision import routing_problem_of
 from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
 from rescheduler.simulator.engine.energy import PowerModel
 from rescheduler.simulator.engine.engine_state import (
@@ -25,22 +30,17 @@ from rescheduler.simulator.engine.engine_state import (
     PLAN,
     STUCK,
     TRACE,
+    Arrivals,
     Cluster,
-    Foresight,
-    Intake,
+    PolicyState,
     Rules,
     Series,
 )
 from rescheduler.simulator.engine.instance_queue import queue
-from rescheduler.simulator.engine.observation import observe
 from rescheduler.simulator.engine.reported_budget import turns_away
-from rescheduler.simulator.engine.request_intake import (
-    fill_servers,
-    next_arrival,
-    pool_has_room,
-    reveal,
-)
+from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
 from rescheduler.simulator.engine.slots import occupied, turn_away
+from rescheduler.simulator.engine.step_metrics import observe
 from rescheduler.simulator.engine.transfers import land_migrations
 from rescheduler.step_time.step_time import StepTime
 
@@ -58,10 +58,10 @@ class EngineParts(NamedTuple):
     rules: Rules
     step_time: StepTime
     power_model: PowerModel
-    foresight: Foresight
+    policy_state: PolicyState
     cluster: Cluster
     batch: BatchArrays
-    intake: Intake
+    arrivals: Arrivals
     series: Series
 
 
@@ -70,10 +70,10 @@ def advance(
     rules: Rules,
     step_time: StepTime,
     power_model: PowerModel,
-    foresight: Foresight,
+    policy_state: PolicyState,
     cluster: Cluster,
     batch: BatchArrays,
-    intake: Intake,
+    arrivals: Arrivals,
     series: Series,
     kernel: Kernel,
     pause_at: float,
@@ -84,12 +84,12 @@ def advance(
         if scalars.phase == _TIME:
             if scalars.finished + rules.n_instances * rules.slots > len(cluster.finished):
                 return FLUSH
-            wanted = fill_servers(rules, step_time, cluster, intake)
+            wanted = fill_servers(rules, step_time, cluster, arrivals)
             if wanted != DONE:
                 return wanted
             if scalars.cursor == scalars.block_length and scalars.last_block == 0:
                 return TRACE
-            time = _next_event(rules, foresight, cluster, intake)
+            time = _next_event(rules, policy_state, cluster, arrivals)
             if time == inf:
                 if scalars.in_system > 0:
                     return STUCK
@@ -115,30 +115,32 @@ def advance(
         if scalars.phase == _REVEAL:
             if rules.service.admits and scalars.finished == len(cluster.finished):
                 return FLUSH
-            wanted = reveal(rules, step_time, cluster, intake)
+            wanted = reveal(rules, step_time, cluster, arrivals)
             if wanted != DONE:
                 return wanted
             scalars.phase = _DECIDE
         if scalars.phase == _DECIDE:
             if _may_decide(rules, cluster):
-                if foresight.asks:
+                if policy_state.asks:
                     return ASK
-                problem = routing_problem_of(rules, foresight, cluster, intake)
-                intake.target[: len(problem.size)] = NONE
-                target = intake.target[: len(problem.size)]
-                kernel(problem, foresight.parameters, target)
-                apply_target(rules, cluster, intake)
+                inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)
+                arrivals.target[: len(inputs.size)] = NONE
+                target = arrivals.target[: len(inputs.size)]
+                kernel(inputs, policy_state.parameters, target)
+                apply_target(rules, cluster, arrivals)
             else:
                 scalars.phase = _START
         if scalars.phase == _START:
             if rules.service.forms or rules.service.reports:
-                prepare_steps(rules, foresight.forecast, cluster, batch)
+                prepare_steps(rules, policy_state.forecast, cluster, batch)
             start_steps(rules, step_time, power_model, cluster, series)
             scalars.phase = _TIME
 
 
 @compiled_inline
-def _next_event(rules: Rules, foresight: Foresight, cluster: Cluster, intake: Intake) -> float:
+def _next_event(
+    rules: Rules, policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals
+) -> float:
     """Return the time of what happens next, or infinity."""
     scalars = cluster.scalars[0]
     time = inf
@@ -155,12 +157,12 @@ def _next_event(rules: Rules, foresight: Foresight, cluster: Cluster, intake: In
         if not in_step and scalars.cursor < scalars.block_length and pool_has_room(rules, cluster):
             time = min(time, scalars.now)
     elif rules.instant or pool_has_room(rules, cluster):
-        arrival = next_arrival(rules, cluster, intake)
+        arrival = next_arrival(rules, cluster, arrivals)
         # What a full pool has kept out is looked at with the next event, not at once.
         if arrival > scalars.now or not in_step:
             time = min(time, arrival)
-    # A compiled policy would leave them waiting for ever where nothing else can change.
-    stays = time == inf and scalars.given_up and not foresight.asks
+    # A compiled policy would leave them waiting forever where nothing else can change.
+    stays = time == inf and scalars.given_up and not policy_state.asks
     if rules.decide_every > 0.0 and scalars.waiting > 0 and not stays:
         missed = ceil(scalars.now / rules.decide_every - _SAME_MOMENT)
         time = min(time, max(scalars.next_decision, missed) * rules.decide_every)
@@ -199,14 +201,14 @@ def _goes_on(rules: Rules, cluster: Cluster) -> bool:
 
 
 @compiled_inline
-def apply_target(rules: Rules, cluster: Cluster, intake: Intake) -> None:
-    """Put the pool's requests where ``intake.target`` says, and keep the others in order."""
+def apply_target(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> None:
+    """Put the pool's requests where ``arrivals.target`` says, and keep the others in order."""
     scalars = cluster.scalars[0]
     kept = 0
     for i in range(scalars.waiting):
-        row, g = intake.pool[i], intake.target[i]
+        row, g = arrivals.pool[i], arrivals.target[i]
         if g == NONE:
-            intake.pool[kept] = row
+            arrivals.pool[kept] = row
             kept += 1
         else:
             scalars.dispatched += 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-__all__ = ["FINISHED", "INSTANCE", "MOVE", "REQUEST", "SCALARS"]
+__all__ = ["FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SCALARS"]
 
 INSTANCE = np.dtype(
     [
@@ -55,6 +55,18 @@ REQUEST = np.dtype(
         ("last_token", np.float64),
         ("tpot_worst", np.float64),  # of its tokens so far, if that is asked for
         ("expected", np.float64),  # output forecast before its first token, once asked for
+    ],
+    align=True,
+)
+
+PLACED = np.dtype(
+    [
+        ("row", np.int64),
+        ("instance", np.int64),
+        ("context", np.int64),  # tokens in its KV cache now
+        ("generated", np.int64),
+        ("left", np.int64),  # tokens that it truly generates yet
+        ("since_move", np.int64),  # as in `ClusterView`
     ],
     align=True,
 )

@@ -5,10 +5,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
-from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.config.service_rules import ServiceRules
-from rescheduler.simulator.engine.engine_records import FINISHED, INSTANCE, MOVE, REQUEST, SCALARS
+from rescheduler.simulator.engine.engine_records import (
+    FINISHED,
+    INSTANCE,
+    MOVE,
+    PLACED,
+    REQUEST,
+    SCALARS,
+)
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = [
@@ -36,14 +43,14 @@ __all__ = [
     "STUCK",
     "TRACE",
     "WIDEN",
+    "Arrivals",
     "Cluster",
-    "Foresight",
-    "Intake",
+    "PolicyState",
     "Rules",
     "Series",
+    "new_arrivals",
     "new_cluster",
-    "new_foresight",
-    "new_intake",
+    "new_policy_state",
     "new_series",
     "with_more_rows",
     "with_wider_pool",
@@ -114,7 +121,7 @@ class Rules(NamedTuple):
     service: ServiceRules
 
 
-class Foresight(NamedTuple):
+class PolicyState(NamedTuple):
     """The policy, and what it looks at beyond the present.
 
     Attributes:
@@ -122,9 +129,9 @@ class Foresight(NamedTuple):
         parameters: of the kernel.
         forecast: what is known of lengths.
         with_ahead: the policy has horizon points.
-        with_work: the policy reads expected lengths.
-        problem: arrays of a decision, for as many waiting requests as the pool may hold.
-        bucket_requests, bucket_tokens: [P + 1] scratch.
+        with_lengths: the policy reads expected lengths.
+        inputs: arrays of a decision, for as many waiting requests as the pool may hold.
+        ending: [2, G, P + 1] scratch.
         row: [P] scratch.
     """
 
@@ -132,10 +139,9 @@ class Foresight(NamedTuple):
     parameters: FloatArray
     forecast: ForecastArrays
     with_ahead: bool
-    with_work: bool
-    problem: RoutingProblem
-    bucket_requests: FloatArray
-    bucket_tokens: FloatArray
+    with_lengths: bool
+    inputs: RoutingInputs
+    ending: FloatArray
     row: FloatArray
 
 
@@ -152,6 +158,7 @@ class Cluster(NamedTuple):
         free: [rows] stack of unused rows.
         joined: [G, slots] rows that decode from the step in progress on.
         moves: of `MOVE`, migrations on their way.
+        placed: [rows] of `PLACED`, scratch of `gather_placed`.
         finished: buffer of `FINISHED`.
         histogram: counts of inter-token latencies, weighted by tokens.
         histogram_edges: seconds, ascending.
@@ -166,12 +173,13 @@ class Cluster(NamedTuple):
     free: IntArray
     joined: IntArray
     moves: Records
+    placed: Records
     finished: Records
     histogram: IntArray
     histogram_edges: FloatArray
 
 
-class Intake(NamedTuple):
+class Arrivals(NamedTuple):
     """The requests that come in.
 
     Attributes:
@@ -229,6 +237,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
         free=np.arange(capacity, dtype=np.int64)[::-1].copy(),
         joined=np.zeros((n, slots), dtype=np.int64),
         moves=np.zeros(n * slots, dtype=MOVE),
+        placed=np.zeros(capacity, dtype=PLACED),
         finished=np.zeros(_OUTPUT_ROWS + n * slots, dtype=FINISHED),
         histogram=np.zeros(_HISTOGRAM_BINS, dtype=np.int64),
         histogram_edges=np.geomspace(SHORTEST_ITL, _LONGEST_ITL, _HISTOGRAM_BINS + 1),
@@ -242,14 +251,15 @@ def with_more_rows(cluster: Cluster) -> Cluster:
     free = np.zeros(2 * capacity, dtype=np.int64)
     free[:capacity] = np.arange(2 * capacity - 1, capacity - 1, -1)
     rows = np.concatenate([cluster.requests, np.zeros_like(cluster.requests)])
-    return cluster._replace(requests=rows, free=free)
+    placed = np.zeros(2 * capacity, dtype=PLACED)
+    return cluster._replace(requests=rows, free=free, placed=placed)
 
 
-def new_intake(rules: Rules, n_servers: int) -> Intake:
+def new_arrivals(rules: Rules, n_servers: int) -> Arrivals:
     """Return an empty pool, idle prefill servers, and no requests yet."""
     none = np.empty(0, dtype=np.int64)
     width = min(rules.pool_limit, FIRST_POOL)
-    return Intake(
+    return Arrivals(
         pool=np.zeros(width, dtype=np.int64),
         target=np.zeros(width, dtype=np.int64),
         server_request=np.full(n_servers, NONE, dtype=np.int64),
@@ -261,20 +271,20 @@ def new_intake(rules: Rules, n_servers: int) -> Intake:
     )
 
 
-def with_wider_pool(intake: Intake, foresight: Foresight) -> tuple[Intake, Foresight]:
+def with_wider_pool(arrivals: Arrivals, policy_state: PolicyState) -> tuple[Arrivals, PolicyState]:
     """Return both with room for twice the waiting requests; decisions' arrays are left empty."""
-    width, problem = 2 * len(intake.pool), foresight.problem
-    wider = intake._replace(
-        pool=np.concatenate([intake.pool, np.zeros_like(intake.pool)]),
+    width, inputs = 2 * len(arrivals.pool), policy_state.inputs
+    wider = arrivals._replace(
+        pool=np.concatenate([arrivals.pool, np.zeros_like(arrivals.pool)]),
         target=np.zeros(width, dtype=np.int64),
     )
-    problem = problem._replace(
+    inputs = inputs._replace(
         size=np.zeros(width, dtype=np.int64),
-        survival=np.zeros((width, problem.survival.shape[1])),
+        survival=np.zeros((width, inputs.survival.shape[1])),
         remaining=np.zeros(width),
         waited=np.zeros(width, dtype=np.int64),
     )
-    return wider, foresight._replace(problem=problem)
+    return wider, policy_state._replace(inputs=inputs)
 
 
 def new_series(rules: Rules) -> Series:
@@ -293,46 +303,25 @@ def new_series(rules: Rules) -> Series:
     )
 
 
-def new_foresight(
+def new_policy_state(
     rules: Rules, policy: RoutingPolicy, asks: bool, forecast: ForecastArrays
-) -> Foresight:
+) -> PolicyState:
     """Return the arrays of a policy's decisions."""
     points = np.ascontiguousarray(policy.points(), dtype=np.int64)
     edges = np.ascontiguousarray(policy.length_edges(), dtype=np.int64)
     n, n_points = rules.n_instances, len(points)
     width = min(rules.pool_limit, FIRST_POOL)
-    problem = RoutingProblem(
-        load=np.zeros(n, dtype=np.int64),
-        running=np.zeros(n, dtype=np.int64),
-        queued=np.zeros(n, dtype=np.int64),
-        slots=np.zeros(n, dtype=np.int64),
-        room=np.zeros(n, dtype=np.int64),
-        capacity=np.full(n, rules.kv_capacity, dtype=np.int64),
-        work=np.zeros(n),
-        budget=np.zeros(n),
-        points=points,
-        # A changing drift is known to a policy by its mean.
-        growth=(points * rules.drift.mean()).astype(np.float64),
-        ahead=np.zeros((n, n_points)),
-        spread=np.zeros((n, n_points if policy.with_spread() else 0)),
-        size=np.zeros(width, dtype=np.int64),
-        survival=np.zeros((width, n_points)),
-        remaining=np.zeros(width),
-        waited=np.zeros(width, dtype=np.int64),
-        dispatched=np.zeros(1, dtype=np.int64),
-        unanswered=np.zeros(n, dtype=np.int64),
-        edges=edges,
-        by_length=np.zeros((n, len(edges)), dtype=np.int64),
-        soonest=np.zeros(n),
-    )
-    return Foresight(
+    # A changing drift is known to a policy by its mean.
+    growth = (points * rules.drift.mean()).astype(np.float64)
+    capacity = np.full(n, rules.kv_capacity)
+    inputs = new_routing_inputs(capacity, width, points, growth, policy.with_spread(), edges)
+    return PolicyState(
         asks=asks,
         parameters=np.ascontiguousarray(policy.parameters(), dtype=np.float64),
         forecast=forecast,
         with_ahead=n_points > 0,
-        with_work=policy.needs == Needs.LENGTHS,
-        problem=problem,
-        bucket_requests=np.zeros(n_points + 1),
-        bucket_tokens=np.zeros(n_points + 1),
+        with_lengths=policy.needs == Needs.LENGTHS,
+        inputs=inputs,
+        ending=np.zeros((2, n, n_points + 1)),
         row=np.zeros(n_points),
     )

@@ -173,6 +173,12 @@ def _arrays(kind: int, **given: Any) -> ForecastArrays:
 
 
 @compiled_core
+def knows_ends(f: ForecastArrays) -> bool:
+    """Return whether every forecast is the request's true length."""
+    return f.kind == POINT and f.sigma == 0.0 and len(f.bins) == 0
+
+
+@compiled_core
 def _uniform(seed: int, number: int, draw: int, part: int) -> float:
     """Return a number in (0, 1) that depends on nothing but the arguments."""
     key = splitmix64(splitmix64(np.uint64(seed)) + np.uint64(number))

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-"""Okabe and Ito's palette, which colour-blind people tell apart too, and a brown."""
+"""Okabe and Ito's palette, which colour-blind people can distinguish, and a brown."""
 
 _COMPARED = (
     ("imbalance", "imbalance, thousand tokens", 1e-3),

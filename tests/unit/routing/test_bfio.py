@@ -15,7 +15,7 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO, Needs, create_policy
 from rescheduler.routing.bfio.exact import imbalance_of, solve_exactly
-from rescheduler.routing.problem import RoutingProblem
+from rescheduler.routing.inputs import RoutingInputs
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -110,9 +110,9 @@ def clusters(draw: st.DrawFn, most_waiting: int) -> ClusterView:
     )
 
 
-def problem_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingProblem:
+def problem_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingInputs:
     policy = BFIO(horizon=horizon, risk=risk)
-    return policy.problem(view)
+    return policy.inputs(view)
 
 
 def assigned(view: ClusterView, **options: object) -> IntArray:
@@ -290,8 +290,8 @@ def test_risk_avoids_the_instance_whose_load_is_least_certain() -> None:
         prompt_tokens=np.array([2000, 2000]),
     )
     calm, wild = np.array([1]), np.array([0])
-    problem = problem_of(view, 10, risk=2.0)
-    assert imbalance_of(problem, calm, 2.0) < imbalance_of(problem, wild, 2.0)
+    inputs = problem_of(view, 10, risk=2.0)
+    assert imbalance_of(inputs, calm, 2.0) < imbalance_of(inputs, wild, 2.0)
     np.testing.assert_array_equal(assigned(view, horizon=10, risk=4.0), calm)
 
 
@@ -300,9 +300,9 @@ def test_the_risk_that_is_asked_for_is_what_is_lowered() -> None:
     for seed in range(20):
         generator = np.random.default_rng(seed)
         view = random_cluster(generator, 4, 16, generator.integers(0, 3, 4), curves=True)
-        problem = problem_of(view, 30, risk=1.5)
-        plain += imbalance_of(problem, assigned(view, horizon=30), 1.5)
-        careful += imbalance_of(problem, assigned(view, horizon=30, risk=1.5), 1.5)
+        inputs = problem_of(view, 30, risk=1.5)
+        plain += imbalance_of(inputs, assigned(view, horizon=30), 1.5)
+        careful += imbalance_of(inputs, assigned(view, horizon=30, risk=1.5), 1.5)
     assert careful < plain
 
 
@@ -345,8 +345,8 @@ def test_a_request_that_fits_nobody_waits_until_it_starves(solver: str) -> None:
 
 def test_the_exact_solver_at_its_time_limit_is_no_worse_than_fast() -> None:
     view = random_cluster(np.random.default_rng(1), 6, 40, np.full(6, 3))
-    problem = problem_of(view, 20)
-    solution = solve_exactly(problem, time_limit=0.2)
+    inputs = problem_of(view, 20)
+    solution = solve_exactly(inputs, time_limit=0.2)
 
     assert solution.status == "Time limit reached"
     assert 0 < solution.gap <= 1

@@ -1,4 +1,4 @@
-"""Decisions at fixed intervals, and what a policy is shown of lengths, in the simulator."""
+"""Decisions at fixed intervals, and what a policy is shown of lengths."""
 
 from dataclasses import dataclass, replace
 
@@ -10,31 +10,14 @@ from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig
 from router_tasks import checkpoint, constant_layers, random_layers, small_setup
 from routing_views import cluster
-from simulated_cases import Requests, engine_setup, reference_cases
+from simulated_cases import Requests, engine_setup
 
 from predictor.compilation import compiled
 from rescheduler.routing import LearnedRouter, Needs, RoutingPolicy, create_policy
 from rescheduler.routing.heuristics.jsq_tokens import JSQTokens, jsq_tokens
-from rescheduler.routing.problem import RoutingProblem
-from rescheduler.simulator.forecasts.forecast_sources import (
-    Binned,
-    Classified,
-    ForecastSource,
-    KaplanMeier,
-    Noisy,
-    Oracle,
-)
+from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.simulation import Simulation, run
-
-Case = tuple[ReferenceConfig, Requests]
-FORECASTS = [
-    Oracle(),
-    Noisy(sigma=0.5, interval=3),
-    Binned(edges=(0, 2, 5, 9)),
-    Classified(edges=(0, 3, 6), accuracy=0.7),
-    KaplanMeier(),
-]
+from rescheduler.simulator.simulation import run
 
 
 @dataclass(frozen=True)
@@ -49,35 +32,13 @@ class ByLength(RoutingPolicy):
         return np.array([0, 4, 7])
 
 
-@given(
-    reference_cases(drift=(1,)),
-    st.sampled_from(FORECASTS),
-    st.integers(0, 30),
-)
-def test_the_engine_shows_of_lengths_what_its_view_shows(
-    case: Case, forecast: ForecastSource, at: int
-) -> None:
-    config, requests = case
-    policy = ByLength()
-    simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
-    simulation.advance(until=at / 4)
-    shown, expected = simulation.problem(), policy.problem(simulation.view())
-    for name in RoutingProblem._fields:
-        np.testing.assert_allclose(
-            getattr(shown, name), getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
-        )
-    started = expected.by_length.sum(axis=1)
-    assert (started <= expected.running).all()
-    assert ((expected.soonest > 0) == (started > 0)).all()
-
-
 def test_lengths_of_a_view_are_counted_by_bucket() -> None:
     # Each has generated 1 token: in all, 31 and 101 on the first, 1,001 on the second instance.
     view = cluster([[(50, 30.0), (60, 100.0)], [(70, 1000.0)], []], [(20, 5.0)])
-    problem = ByLength().problem(view)
-    assert problem.by_length.tolist() == [[0, 0, 2], [0, 0, 1], [0, 0, 0]]
-    assert problem.soonest.tolist() == [30.0, 1000.0, 0.0]
-    assert problem.unanswered.tolist() == [0, 0, 0]
+    inputs = ByLength().inputs(view)
+    assert inputs.by_length.tolist() == [[0, 0, 2], [0, 0, 1], [0, 0, 0]]
+    assert inputs.soonest.tolist() == [30.0, 1000.0, 0.0]
+    assert inputs.unanswered.tolist() == [0, 0, 0]
 
 
 def decided(interval: float, arrivals: list[float]) -> RunResult:
@@ -118,7 +79,7 @@ def test_a_router_that_would_rather_wait_sends_on_where_nothing_runs() -> None:
 
 @compiled
 def nowhere(
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:

@@ -22,9 +22,9 @@ from rescheduler.learned_router.environment import (
 )
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
+from rescheduler.routing.inputs import routing_inputs
 from rescheduler.routing.learned.router_network import action_values, network_parameters
 from rescheduler.routing.learned.router_state import router_state, state_bounds, state_size
-from rescheduler.routing.problem import routing_problem
 from rescheduler.simulator.engine.engine_state import FIRST_POOL
 from rescheduler.simulator.simulation import run
 
@@ -282,9 +282,9 @@ def state_of_view(environment: RouterVectorEnvironment) -> npt.NDArray[np.float6
     """The state as a live router would compute it, from a view of the cluster."""
     view = environment.simulations[0].view()
     edges = np.array(TASK.edges, dtype=np.int64)
-    problem = routing_problem(view, np.empty(0, dtype=np.int64), False, True, edges)
+    inputs = routing_inputs(view, np.empty(0, dtype=np.int64), False, True, edges)
     state = np.zeros(state_size(2, len(TASK.edges)))
-    router_state(problem, TASK.scales(16), np.zeros(2, dtype=np.int64), state)
+    router_state(inputs, TASK.scales(16), np.zeros(2, dtype=np.int64), state)
     return state
 
 

@@ -13,7 +13,7 @@ from rescheduler.routing.balance.balance_route import brh_scores, discounts, env
 from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
 from rescheduler.routing.balance.subset_sum import fullest_sum, reachable_sums, subset_of_sum
 from rescheduler.routing.heuristics.random_choice import splitmix64
-from rescheduler.routing.problem import empty_target
+from rescheduler.routing.inputs import empty_target
 
 
 def test_fcfs_fills_workers_in_increasing_index() -> None:
@@ -186,19 +186,19 @@ def test_brh_makes_the_choice_of_the_papers_example() -> None:
     policy = BRH(alpha=0, beta=8, gamma=0.9, steps=[0, 5, 10, 50])
     gpu_a = [(1500, 10), (2200, 80), (1700, 5)]
     view = cluster([gpu_a, [(4000, 900)]], [(500, 60)])
-    problem = policy.problem(view)
-    assert problem.ahead[0].tolist() == [5400, 3710, 2210, 2250]
-    problem.ahead[1] = [4000, 3900, 3800, 3500]  # given in the paper without its requests
+    inputs = policy.inputs(view)
+    assert inputs.ahead[0].tolist() == [5400, 3710, 2210, 2250]
+    inputs.ahead[1] = [4000, 3900, 3800, 3500]  # given in the paper without its requests
 
     scores = np.empty(2)
-    highest = envelope(problem.ahead)
+    highest = envelope(inputs.ahead)
     assert highest.tolist() == [5400, 3900, 3800, 3500]
-    weights = discounts(problem.points, policy.gamma)
-    brh_scores(problem.ahead, policy.parameters(), weights, 500.0, highest, scores)
+    weights = discounts(inputs.points, policy.gamma)
+    brh_scores(inputs.ahead, policy.parameters(), weights, 500.0, highest, scores)
     assert -scores == pytest.approx([5463, 3780], rel=1e-3)  # the paper rounds the discounts
 
-    target = empty_target(problem)
-    BRH.kernel(problem, policy.parameters(), target)
+    target = empty_target(inputs)
+    BRH.kernel(inputs, policy.parameters(), target)
     assert target.tolist() == [1]
 
 
@@ -224,9 +224,9 @@ def test_the_overflow_cost_is_the_papers_sum(
     loads: list[tuple[int, int]], request: tuple[int, int]
 ) -> None:
     policy = Overflow(horizon=20)
-    problem = policy.problem(cluster([[r] for r in loads], [request]))
+    inputs = policy.inputs(cluster([[r] for r in loads], [request]))
     costs = np.empty(len(loads))
-    overflow_costs(problem, policy.parameters(), 0, envelope(problem.ahead), costs)
+    overflow_costs(inputs, policy.parameters(), 0, envelope(inputs.ahead), costs)
     size, left = request
     for g, cost in enumerate(costs):
         expected = 0.0

@@ -22,8 +22,8 @@ from rescheduler.routing import (
     policy_names,
     routing_policy,
 )
+from rescheduler.routing.inputs import RoutingInputs, empty_target
 from rescheduler.routing.kernels import Kernel, kernel_of
-from rescheduler.routing.problem import RoutingProblem, empty_target
 
 NAMES = [name for name in policy_names() if name != "rl"]  # which is trained for one size
 SHORT = {"brh": {"horizon": 12}, "overflow": {"horizon": 12}, "bfio": {"horizon": 12}}
@@ -33,12 +33,12 @@ EDGES = [0, 1, 4, 20, 200]
 @compiled
 def call(
     kernel: Kernel,
-    problem: RoutingProblem,
+    inputs: RoutingInputs,
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
     """Call a kernel from compiled code, as the simulator does."""
-    kernel(problem, parameters, target)
+    kernel(inputs, parameters, target)
 
 
 @st.composite
@@ -110,11 +110,11 @@ def test_the_same_view_gives_the_same_assignment_compiled_or_not(
     policy = new(name)
     first = policy.assign(view).instance
     np.testing.assert_array_equal(new(name).assign(view).instance, first)
-    problem = policy.problem(view)
-    target = empty_target(problem)
+    inputs = policy.inputs(view)
+    target = empty_target(inputs)
     kernel = kernel_of(policy)
     assert kernel is not None
-    call(kernel, problem, policy.parameters(), target)
+    call(kernel, inputs, policy.parameters(), target)
     np.testing.assert_array_equal(target, first)
 
 

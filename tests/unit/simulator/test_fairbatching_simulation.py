@@ -92,17 +92,6 @@ def test_budgets_and_admission_agree_with_the_reference(
     agree((turning, requests), name, "worst")
 
 
-@given(fair_cases(dispatch="instant", b=0.125), st.integers(0, 30))
-def test_reported_budgets_are_those_of_the_view(case: Case, at: int) -> None:
-    config, requests = case
-    policy = create_policy("pab")
-    simulation = Simulation(engine_setup(config, requests), policy, seed=0)
-    simulation.advance(until=at / 4)
-    budget = simulation.view().prefill_budget
-    assert budget is not None
-    np.testing.assert_array_equal(simulation.problem().budget, budget)
-
-
 @given(fair_cases())
 def test_time_between_tokens_is_counted_over_steps_sat_out(case: Case) -> None:
     config, requests = case

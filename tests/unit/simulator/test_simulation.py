@@ -13,16 +13,7 @@ from simulated_cases import ListedTrace, Requests, engine_setup, reference_cases
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.kernels import kernel_of
-from rescheduler.routing.problem import RoutingProblem
 from rescheduler.simulator.config.simulation_config import TransferConfig
-from rescheduler.simulator.forecasts.forecast_sources import (
-    Binned,
-    ForecastSource,
-    Interval,
-    KaplanMeier,
-    Noisy,
-    Oracle,
-)
 from rescheduler.simulator.simulation import Simulation, run
 
 Case = tuple[ReferenceConfig, Requests]
@@ -90,35 +81,6 @@ def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: st
     for field in ("number", "instance", "placed", "end"):
         np.testing.assert_array_equal(
             getattr(compiled.requests, field), getattr(asked.requests, field), err_msg=field
-        )
-
-
-FORECASTS = [
-    Oracle(),
-    Noisy(sigma=0.5, interval=3),
-    Binned(edges=[0, 2, 5, 9]),
-    Interval(k=4),
-    KaplanMeier(),
-]
-
-
-@given(
-    reference_cases(drift=(1,)),
-    st.sampled_from(FORECASTS),
-    st.sampled_from([create_policy("overflow", horizon=6), create_policy("decode_balancer")]),
-    st.integers(0, 30),
-)
-def test_the_engine_shows_what_its_view_shows(
-    case: Case, forecast: ForecastSource, policy: RoutingPolicy, at: int
-) -> None:
-    config, requests = case
-    simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
-    simulation.advance(until=at / 4)
-    shown = simulation.problem()
-    expected = policy.problem(simulation.view())
-    for name in RoutingProblem._fields:
-        np.testing.assert_allclose(
-            getattr(shown, name), getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
         )
 
 

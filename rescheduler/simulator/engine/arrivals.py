@@ -14,8 +14,8 @@ from rescheduler.simulator.engine.engine_state import (
     STAGE,
     TRACE,
     WIDEN,
+    Arrivals,
     Cluster,
-    Intake,
     Rules,
 )
 from rescheduler.simulator.engine.slots import finish
@@ -25,48 +25,48 @@ __all__ = ["fill_servers", "next_arrival", "pool_has_room", "reveal"]
 
 
 @compiled_core
-def next_arrival(rules: Rules, cluster: Cluster, intake: Intake) -> float:
+def next_arrival(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> float:
     """Return when the next request can be seen by the policy, or infinity."""
     scalars = cluster.scalars[0]
     if rules.prefill == STAGE:
-        server = _first_prefilled(cluster, intake)
-        return intake.server_free[server] if server >= 0 else inf
+        server = _first_prefilled(cluster, arrivals)
+        return arrivals.server_free[server] if server >= 0 else inf
     if scalars.cursor < scalars.block_length:
-        return intake.arrival[scalars.cursor]  # type: ignore[no-any-return]
+        return arrivals.arrival[scalars.cursor]  # type: ignore[no-any-return]
     return inf
 
 
 @compiled_inline
-def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) -> int:
+def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> int:
     """Show the policy what has arrived: all that the pool takes, or one for instant dispatch."""
     scalars = cluster.scalars[0]
     while pool_has_room(rules, cluster):
-        if scalars.waiting == len(intake.pool):
+        if scalars.waiting == len(arrivals.pool):
             return WIDEN
-        wanted = fill_servers(rules, step_time, cluster, intake)
+        wanted = fill_servers(rules, step_time, cluster, arrivals)
         if wanted != DONE:
             return wanted
         if rules.prefill != STAGE and scalars.cursor == scalars.block_length:
             return DONE if scalars.last_block else TRACE
-        if not rules.revelation and next_arrival(rules, cluster, intake) > scalars.now:
+        if not rules.revelation and next_arrival(rules, cluster, arrivals) > scalars.now:
             return DONE
         if rules.prefill == STAGE:
-            server = _first_prefilled(cluster, intake)
-            row = intake.server_request[server]
-            intake.server_request[server] = NONE
+            server = _first_prefilled(cluster, arrivals)
+            row = arrivals.server_request[server]
+            arrivals.server_request[server] = NONE
             request = cluster.requests[row]
-            request.first_token = request.last_token = intake.server_free[server]
+            request.first_token = request.last_token = arrivals.server_free[server]
             request.generated = 1
             request.context = request.prompt + 1
             scalars.tokens += 1
         else:
             if scalars.free == 0:
                 return GROW
-            row = _take(rules, cluster, intake)
+            row = _take(rules, cluster, arrivals)
             if row == NONE:
                 return OVERSIZED
         cluster.requests[row].entered = scalars.steps
-        intake.pool[scalars.waiting] = row
+        arrivals.pool[scalars.waiting] = row
         scalars.waiting += 1
     return DONE
 
@@ -78,12 +78,12 @@ def pool_has_room(rules: Rules, cluster: Cluster) -> bool:
 
 
 @compiled_core
-def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
+def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     """Take the next request of the trace into a row; return it, or NONE if it is too large."""
     scalars = cluster.scalars[0]
     at = scalars.cursor
-    grown = max(intake.output[at] * rules.most_growth, 1 if rules.prefill == STAGE else 0)
-    most = intake.prompt[at] + grown
+    grown = max(arrivals.output[at] * rules.most_growth, 1 if rules.prefill == STAGE else 0)
+    most = arrivals.prompt[at] + grown
     if most > rules.kv_capacity:
         scalars.oversized = scalars.revealed
         return NONE
@@ -94,11 +94,11 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     request = cluster.requests[row]
     request.number = scalars.revealed
     scalars.revealed += 1
-    request.template = intake.template[at]
-    request.prompt = intake.prompt[at]
-    request.output = intake.output[at]
+    request.template = arrivals.template[at]
+    request.prompt = arrivals.prompt[at]
+    request.output = arrivals.output[at]
     request.generated = 0
-    request.context = intake.prompt[at]
+    request.context = arrivals.prompt[at]
     request.todo = 0
     request.resumes = NONE
     request.preemptions = 0
@@ -106,7 +106,7 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
     request.landed = NONE
     request.target = NONE
     request.next = NONE
-    request.arrival = scalars.now if rules.revelation else intake.arrival[at]
+    request.arrival = scalars.now if rules.revelation else arrivals.arrival[at]
     request.placed = np.nan
     request.start = np.nan
     request.first_token = np.nan
@@ -117,17 +117,17 @@ def _take(rules: Rules, cluster: Cluster, intake: Intake) -> int:
 
 
 @compiled_inline
-def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, intake: Intake) -> int:
+def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> int:
     """Give the prefill server that is free first the next request of the trace, and so on."""
     if rules.prefill != STAGE:
         return DONE
     scalars = cluster.scalars[0]
     while True:
         server = 0
-        for s in range(1, len(intake.server_free)):
-            if intake.server_free[s] < intake.server_free[server]:
+        for s in range(1, len(arrivals.server_free)):
+            if arrivals.server_free[s] < arrivals.server_free[server]:
                 server = s
-        if intake.server_request[server] != NONE:
+        if arrivals.server_request[server] != NONE:
             return DONE  # what follows begins when the pool has taken this one, in its own time
         if scalars.cursor == scalars.block_length:
             return DONE if scalars.last_block else TRACE
@@ -135,36 +135,36 @@ def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, intake: In
             return GROW
         if scalars.finished == len(cluster.finished):
             return FLUSH
-        row = _take(rules, cluster, intake)
+        row = _take(rules, cluster, arrivals)
         if row == NONE:
             return OVERSIZED
         request = cluster.requests[row]
-        begin = max(intake.server_free[server], request.arrival)
-        intake.server_free[server] = begin + step_seconds(step_time, request.prompt, 0.0)
+        begin = max(arrivals.server_free[server], request.arrival)
+        arrivals.server_free[server] = begin + step_seconds(step_time, request.prompt, 0.0)
         if request.output == 1:
             # Its only token is the prefill's.
-            request.first_token = intake.server_free[server]
+            request.first_token = arrivals.server_free[server]
             scalars.tokens += 1
             finish(cluster, row, NONE, request.first_token)
         else:
-            intake.server_request[server] = row
+            arrivals.server_request[server] = row
 
 
 @compiled_core
-def _first_prefilled(cluster: Cluster, intake: Intake) -> int:
+def _first_prefilled(cluster: Cluster, arrivals: Arrivals) -> int:
     """Return the server whose request is prefilled first, ties in the trace's order, or NONE."""
     first = NONE
-    for s in range(len(intake.server_free)):
-        row = intake.server_request[s]
+    for s in range(len(arrivals.server_free)):
+        row = arrivals.server_request[s]
         if row == NONE:
             continue
         if (
             first == NONE
-            or intake.server_free[s] < intake.server_free[first]
+            or arrivals.server_free[s] < arrivals.server_free[first]
             or (
-                intake.server_free[s] == intake.server_free[first]
+                arrivals.server_free[s] == arrivals.server_free[first]
                 and cluster.requests[row].number
-                < cluster.requests[intake.server_request[first]].number
+                < cluster.requests[arrivals.server_request[first]].number
             )
         ):
             first = s

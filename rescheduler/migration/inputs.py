@@ -1,4 +1,8 @@
-"""The arrays a migration planner decides on: loads ahead, and what each request adds to them."""
+"""The inputs of a migration decision: loads ahead, and what each request adds to them.
+
+`migration_inputs` reads a `ClusterView`; the simulator fills the same `MigrationInputs` from its
+engine's arrays, with the same functions of `predictor.forecasts.curve`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +22,13 @@ from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import NEVER_MOVED, ClusterView
 
-__all__ = ["MigrationProblem", "Outlook", "migration_problem"]
+__all__ = ["MigrationInputs", "RequestForecasts", "migration_inputs"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-class Outlook(NamedTuple):
+class RequestForecasts(NamedTuple):
     """What is forecast of some requests, [k].
 
     Attributes:
@@ -39,7 +43,7 @@ class Outlook(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationProblem:
+class MigrationInputs:
     r"""One decision, as arrays. G instances, P points ahead, n requests.
 
     The loads ahead are added up once, as STAR's workers do it, so that a move is judged by the
@@ -56,8 +60,8 @@ class MigrationProblem:
         source: [n] instance of each running request.
         context: [n] tokens in its KV cache.
         since_move: [n] as in `ClusterView`.
-        outlook: of the requests with the given indices, [k], as of now; and whether they outlive
-            so many steps, [k].
+        forecasts_of: returns what is forecast of the requests with the given indices, [k], and
+            whether they outlive so many steps, [k].
     """
 
     load: IntArray
@@ -69,10 +73,10 @@ class MigrationProblem:
     source: IntArray
     context: IntArray
     since_move: IntArray
-    outlook: Callable[[IntArray, FloatArray], Outlook]
+    forecasts_of: Callable[[IntArray, FloatArray], RequestForecasts]
 
 
-def migration_problem(view: ClusterView, points: IntArray) -> MigrationProblem:
+def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
     """Return the arrays of a decision on a cluster as it is.
 
     Args:
@@ -99,10 +103,10 @@ def migration_problem(view: ClusterView, points: IntArray) -> MigrationProblem:
             ahead[:], spread[:] = expected.mean[:, points], expected.variance[:, points]
     ahead[:, 0] = load
 
-    def outlook(rows: IntArray, steps: FloatArray) -> Outlook:
+    def forecasts_of(rows: IntArray, steps: FloatArray) -> RequestForecasts:
         return _outlook(forecast, rows, steps, points)
 
-    return MigrationProblem(
+    return MigrationInputs(
         load=load,
         room=view.kv_capacity.astype(np.int64),
         free=view.slots - view.running,
@@ -112,26 +116,26 @@ def migration_problem(view: ClusterView, points: IntArray) -> MigrationProblem:
         source=view.instance.astype(np.int64),
         context=context,
         since_move=np.full(n, NEVER_MOVED) if view.since_move is None else view.since_move,
-        outlook=outlook,
+        forecasts_of=forecasts_of,
     )
 
 
 def _outlook(
     forecast: Forecast | None, rows: IntArray, steps: FloatArray, points: IntArray
-) -> Outlook:
+) -> RequestForecasts:
     n = len(rows)
     if forecast is None:
-        return Outlook(np.ones((n, len(points))), np.zeros(n), np.ones(n))
+        return RequestForecasts(np.ones((n, len(points))), np.zeros(n), np.ones(n))
     if isinstance(forecast, PointForecast):
         remaining: FloatArray = forecast.select(rows).mean()
         survival = (points < remaining[:, None]).astype(np.float64)
-        return Outlook(survival, remaining, (steps < remaining).astype(np.float64))
+        return RequestForecasts(survival, remaining, (steps < remaining).astype(np.float64))
     if isinstance(forecast, SurvivalForecast):
-        found = Outlook(np.empty((n, len(points))), np.empty(n), np.empty(n))
-        _foresee(*forecast.arrays(), rows, points, steps, *found)
+        found = RequestForecasts(np.empty((n, len(points))), np.empty(n), np.empty(n))
+        _write_forecasts(*forecast.arrays(), rows, points, steps, *found)
         return found
     some = forecast.select(rows)
-    return Outlook(some.at(points), some.mean(), some.at_each(steps))
+    return RequestForecasts(some.at(points), some.mean(), some.at_each(steps))
 
 
 @compiled
@@ -143,19 +147,12 @@ def _add_point_loads(
     growth: FloatArray,
     ahead: FloatArray,
 ) -> None:
-    """Write to ``ahead`` what requests hold whose ends are known, see `load_of_known_ends`."""
-    n_instances, n_points = ahead.shape
-    requests, tokens = np.zeros((2, n_instances, n_points + 1))
-    for i in range(len(instance)):
-        outlived = np.searchsorted(points, remaining[i])
-        requests[instance[i], outlived] += 1.0
-        tokens[instance[i], outlived] += context[i]
-    for g in range(n_instances):
-        load_of_known_ends(requests[g], tokens[g], growth, ahead[g])
+    ending = np.empty((2, ahead.shape[0], len(points) + 1))
+    load_of_known_ends(remaining, instance, context, points, growth, ending, ahead)
 
 
 @compiled
-def _foresee(
+def _write_forecasts(
     edges: FloatArray,
     survival: npt.NDArray[np.floating[Any]],
     age: FloatArray,
@@ -167,7 +164,7 @@ def _foresee(
     remaining: FloatArray,
     outlives: FloatArray,
 ) -> None:
-    """Write what curves forecast of the requests in the given rows, as `Outlook` has it."""
+    """Write the `RequestForecasts` of the requests in the given rows."""
     for k in range(len(rows)):
         i = rows[k]
         one = slice(k, k + 1)
