@@ -54,7 +54,7 @@ def test_gradients_are_the_slopes_of_prefill_and_decode() -> None:
 
 @pytest.mark.parametrize("steps", [steps_of(TRUE)[:2], np.tile([1.0, 50.0, 0.1], (9, 1))])
 def test_steps_that_are_all_alike_are_refused(steps: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="do not tell apart"):
+    with pytest.raises(ValueError, match="do not separate"):
         fit_batch_time(steps)
 
 
