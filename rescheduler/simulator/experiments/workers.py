@@ -52,8 +52,7 @@ def run_locally(cells: Sequence[Cell], workers: int) -> Outcomes:
         workers: processes at once.
     """
     suspects: list[Cell] = []
-    yield from _in_pool(deque(cells[:1]), 1, suspects)
-    waiting = deque(cells[1:])
+    waiting = deque(cells)
     while waiting:
         yield from _in_pool(waiting, workers, suspects)
     for cell in suspects:
@@ -125,9 +124,10 @@ def run_in_threads(
 
 
 def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcomes:
-    """Compute cells until none waits or a process dies; then add those under way to suspects."""
-    if not waiting:
-        return
+    """Compute cells until none waits or a process dies; then add those under way to suspects.
+
+    The first is computed alone.
+    """
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(workers, len(waiting)),
@@ -135,13 +135,14 @@ def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcom
         initializer=_prepare,
     )
     running: dict[Future[Figures], Cell] = {}
-    broken = False
+    broken, at_once = False, 1
     try:
         while not broken and (waiting or running):
-            while waiting and len(running) < workers:
+            while waiting and len(running) < at_once:
                 running[pool.submit(run_cell, waiting[0].config, waiting[0].seed)] = waiting[0]
                 waiting.popleft()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
+            at_once = workers
             for future in done:
                 cell = running.pop(future)
                 error = future.exception()
