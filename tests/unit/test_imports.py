@@ -1,0 +1,19 @@
+"""What a module does not load: start-up times of commands and of sweeps' workers are made here."""
+
+import subprocess
+import sys
+
+import predictor
+
+
+def test_routing_the_proxy_and_the_simulator_load_no_pytorch() -> None:
+    modules = ("rescheduler.proxy.serve", "rescheduler.simulator.simulate", "rescheduler.migration")
+    loads = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+
+
+def test_every_public_name_of_the_predictor_loads() -> None:
+    for name in predictor.__all__:
+        assert getattr(predictor, name).__name__ == name
+    assert not hasattr(predictor, "load_predictors")
