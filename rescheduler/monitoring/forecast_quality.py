@@ -95,10 +95,6 @@ class ForecastQuality:
         forecasts, absolute = self._total("forecasts"), self._total("absolute")
         return float(absolute.sum() / forecasts.sum()) if self._requests else None
 
-    def mae_by_age(self) -> dict[str, float]:
-        """Return the mean absolute error in tokens by `AGES`, where there are forecasts."""
-        return self._by_age("absolute")
-
     def bias_by_age(self) -> dict[str, float]:
         """Return the mean of median − remaining in tokens by `AGES`: above 0 is too long."""
         return self._by_age("signed")

@@ -126,7 +126,6 @@ def test_errors_are_of_the_capped_median_by_age() -> None:
     np.testing.assert_allclose(scored.remaining, [150, 20])
     np.testing.assert_allclose(scored.levels, [0.5 + 0.5 * 49.5 / 900, 0.5 * 0.195], atol=1e-4)
     assert quality.bias_by_age() == pytest.approx({"0": -50, "128-511": 50}, abs=0.1)
-    assert quality.mae_by_age() == pytest.approx({"0": 50, "128-511": 50}, abs=0.1)
     assert quality.mae() == pytest.approx(50, abs=0.1)
 
 
@@ -137,7 +136,7 @@ def test_only_requests_that_ran_to_their_end_are_scored() -> None:
     assert quality.add(never_forecast) is None
     assert (quality.scored, quality.unscored) == (0, 6)
     assert (quality.mae(), quality.coverage(), quality.alarm()) == (None, None, None)
-    assert (quality.bias_by_age(), quality.mae_by_age()) == ({}, {})
+    assert quality.bias_by_age() == {}
 
 
 @pytest.mark.parametrize("wrong", [{"window": 10}, {"min_requests": 0}, {"band": 0.0}])
