@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     running: list[subprocess.Popen] = []
 
-    def start(out: Path, *options: str) -> subprocess.Popen:
+    def start(out: Path, *options: str, spawns: bool = False) -> subprocess.Popen:
+        """Start a collection; its engine spawns its processes, as for users, or forks them."""
+        environment = dict(os.environ)
+        if spawns:
+            folders = environment["PYTHONPATH"].split(os.pathsep)
+            kept = [path for path in folders if Path(path).name != "forked_engines"]
+            environment["PYTHONPATH"] = os.pathsep.join(kept)
         command = [
             *headway_command,
             "collect",
@@ -52,6 +59,7 @@ def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., su
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
             start_new_session=True,  # Ctrl-C reaches the whole group, as in a terminal
         )
         running.append(process)
@@ -68,6 +76,16 @@ def wait_for_rows(dataset: Path, process: subprocess.Popen, shards: int) -> None
     while len(rows_files(dataset)) < shards:
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.1)
+
+
+def wait_for_spawned(process: subprocess.Popen) -> None:
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if any("spawn_main" in part for part in child.cmdline()):
+                    return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was spawned: {process.communicate()[0][-3000:]}")
 
 
 def driven(dataset: Path) -> Counter[str]:
@@ -145,7 +163,8 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
     if mounted.returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
-        process = start(disk / "dataset", "--record.k", "2")
+        process = start(disk / "dataset", "--record.k", "2", spawns=True)
+        wait_for_spawned(process)
         output, _ = process.communicate()
         assert process.returncode == 1, output[-3000:]
         assert "recording failed: No space left on device" in output
@@ -153,4 +172,4 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
         assert rows_files(disk / "dataset"), "some shards fitted"
         validate(disk / "dataset")
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # an engine may still end
