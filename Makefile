@@ -32,11 +32,10 @@ demo: $(INSTALLED)
 	$(BIN)/headway demo
 
 test: unit
-	$(BIN)/python -m pytest tests/integration tests/e2e
+	$(BIN)/python -m pytest -n 2 tests/integration tests/e2e
 
-# A file stays in one process: its tests share trained models and compiled code.
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,9 +1,11 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from data_collection.models import prepare_embedded
 
@@ -24,6 +26,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.ge
 settings.register_profile("default", deadline=None, derandomize=False, max_examples=25)
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class OneProcess(LoadFileScheduling):
+    """Keeps together what shares engines, models or compiled code: a file, or all of a deployment.
+
+    The largest group comes first.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        shared = "tests/e2e/deployment/"
+        return shared if nodeid.startswith(shared) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcess:
+    return OneProcess(config, log)
 
 
 @pytest.fixture(scope="session")

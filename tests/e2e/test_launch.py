@@ -1,10 +1,7 @@
 """`headway launch` with real engines: ready, dying, stopped without a trace."""
 
-import asyncio
-import json
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,34 +11,9 @@ import psutil
 import pytest
 from msgspec.structs import replace
 from process_groups import processes_in
-from running_deployment import ENGINE, RunningDeployment
+from running_deployment import ENGINE, complete
 
-from rescheduler.engines.deployment import Instance
 from rescheduler.engines.launch_local import local_deployment, write_deployment
-from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import EngineState
-
-
-def complete(instance: Instance, **fields: Any) -> Any:
-    body = {"model": "smollm2", "prompt": "One two three", "max_tokens": 5, "temperature": 0}
-    request = urllib.request.Request(
-        f"{instance.url}/v1/completions",
-        data=json.dumps(body | fields).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)
-
-
-def state(instance: Instance) -> EngineState:
-    async def ask() -> EngineState:
-        client = ControlClient(instance.control or "")
-        try:
-            return await client.state(120.0)
-        finally:
-            client.close()
-
-    return asyncio.run(ask())
 
 
 @contextmanager
@@ -64,31 +36,6 @@ def read_until(process: Any, words: str) -> str:
         if words in line:
             return printed
     raise AssertionError(f"{words!r} was not printed:\n{printed}")
-
-
-@pytest.mark.timeout(1200)
-def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -> None:
-    answers = {i.name: complete(i)["choices"][0]["text"] for i in deployment.deployment.instances}
-    assert len(set(answers.values())) == 1, "all serve the same model"
-    for instance in deployment.deployment.decode:
-        told = state(instance)
-        assert (told.block_size, told.max_num_seqs, told.max_model_len) == (32, 8, 1024)
-        assert told.free_blocks == told.num_blocks
-
-
-@pytest.mark.timeout(1200)
-def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) -> None:
-    prompt = "Once upon a time there was a lighthouse. " * 8
-    prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
-    alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
-    mine = {"id": "a" * 32, "hop": 0}
-    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
-    prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
-    params = {**prefilled["kv_transfer_params"], "headway": mine}
-    answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
-    assert answer["choices"][0]["text"] == alone
-    while (told := state(decode)).free_blocks != told.num_blocks:
-        time.sleep(0.1)
 
 
 @pytest.mark.timeout(1200)

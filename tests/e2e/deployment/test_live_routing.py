@@ -13,7 +13,7 @@ from running_deployment import RunningDeployment
 
 pytestmark = pytest.mark.timeout(600)
 
-QUICK = Path(__file__).parents[2] / "configs" / "rl" / "quick.yaml"
+QUICK = Path(__file__).parents[3] / "configs" / "rl" / "quick.yaml"
 DECODES = ("decode-0", "decode-1")
 
 

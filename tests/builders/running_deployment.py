@@ -1,12 +1,15 @@
 """What the session's deployment is, for the tests that use it."""
 
+import json
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rescheduler.engines.deployment import Deployment, EngineOptions, ProxyOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.launch_engines import Launched
 
-__all__ = ["ENGINE", "PATIENT", "RunningDeployment"]
+__all__ = ["ENGINE", "PATIENT", "RunningDeployment", "complete"]
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 
@@ -47,3 +50,15 @@ class RunningDeployment:
     config_path: Path
     deployment: Deployment
     launched: Launched
+
+
+def complete(instance: Instance, **fields: Any) -> Any:
+    """Return what an instance answers to a completion."""
+    body = {"model": "smollm2", "prompt": "One two three", "max_tokens": 5, "temperature": 0}
+    request = urllib.request.Request(
+        f"{instance.url}/v1/completions",
+        data=json.dumps(body | fields).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
