@@ -29,9 +29,9 @@ def both_ways(run: Run, body: dict[str, Any], cuts: list[int], chat: bool = Fals
     """
 
     async def work(engines: list[Engine]) -> Generation:
-        there = await moved(engines, body, [], chat)
+        alone = asyncio.create_task(moved(engines, body, [], chat))
         for _ in range(6):
-            here = await moved(engines, body, cuts, chat)
+            here, there = await asyncio.gather(moved(engines, body, cuts, chat), alone)
             assert here.tokens == there.tokens
             assert here.text == there.text
             assert here.finish_reason == there.finish_reason

@@ -51,8 +51,12 @@ def test_answers_are_those_of_an_engine_alone(
         body["logprobs"] = 2
 
     async def work(client: Client) -> None:
-        _, direct, _ = await client.post(body, path, client.direct)
-        status, whole, headers = await client.post(body, path)
+        usage = {"stream_options": {"include_usage": True}}
+        (_, direct, _), (status, whole, headers), chunks = await asyncio.gather(
+            client.post(body, path, client.direct),
+            client.post(body, path),
+            client.stream({**body, **usage}, path),
+        )
         assert status == 200
         assert said(whole) == said(direct)
         for key in ("finish_reason", "stop_reason"):
@@ -62,7 +66,6 @@ def test_answers_are_those_of_an_engine_alone(
         for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert whole["usage"][key] == direct["usage"][key]
         assert headers["X-Request-Id"] in whole["id"]
-        chunks = await client.stream({**body, "stream_options": {"include_usage": True}}, path)
         assert text_of(chunks) == said(direct)
         assert chunks[-1]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
         expected = logprobs_of(direct["choices"])
@@ -100,7 +103,7 @@ def test_moves_change_nothing_that_a_client_reads(
     body = {**GREEDY, "max_tokens": 70, "ignore_eos": "structured_outputs" not in asked, **asked}
     body["stream_options"] = {"include_usage": True}
 
-    async def attempt(client: Client, direct: list[dict[str, Any]]) -> bool:
+    async def attempt(client: Client, alone: asyncio.Task[list[dict[str, Any]]]) -> bool:
         """Compare one stream among moves; return whether it lived to see all of them."""
         before = await client.metric("headway_proxy_migrations_total", outcome="moved")
         moving: list[asyncio.Task[None]] = []
@@ -112,7 +115,7 @@ def test_moves_change_nothing_that_a_client_reads(
                 moving.append(asyncio.create_task(client.leave()))
 
         chunks = await client.stream(body, path, at)
-        await asyncio.gather(*moving)
+        direct, *_ = await asyncio.gather(alone, *moving)
         assert text_of(chunks) == text_of(direct)
         last, of_direct = (some[-2]["choices"][0] for some in (chunks, direct))
         assert last["finish_reason"] == of_direct["finish_reason"]
@@ -128,9 +131,9 @@ def test_moves_change_nothing_that_a_client_reads(
         return moved == len(cuts)
 
     async def work(client: Client) -> None:
-        direct = await client.stream(body, path, url=client.direct)
+        alone = asyncio.create_task(client.stream(body, path, url=client.direct))
         for _ in range(6):  # on a busy machine a stream may end before its move is asked for
-            if await attempt(client, direct):
+            if await attempt(client, alone):
                 return
         raise AssertionError("the streams ended before their moves")
 
