@@ -288,7 +288,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         "--seeds",
         "2",
         "--training.seeds",
-        "2",
+        "1",
         "--workers",
         "2",
         "--published",
@@ -300,7 +300,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     assert all((out / name).is_file() for name in ("table.md", "episode.png", "training.png"))
     assert load_router(out / "router").variant == "guided"
     assert create_policy("rl", checkpoint=str(out / "router")).decide_every() == 0.02
-    assert (out / "checkpoints/guided-1/model.safetensors").is_file()
+    assert (out / "checkpoints/guided-0/model.safetensors").is_file()
     more = ["--policies", "round_robin,jsq", "--seeds", "1"]
     assert run_command(train_routers, [*arguments, *more], "train-router") == 0, (
         "a finished training is not repeated"
