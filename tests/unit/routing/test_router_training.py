@@ -195,7 +195,7 @@ def mean_reward(layers: Layers | None, setup: RunSetup) -> float:
 def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path) -> None:
     config = small_config(arrivals={"kind": "poisson", "rate": 1.5})
     setup = run_setup(config)
-    longer = replace(SHORT, episodes=6, exploration_episodes=5)
+    longer = replace(SHORT, episodes=10, exploration_episodes=8)
     whole = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, tmp_path / "whole"))
     assert mean_reward(whole.checkpoint.layers, setup) > mean_reward(None, setup)
 
