@@ -331,7 +331,7 @@ def serve(
             "worst_tpot": worst_tpot(one),
             "tpot": one.tpot,
             "error": one.error,
-            "tokens": [[piece.tokens, round(piece.time - one.sent, 4)] for piece in one.pieces],
+            "tokens": [[piece.tokens, round(piece.time - one.sent, 4)] for piece in one.chunks],
         }
         for one in served
     ]
@@ -367,9 +367,9 @@ def met(case: Case, one: dict[str, Any]) -> bool:
 
 def worst_tpot(one: ServedRequest) -> float:
     """Return the greatest running mean of seconds per token after the first, 0 for one token."""
-    first = one.pieces[0] if one.pieces else None
+    first = one.chunks[0] if one.chunks else None
     return max(
-        ((p.time - first.time) / (p.tokens - first.tokens) for p in one.pieces[1:] if first),
+        ((p.time - first.time) / (p.tokens - first.tokens) for p in one.chunks[1:] if first),
         default=0.0,
     )
 

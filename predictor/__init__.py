@@ -5,7 +5,7 @@ migration and the simulator.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from predictor.forecasts.forecast import Forecast, ForecastError, PointForecast, SurvivalForecast
 
@@ -38,7 +38,12 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:  # a type checker would take it for any name
+
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

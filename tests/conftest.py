@@ -28,10 +28,10 @@ settings.register_profile("thorough", deadline=None, derandomize=False, max_exam
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-class OneProcess(LoadFileScheduling):
+class GroupScheduling(LoadFileScheduling):
     """Keeps together what shares engines, models or compiled code: a file, or all of a deployment.
 
-    The largest group comes first.
+    The group with the most tests comes first.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -39,8 +39,9 @@ class OneProcess(LoadFileScheduling):
         return shared if nodeid.startswith(shared) else super()._split_scope(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcess:
-    return OneProcess(config, log)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -203,7 +203,7 @@ def load_of_known_ends(
     ending: FloatArray,
     ahead: FloatArray,
 ) -> None:
-    r"""Write Λ of requests whose ends are known, in O(n + G P).
+    r"""Write Λ of requests whose ends are known, in O(n + G P) for every step ahead.
 
     .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + g(h)\,|\{i: R_i > h\}|
 
@@ -211,7 +211,7 @@ def load_of_known_ends(
         remaining: [n] R, tokens until each request ends.
         instance: [n] where it is, of G.
         context: [n] c, tokens in its KV cache.
-        points: [P] steps h ahead, ascending.
+        points: [P] steps h ahead, P > 0, ascending from 0; otherwise a search each costs log P.
         growth: [P] g, tokens that each gains until a point.
         ending: [2, G, P + 1] scratch: requests, and their tokens, by the points they outlive.
         ahead: [G, P] Λ.
@@ -221,7 +221,7 @@ def load_of_known_ends(
     every_step = points[n_points - 1] == n_points - 1
     for i in range(len(remaining)):
         if every_step:
-            outlived = min(ceil(remaining[i]), n_points)
+            outlived = ceil(min(remaining[i], n_points))
         else:
             outlived = np.searchsorted(points, remaining[i])
         ending[0, instance[i], outlived] += 1.0

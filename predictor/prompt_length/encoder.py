@@ -162,7 +162,7 @@ class EncoderClassifier(nn.Module):
         found = np.empty((len(ids), len(self.labels)))
         place = np.arange(len(ids))
         device = self.head.weight.device
-        texts = LabelledTexts(ids, place)  # each batch records whose its rows are
+        texts = LabelledTexts(ids, place)  # each batch records whose rows it has
         for batch in text_batches(texts, _BATCH, self.tokenizer.pad_token_id):
             logits = self(batch.input_ids.to(device), batch.attention_mask.to(device))
             found[batch.labels.numpy()] = logits.double().softmax(dim=1).cpu().numpy()

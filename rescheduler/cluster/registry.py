@@ -46,7 +46,7 @@ class Registry(dict[str, type[T]], Generic[T]):
             ValueError: no such name, no such option, one that is missing, or a value that the
                 dataclass refuses.
         """
-        if name not in self:
+        if not isinstance(name, str) or name not in self:
             raise ValueError(
                 f"no {self.what} {name!r}; known: {', '.join(sorted(self))}{_nearest(name, self)}"
             )
@@ -65,5 +65,5 @@ class Registry(dict[str, type[T]], Generic[T]):
 
 
 def _nearest(given: str, known: Iterable[str]) -> str:
-    near = get_close_matches(given, list(known), n=1)
+    near = get_close_matches(str(given), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -54,48 +54,48 @@ class ServedRequest:
     Attributes:
         request: that was sent.
         sent: when.
-        pieces: its answer as it came.
+        chunks: its answer as it came.
         finish_reason: how it ended; empty before, and where it failed.
         error: why it failed; empty if it did not.
     """
 
     request: LoadRequest
     sent: float
-    pieces: list[StreamChunk] = field(default_factory=list)
+    chunks: list[StreamChunk] = field(default_factory=list)
     finish_reason: str = ""
     error: str = ""
 
     @property
     def tokens(self) -> int:
         """Tokens generated so far."""
-        return self.pieces[-1].tokens if self.pieces else 0
+        return self.chunks[-1].tokens if self.chunks else 0
 
     @property
     def ttft(self) -> float | None:
         """Seconds from sending to the first token; None before."""
-        return self.pieces[0].time - self.sent if self.pieces else None
+        return self.chunks[0].time - self.sent if self.chunks else None
 
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for fewer than two tokens."""
         if self.tokens < 2:
             return None
-        return (self.pieces[-1].time - self.pieces[0].time) / (self.tokens - 1)
+        return (self.chunks[-1].time - self.chunks[0].time) / (self.tokens - 1)
 
     @property
     def longest_gap(self) -> float:
         """Longest time between two chunks, seconds; 0 for fewer than two."""
-        times = [piece.time for piece in self.pieces]
+        times = [piece.time for piece in self.chunks]
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
     @property
     def text(self) -> str:
         """All that came."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(piece.text for piece in self.chunks)
 
     def gap_after(self, tokens: int) -> float | None:
         """Return the seconds between the last chunk of up to this many tokens and the next."""
-        for before, after in pairwise(self.pieces):
+        for before, after in pairwise(self.chunks):
             if before.tokens <= tokens < after.tokens:
                 return after.time - before.time
         return None
@@ -188,7 +188,7 @@ async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None
         for choice in chunk.get("choices", ()):
             text = choice.get("text") or choice.get("delta", {}).get("content") or ""
             if tokens > served.tokens or text:
-                served.pieces.append(StreamChunk(tokens, text, time.monotonic()))
+                served.chunks.append(StreamChunk(tokens, text, time.monotonic()))
             served.finish_reason = choice.get("finish_reason") or served.finish_reason
     if not served.finish_reason:
         served.error = "the stream ended before its request"

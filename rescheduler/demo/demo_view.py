@@ -79,7 +79,7 @@ def stream_text(served: ServedRequest, moves: Sequence[Move]) -> Text:
     """Return the text of an answer, with a mark wherever it moved, which no line end can tear."""
     mine = [move for move in moves if move.request == served.request.name]
     text = Text()
-    for piece in served.pieces:
+    for piece in served.chunks:
         while mine and piece.tokens > mine[0].tokens:
             move = mine.pop(0)
             text.append(f" ⟪{move.source}→{move.target}⟫ ", style="bold reverse")

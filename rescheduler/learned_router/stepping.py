@@ -162,10 +162,8 @@ def _step(
 @compiled_core
 def _act(engine: EngineParts, rewards: RewardRules, g: int, terms: FloatArray) -> None:
     """Send the first request of the queue to instance g, or let it wait."""
-    arrivals, shown = (
-        engine.arrivals,
-        engine.policy_state.inputs,
-    )  # as it was filled for the last state
+    arrivals = engine.arrivals
+    shown = engine.policy_state.inputs  # as it was filled for the last state
     terms[MIXING] = 0.0
     arrivals.target[: engine.cluster.scalars[0].waiting] = NONE
     prompt, output = shown.size[0], shown.remaining[0]

@@ -104,7 +104,7 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
     ahead[:, 0] = load
 
     def forecasts_of(rows: IntArray, steps: FloatArray) -> RequestForecasts:
-        return _outlook(forecast, rows, steps, points)
+        return _request_forecasts(forecast, rows, steps, points)
 
     return MigrationInputs(
         load=load,
@@ -120,7 +120,7 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
     )
 
 
-def _outlook(
+def _request_forecasts(
     forecast: Forecast | None, rows: IntArray, steps: FloatArray, points: IntArray
 ) -> RequestForecasts:
     n = len(rows)

@@ -96,16 +96,16 @@ class Star(MigrationPolicy):
         if not overloaded.any() or variance <= 0.0:
             return Plan([], f"no instance is above {1 + self.theta:g} times the mean load")
         steps = self.move_steps(inputs.context[rows])
-        forecasts_of = inputs.forecasts_of(rows, steps)
-        lasts = (forecasts_of.remaining > steps) | (not self.prediction)
+        found = inputs.forecasts_of(rows, steps)
+        lasts = (found.remaining > steps) | (not self.prediction)
         if not lasts.any():
             return Plan([], f"none of {len(rows)} requests on overloaded instances outlasts a move")
         context = inputs.context[rows]
         candidates = Candidates(
             source=inputs.source[rows],
             context=context,
-            survival=forecasts_of.survival,
-            need=self._need(context, forecasts_of.remaining),
+            survival=found.survival,
+            need=self._need(context, found.remaining),
             worth=lasts.astype(np.float64),
             cost=np.zeros(len(rows)),
         )

@@ -111,16 +111,16 @@ class Survival(MigrationPolicy):
         rows = np.flatnonzero(above[inputs.source] & settled)
         if len(rows) == 0:
             return Plan([], "all requests above the mean load have moved within their pay-back")
-        forecasts_of = inputs.forecasts_of(rows, payback[rows])
+        found = inputs.forecasts_of(rows, payback[rows])
         context = inputs.context[rows]
-        lasting = np.maximum(forecasts_of.remaining / weights.sum(), 1.0)
+        lasting = np.maximum(found.remaining / weights.sum(), 1.0)
         waits = frozen[rows] / (len(inputs.source) * lasting)
         candidates = Candidates(
             source=inputs.source[rows],
             context=context,
-            survival=forecasts_of.survival,
-            need=context + forecasts_of.remaining,
-            worth=forecasts_of.outlives,
+            survival=found.survival,
+            need=context + found.remaining,
+            worth=found.outlives,
             cost=waits * inputs.load.mean() ** 2 / (self.load_share * variance),
         )
         targets = Targets(

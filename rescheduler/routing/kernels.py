@@ -13,8 +13,7 @@ import numpy.typing as npt
 from numba import cfunc, typeof, types
 
 import predictor.compilation  # noqa: F401  (says where machine code is kept)
-from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.routing.inputs import RoutingInputs, routing_inputs
+from rescheduler.routing.inputs import NO_EDGES, RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import RoutingPolicy
 
 __all__ = ["NO_KERNEL", "Kernel", "kernel_of"]
@@ -38,8 +37,7 @@ def _behind_pointer(function: Callable[..., None]) -> Kernel:
 @cache
 def _signature() -> Any:
     none = np.empty(0, dtype=np.int64)
-    nothing = ClusterView(none, none, none, none, none, none, None, none, none, None, none)
-    inputs = typeof(routing_inputs(nothing, none, with_spread=False))
+    inputs = typeof(new_routing_inputs(none, 0, none, np.empty(0), False, NO_EDGES))
     return types.void(inputs, types.float64[::1], types.int64[::1])
 
 

@@ -41,7 +41,7 @@ def fit_batch_time(steps: FloatArray) -> BatchTime:
     if len(steps) < 3 or (np.ptp(steps[:, :2], axis=0) == 0).any():
         raise ValueError(
             f"{len(steps)} steps of {len(np.unique(steps[:, :2], axis=0))} kinds do not separate "
-            "what a token and what its context takes"
+            "the cost of a token from that of its context"
         )
     return BatchTime(*_relative_nnls(steps[:, :2], steps[:, 2]))
 

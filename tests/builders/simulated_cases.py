@@ -1,12 +1,16 @@
 """Small clusters and traces, drawn at random, for the engine and for the reference alike."""
 
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 from reference_simulator import NO_LIMIT, ReferenceConfig
 
+from rescheduler.routing import Needs, RoutingPolicy
+from rescheduler.routing.heuristics.jsq_tokens import jsq_tokens
 from rescheduler.simulator.config.simulation_config import (
     AdmissionConfig,
     ArrivalsConfig,
@@ -132,3 +136,15 @@ def reference_cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, 
     times = [None if revealed else 0.5 * arrival for arrival in arrivals]
     requests = [(time, p, o) for time, (p, o) in zip(times, lengths, strict=False)]
     return ReferenceConfig(capacity=capacity, **chosen), requests
+
+
+@dataclass(frozen=True)
+class ByLength(RoutingPolicy):
+    """Reads everything that is shown of lengths; decides as `JSQTokens` does."""
+
+    name = "by_length"
+    needs = Needs.LENGTHS
+    kernel = jsq_tokens
+
+    def length_edges(self) -> npt.NDArray[np.int64]:
+        return np.array([0, 4, 7])

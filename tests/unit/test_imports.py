@@ -1,4 +1,4 @@
-"""What a module does not load: start-up times of commands and of sweeps' workers are made here."""
+"""What a module does not load: that is what commands and the workers of a sweep start fast by."""
 
 import subprocess
 import sys

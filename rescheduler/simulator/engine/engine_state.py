@@ -122,7 +122,7 @@ class Rules(NamedTuple):
 
 
 class PolicyState(NamedTuple):
-    """The policy, and what it looks at beyond the present.
+    """The policy, the forecasts it goes by, and the arrays of its decisions.
 
     Attributes:
         asks: the policy has no kernel and is asked in Python.

@@ -26,7 +26,7 @@ def simulated_migration_inputs(
     """Return the inputs of a decision on the cluster as it is, and the rows of their requests.
 
     Requests that cannot move are in the loads, but not among the requests. One that is about to
-    leave counts where it goes.
+    leave counts where it goes. The inputs hold until the engine goes on.
 
     Args:
         rules: of the cluster.
@@ -47,7 +47,7 @@ def simulated_migration_inputs(
         growth = points * rules.drift.mean()
         _add_expected_loads(forecast, cluster, n, points, growth, ahead, spread)
     ahead[:, 0] = load
-    movable = placed[placed["since_move"] >= 0]  # a copy, which outlasts the engine's next step
+    movable = placed[placed["since_move"] >= 0]
 
     def forecasts_of(some: IntArray, steps: FloatArray) -> RequestForecasts:
         k = len(some)

@@ -129,7 +129,7 @@ def add_expected_loads(
     ahead: FloatArray,
     spread: FloatArray,
 ) -> None:
-    """Add the first n requests of ``cluster.placed`` to the expected loads, [G, P].
+    """Write the expected loads, [G, P], of the first n requests of ``cluster.placed``.
 
     ``row``, [P], and ``ending``, [2, G, P + 1], are scratch.
     """

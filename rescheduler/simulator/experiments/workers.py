@@ -52,9 +52,10 @@ def run_locally(cells: Sequence[Cell], workers: int) -> Outcomes:
         workers: processes at once.
     """
     suspects: list[Cell] = []
-    waiting = deque(cells)
+    waiting, first = deque(cells), True
     while waiting:
-        yield from _in_pool(waiting, workers, suspects)
+        yield from _in_pool(waiting, workers, suspects, first_alone=first)
+        first = False
     for cell in suspects:
         died: list[Cell] = []
         yield from _in_pool(deque([cell]), 1, died)
@@ -123,11 +124,10 @@ def run_in_threads(
             raise
 
 
-def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcomes:
-    """Compute cells until none waits or a process dies; then add those under way to suspects.
-
-    The first is computed alone.
-    """
+def _in_pool(
+    waiting: deque[Cell], workers: int, suspects: list[Cell], first_alone: bool = False
+) -> Outcomes:
+    """Compute cells until none waits or a process dies; then add those under way to suspects."""
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(workers, len(waiting)),
@@ -135,7 +135,7 @@ def _in_pool(waiting: deque[Cell], workers: int, suspects: list[Cell]) -> Outcom
         initializer=_prepare,
     )
     running: dict[Future[Figures], Cell] = {}
-    broken, at_once = False, 1
+    broken, at_once = False, 1 if first_alone else workers
     try:
         while not broken and (waiting or running):
             while waiting and len(running) < at_once:

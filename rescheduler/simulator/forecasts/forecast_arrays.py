@@ -21,6 +21,7 @@ __all__ = [
     "classified_forecast",
     "curve_forecast",
     "expected_remaining",
+    "knows_ends",
     "marginal_forecast",
     "no_forecast",
     "point_forecast",

@@ -110,7 +110,7 @@ def clusters(draw: st.DrawFn, most_waiting: int) -> ClusterView:
     )
 
 
-def problem_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingInputs:
+def inputs_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingInputs:
     policy = BFIO(horizon=horizon, risk=risk)
     return policy.inputs(view)
 
@@ -166,7 +166,7 @@ def fcfs(view: ClusterView) -> IntArray:
 
 @given(view=clusters(most_waiting=5), horizon=st.sampled_from([0, 1, 7]))
 def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizon: int) -> None:
-    solution = solve_exactly(problem_of(view, horizon))
+    solution = solve_exactly(inputs_of(view, horizon))
     most, least = by_brute_force(view, horizon)
 
     assert feasible(view, solution.instance)
@@ -180,7 +180,7 @@ def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizo
 
 @given(view=clusters(most_waiting=9), horizon=st.sampled_from([0, 1, 20]))
 def test_the_fast_solver_is_between_fcfs_and_the_exact_one(view: ClusterView, horizon: int) -> None:
-    fast, exact = assigned(view, horizon=horizon), solve_exactly(problem_of(view, horizon))
+    fast, exact = assigned(view, horizon=horizon), solve_exactly(inputs_of(view, horizon))
     first_come = fcfs(view)
     admitted, most = (fast >= 0).sum(), (exact.instance >= 0).sum()
 
@@ -204,7 +204,7 @@ def test_the_fast_solver_is_near_the_optimum() -> None:
         view = random_cluster(
             generator, n_instances, int(generator.integers(4, 15)), slots, curves=seed % 2 == 0
         )
-        exact = solve_exactly(problem_of(view, horizon)).objective
+        exact = solve_exactly(inputs_of(view, horizon)).objective
         reached = imbalance(view, assigned(view, horizon=horizon), horizon)
         gaps.append((reached - exact) / max(exact, n_instances * (horizon + 1)))
     assert np.mean(gaps) < 0.01
@@ -290,7 +290,7 @@ def test_risk_avoids_the_instance_whose_load_is_least_certain() -> None:
         prompt_tokens=np.array([2000, 2000]),
     )
     calm, wild = np.array([1]), np.array([0])
-    inputs = problem_of(view, 10, risk=2.0)
+    inputs = inputs_of(view, 10, risk=2.0)
     assert imbalance_of(inputs, calm, 2.0) < imbalance_of(inputs, wild, 2.0)
     np.testing.assert_array_equal(assigned(view, horizon=10, risk=4.0), calm)
 
@@ -300,7 +300,7 @@ def test_the_risk_that_is_asked_for_is_what_is_lowered() -> None:
     for seed in range(20):
         generator = np.random.default_rng(seed)
         view = random_cluster(generator, 4, 16, generator.integers(0, 3, 4), curves=True)
-        inputs = problem_of(view, 30, risk=1.5)
+        inputs = inputs_of(view, 30, risk=1.5)
         plain += imbalance_of(inputs, assigned(view, horizon=30), 1.5)
         careful += imbalance_of(inputs, assigned(view, horizon=30, risk=1.5), 1.5)
     assert careful < plain
@@ -345,7 +345,7 @@ def test_a_request_that_fits_nobody_waits_until_it_starves(solver: str) -> None:
 
 def test_the_exact_solver_at_its_time_limit_is_no_worse_than_fast() -> None:
     view = random_cluster(np.random.default_rng(1), 6, 40, np.full(6, 3))
-    inputs = problem_of(view, 20)
+    inputs = inputs_of(view, 20)
     solution = solve_exactly(inputs, time_limit=0.2)
 
     assert solution.status == "Time limit reached"

@@ -10,26 +10,14 @@ from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig
 from router_tasks import checkpoint, constant_layers, random_layers, small_setup
 from routing_views import cluster
-from simulated_cases import Requests, engine_setup
+from simulated_cases import ByLength, Requests, engine_setup
 
 from predictor.compilation import compiled
 from rescheduler.routing import LearnedRouter, Needs, RoutingPolicy, create_policy
-from rescheduler.routing.heuristics.jsq_tokens import JSQTokens, jsq_tokens
+from rescheduler.routing.heuristics.jsq_tokens import JSQTokens
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.simulation import run
-
-
-@dataclass(frozen=True)
-class ByLength(RoutingPolicy):
-    """Reads everything that is shown of lengths; decides as `JSQTokens` does."""
-
-    name = "by_length"
-    needs = Needs.LENGTHS
-    kernel = jsq_tokens
-
-    def length_edges(self) -> npt.NDArray[np.int64]:
-        return np.array([0, 4, 7])
 
 
 def test_lengths_of_a_view_are_counted_by_bucket() -> None:

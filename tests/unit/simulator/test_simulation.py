@@ -8,12 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig, reference_run
-from simulated_cases import ListedTrace, Requests, engine_setup, reference_cases
+from simulated_cases import ByLength, ListedTrace, Requests, engine_setup, reference_cases
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
+from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.kernels import kernel_of
 from rescheduler.simulator.config.simulation_config import TransferConfig
+from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
+from rescheduler.simulator.forecasts.forecast_sources import (
+    Binned,
+    ForecastSource,
+    Interval,
+    KaplanMeier,
+    Noisy,
+    Oracle,
+)
 from rescheduler.simulator.simulation import Simulation, run
 
 Case = tuple[ReferenceConfig, Requests]
@@ -81,6 +91,41 @@ def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: st
     for field in ("number", "instance", "placed", "end"):
         np.testing.assert_array_equal(
             getattr(compiled.requests, field), getattr(asked.requests, field), err_msg=field
+        )
+
+
+RISK = create_policy("bfio", horizon=6, risk=1.0)
+FORECASTS = [
+    Oracle(),
+    Noisy(sigma=0.5, interval=3),
+    Binned(edges=[0, 2, 5, 9]),
+    Interval(k=4),
+    KaplanMeier(),
+]
+
+
+@given(
+    reference_cases(drift=(1,)),
+    st.sampled_from(FORECASTS),
+    st.sampled_from([create_policy("overflow", horizon=6), RISK, ByLength()]),
+    st.integers(0, 30),
+)
+def test_the_engine_has_the_inputs_of_its_view(
+    case: Case, forecast: ForecastSource, policy: RoutingPolicy, at: int
+) -> None:
+    config, requests = case
+    simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
+    simulation.advance(until=at / 4)
+    parts = simulation.parts()
+    shown = fill_routing_inputs(parts.rules, parts.policy_state, parts.cluster, parts.arrivals)
+    view = simulation.view()
+    expected = policy.inputs(view)
+    for name in RoutingInputs._fields:
+        values = getattr(shown, name)
+        if name in ("size", "survival", "remaining", "waited"):  # with room for a longer pool
+            values = values[: view.n_waiting]
+        np.testing.assert_allclose(
+            values, getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
         )
 
 

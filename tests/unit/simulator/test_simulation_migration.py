@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from rescheduler.migration import Migration, MigrationInputs, Plan, Star, Survival
+from rescheduler.migration.inputs import migration_inputs
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.engine.migration_inputs import simulated_migration_inputs
 from rescheduler.simulator.experiments.cells import groups, run_cell
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup, create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import Simulation, run
 
 CAPACITY = 8000
 COSTS: dict[str, Any] = {
@@ -86,6 +88,44 @@ class Shuffle(Survival):
         source = int(inputs.source[request])
         target = (source + 1 + request % 3) % len(inputs.load)
         return Plan([Migration(request, source, target, 0.5)], "why not")
+
+
+@pytest.mark.parametrize(
+    "forecast",
+    [{"name": "oracle"}, {"name": "noisy", "sigma": 1.0}, {"name": "kaplan_meier"}],
+    ids=lambda forecast: str(forecast["name"]),
+)
+@pytest.mark.parametrize("points", [[0], [0, 1, 2, 3, 4], [0, 8, 16, 24, 400]])
+def test_the_engine_has_the_inputs_of_its_view(forecast: dict[str, Any], points: Any) -> None:
+    at = np.array(points)
+    simulation = Simulation(run_setup(config(forecast=forecast)), create_policy("jsq"), 0)
+    moved = 0
+    for until in (5.0, 20.0, 45.0, 70.0):
+        simulation.advance(until)
+        parts, view = simulation.parts(), simulation.view()
+        shown, _ = simulated_migration_inputs(parts.rules, simulation.forecast, parts.cluster, at)
+        seen = migration_inputs(view, at)
+        assert view.since_move is not None
+        movable = np.flatnonzero(view.since_move >= 0)
+        numbers = simulation.running_numbers()[movable]
+        for name in ("load", "room", "free", "points"):
+            np.testing.assert_array_equal(getattr(shown, name), getattr(seen, name), name)
+        for name in ("source", "context", "since_move"):
+            np.testing.assert_array_equal(getattr(shown, name), getattr(seen, name)[movable], name)
+        np.testing.assert_allclose(shown.ahead, seen.ahead, rtol=1e-6)
+        np.testing.assert_allclose(shown.spread, seen.spread, rtol=1e-5, atol=1e-3)
+        steps = np.arange(len(movable), dtype=np.float64)
+        one = shown.forecasts_of(np.arange(len(movable)), steps)
+        other = seen.forecasts_of(movable, steps)
+        np.testing.assert_allclose(one.survival, other.survival, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(one.remaining, other.remaining, rtol=1e-6)
+        np.testing.assert_allclose(one.outlives, other.outlives, rtol=1e-6, atol=1e-9)
+        for number, source in zip(numbers[:2], shown.source[:2], strict=False):
+            simulation.migrate(int(number), int(source + 1) % 4)
+            moved += 1
+        simulation.advance(until + 1.0)  # they are on their way, or have arrived
+    assert moved == 8
+    assert simulation.result("").migrations > 0
 
 
 @pytest.mark.parametrize(
