@@ -78,6 +78,7 @@ class HiddenStateMLP(
 
     input_mean: torch.Tensor
     input_std: torch.Tensor
+    count_columns: torch.Tensor
     count_mean: torch.Tensor
     count_std: torch.Tensor
 
@@ -115,7 +116,9 @@ class HiddenStateMLP(
         for wide, narrow in pairwise(sizes):
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
         self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
-        self._columns = [COUNTS.index(name) for name in self.inputs]
+        # A buffer: an index that comes from the host cannot be captured in a CUDA graph.
+        columns = torch.tensor([COUNTS.index(name) for name in self.inputs], dtype=torch.int64)
+        self.register_buffer("count_columns", columns, persistent=False)
         self.register_buffer("input_mean", torch.zeros(hidden_size))
         self.register_buffer("input_std", torch.ones(hidden_size))
         self.register_buffer("count_mean", torch.zeros(len(self.inputs)))
@@ -131,8 +134,8 @@ class HiddenStateMLP(
         inputs = (rows.hidden_states - self.input_mean) / self.input_std
         if noise:
             inputs = inputs + noise * torch.randn_like(inputs)
-        if self._columns:
-            counts = torch.log1p(rows.counts[:, self._columns].clamp_min(0))
+        if self.inputs:
+            counts = torch.log1p(rows.counts.index_select(1, self.count_columns).clamp_min(0))
             inputs = torch.cat([inputs, (counts - self.count_mean) / self.count_std], dim=1)
         output: torch.Tensor = self.network(inputs)
         return output
@@ -141,8 +144,8 @@ class HiddenStateMLP(
         """Set the standardisation of the inputs to mean and deviation of the given rows."""
         self.input_mean.copy_(rows.hidden_states.mean(dim=0))
         self.input_std.copy_(rows.hidden_states.std(dim=0, correction=0) + 1e-6)
-        if self._columns:
-            counts = torch.log1p(rows.counts[:, self._columns].clamp_min(0))
+        if self.inputs:
+            counts = torch.log1p(rows.counts.index_select(1, self.count_columns).clamp_min(0))
             self.count_mean.copy_(counts.mean(dim=0))
             spread = counts.std(dim=0, correction=0)
             self.count_std.copy_(torch.where(spread > 1e-3, spread, 1.0))  # all alike: no scale
