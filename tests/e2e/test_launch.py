@@ -87,7 +87,9 @@ def test_a_launch_that_is_stopped_while_loading_leaves_nothing(
     write_deployment(local_deployment("smollm2", ENGINE), config)
     with launch(headway_command, config, "--only", "decode-0") as process:
         read_until(process, "decode-0 starting")
-        (engine,) = psutil.Process(process.pid).children()
+        while not (engines := psutil.Process(process.pid).children()):
+            time.sleep(0.1)
+        (engine,) = engines
         while len(processes_in(engine.pid)) < 2:  # its engine core loads
             time.sleep(0.1)
         process.terminate()

@@ -34,6 +34,7 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     arguments = ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
     arguments += ["--host", "127.0.0.1", "--enforce-eager"]
     arguments += ["--max-model-len", "1024", "--max-num-seqs", "8"]
+    arguments += ["--shutdown-timeout", "60"]  # time for the recorder to write out what it holds
     arguments += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
     arguments += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
     arguments += ["--additional-config", json.dumps(config)]
