@@ -1,13 +1,13 @@
 """Streams of decode engines, and moving a request between them as a proxy does."""
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import aiohttp
+from metrics import metric, metric_by
 
 from rescheduler.openai.event_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
@@ -49,16 +49,14 @@ class Engine:
 
     async def prompt_tokens(self) -> dict[str, float]:
         """Prompt tokens so far, by where their KV cache came from."""
-        return await self._counters("vllm:prompt_tokens_by_source_total", "source")
+        return metric_by(await self._metrics(), "vllm:prompt_tokens_by_source_total", "source")
 
     async def preemptions(self) -> float:
-        return sum((await self._counters("vllm:num_preemptions_total", "engine")).values())
+        return metric(await self._metrics(), "vllm:num_preemptions_total")
 
-    async def _counters(self, name: str, label: str) -> dict[str, float]:
+    async def _metrics(self) -> str:
         async with self.session.get(self.url + "/metrics") as response:
-            text = await response.text()
-        found = re.findall(rf'^{name}{{.*?{label}="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
-        return {key: float(value) for key, value in found}
+            return await response.text()
 
 
 @dataclass
@@ -103,7 +101,7 @@ class Generation:
 
 
 async def moved(
-    engines: list[Engine], body: dict[str, Any], cuts: list[int], chat: bool = False
+    engines: list[Engine], body: dict[str, Any], cuts: Sequence[int], chat: bool = False
 ) -> Generation:
     """Generate with a move to the next engine after each of the cuts, in tokens.
 

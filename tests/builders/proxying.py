@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from metrics import metric
 from running_deployment import RunningDeployment
 
 from rescheduler.engines.deployment import Deployment
@@ -20,10 +21,20 @@ from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.event_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 
-__all__ = ["CHAT", "COMPLETIONS", "Client", "Served", "logprobs_of", "served", "text_of"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "Client",
+    "Served",
+    "finished_tasks",
+    "logprobs_of",
+    "served",
+    "text_of",
+]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
+T = TypeVar("T")
 At = Callable[[int], Awaitable[None]]
 
 
@@ -65,7 +76,7 @@ class Served:
     """A proxy that runs.
 
     Attributes:
-        deployment: as it was told.
+        deployment: that it serves.
         config: the file.
         process: of `headway serve`.
         log: what it printed.
@@ -75,6 +86,11 @@ class Served:
         self, deployment: Deployment, config: Path, process: "subprocess.Popen[bytes]", log: Path
     ) -> None:
         self.deployment, self.config, self.process, self.log = deployment, config, process, log
+
+    def moves(self, request_id: str) -> int:
+        """Return how often a request has moved, by what the proxy logged."""
+        id = request_id.partition("-")[2] or request_id
+        return len(re.findall(rf"request {id}, .* to .*: moved ", self.log.read_text()))
 
     def run(self, work: Callable[["Client"], Awaitable[Any]]) -> Any:
         """Run a coroutine, and see that no engine holds anything afterwards."""
@@ -111,7 +127,7 @@ class Client:
         at: At | None = None,
         url: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Chunks of a stream; ``at`` is told how many have come."""
+        """Chunks of a stream; ``at`` is called with how many have come."""
         chunks: list[dict[str, Any]] = []
         asked = {"model": "smollm2", "stream": True, **body}
         async with self.session.post((url or self.proxy) + path, json=asked) as response:
@@ -125,12 +141,12 @@ class Client:
 
     async def instances(self) -> dict[str, dict[str, Any]]:
         async with self.session.get(self.proxy + "/admin/instances") as response:
-            return {told["name"]: told for told in (await response.json())["instances"]}
+            return {one["name"]: one for one in (await response.json())["instances"]}
 
     async def busy(self) -> str | None:
         """The decode instance that decodes, if one does."""
-        told = (await self.instances()).values()
-        decodes = (one["name"] for one in told if one["role"] == "decode" and one["requests"])
+        listed = (await self.instances()).values()
+        decodes = (one["name"] for one in listed if one["role"] == "decode" and one["requests"])
         return next(decodes, None)
 
     async def admin(self, what: str, instance: str) -> None:
@@ -147,16 +163,20 @@ class Client:
             await asyncio.sleep(0.05)
         await self.admin("undrain", instance)
 
+    async def drain_in_turn(self) -> None:
+        """Move all requests from one decode instance to the other, back, and so on, unendingly."""
+        while True:
+            for instance in (one.name for one in self.deployment.decode):
+                await self.admin("drain", instance)
+                while (await self.instances())[instance]["requests"]:
+                    await asyncio.sleep(0.05)
+                await self.admin("undrain", instance)
+
     async def metric(self, name: str, **labels: str) -> float:
         """A metric of the proxy, summed over the labels that are not given."""
         async with self.session.get(self.proxy + "/metrics") as response:
             text = await response.text()
-        total = 0.0
-        for line in text.splitlines():
-            found = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
-            if found and all(f'{k}="{v}"' in (found.group(1) or "") for k, v in labels.items()):
-                total += float(found.group(2))
-        return total
+        return metric(text, name, **labels)
 
     async def idle(self) -> None:
         """Wait until no engine holds anything."""
@@ -164,8 +184,8 @@ class Client:
         try:
             while True:
                 states = [await control.state(120) for control in controls]
-                told = (await self.instances()).values()
-                if not any(one["requests"] for one in told) and all(
+                listed = (await self.instances()).values()
+                if not any(one["requests"] for one in listed) and all(
                     state.free_blocks == state.num_blocks and not state.frozen for state in states
                 ):
                     return
@@ -173,6 +193,36 @@ class Client:
         finally:
             for control in controls:
                 control.close()
+
+
+def finished_tasks(
+    proxy: Served,
+    ask: Callable[[Client, str, dict[str, Any]], Coroutine[Any, Any, T]],
+    asked: dict[str, tuple[str, dict[str, Any]]],
+    beside: Callable[[Client], Coroutine[Any, Any, None]] | None = None,
+) -> dict[str, "asyncio.Task[T]"]:
+    """Ask for several paths and bodies at the same time; each result or error is in its task.
+
+    Args:
+        proxy: asked.
+        ask: one of them.
+        asked: path and body, by name.
+        beside: runs until all have ended.
+    """
+
+    async def work(client: Client) -> dict[str, "asyncio.Task[T]"]:
+        tasks = {name: asyncio.create_task(ask(client, *one)) for name, one in asked.items()}
+        other = asyncio.create_task(beside(client)) if beside is not None else None
+        await asyncio.wait(tasks.values())
+        if other is not None:
+            assert not other.done(), other.exception()
+            other.cancel()
+            for one in client.deployment.decode:
+                await client.admin("undrain", one.name)
+        return tasks
+
+    tasks: dict[str, asyncio.Task[T]] = proxy.run(work)
+    return tasks
 
 
 def text_of(chunks: list[dict[str, Any]]) -> str:
@@ -187,7 +237,9 @@ def logprobs_of(choices: list[dict[str, Any]]) -> list[tuple[str, float]]:
     """Tokens and their logprobs, of either endpoint."""
     found = []
     for choice in choices:
-        told = choice.get("logprobs") or {}
-        found += list(zip(told.get("tokens", ()), told.get("token_logprobs", ()), strict=True))
-        found += [(one["token"], one["logprob"]) for one in told.get("content") or ()]
+        logprobs = choice.get("logprobs") or {}
+        found += list(
+            zip(logprobs.get("tokens", ()), logprobs.get("token_logprobs", ()), strict=True)
+        )
+        found += [(one["token"], one["logprob"]) for one in logprobs.get("content") or ()]
     return found

@@ -1,13 +1,13 @@
 """Two engines that prefill and decode, behind a router that goes by their prefill budgets."""
 
 import asyncio
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batching_profile import profile_of
+from metrics import metric
 from msgspec.structs import replace
 from proxying import Client, Served, served
 from running_deployment import ENGINE, PATIENT, RunningDeployment
@@ -48,17 +48,14 @@ async def finished(client: Client, at_least: float = 0) -> dict[str, float]:
         counts = {}
         for one in client.deployment.decode:
             async with client.session.get(one.url + "/metrics") as response:
-                found = re.findall(
-                    r"^vllm:request_success_total{.*} (\S+)$", await response.text(), re.MULTILINE
-                )
-            counts[one.name] = sum(map(float, found))
+                counts[one.name] = metric(await response.text(), "vllm:request_success_total")
         if sum(counts.values()) >= at_least:
             return counts
         await asyncio.sleep(0.1)
 
 
 def test_prompts_that_come_at_once_are_shared_out(replicas: Served) -> None:
-    """One telling of a budget is not spent twice: the router counts what it has sent."""
+    """A published budget is not spent twice: the router counts what it has sent."""
 
     async def work(client: Client) -> None:
         start = sum((await finished(client)).values())
@@ -70,7 +67,7 @@ def test_prompts_that_come_at_once_are_shared_out(replicas: Served) -> None:
         answers = await asyncio.gather(*(answer(client, prompt=LONG) for _ in range(4)))
         assert [status for status, _, _ in answers] == [200] * 4
         text = alone["choices"][0]["text"]
-        assert [told["choices"][0]["text"] for _, told, _ in answers] == [text] * 4
+        assert [one["choices"][0]["text"] for _, one, _ in answers] == [text] * 4
         after = await finished(client, start + 5)
         assert [after[name] - before[name] for name in before] == [2, 2]
 
@@ -94,12 +91,12 @@ def test_what_no_engine_can_give_in_time_is_turned_away_and_harms_nobody(
         streams = [asyncio.create_task(client.stream(body, at=at)) for _ in range(2)]
         await busy.wait()
         before = await client.metric("headway_proxy_turned_away_total")
-        status, told, headers = await answer(client, prompt=LONG, vllm_xargs=HURRIED)
-        assert status == 429, told
-        assert told["error"]["type"] == "RateLimitError"
+        status, answered, headers = await answer(client, prompt=LONG, vllm_xargs=HURRIED)
+        assert status == 429, answered
+        assert answered["error"]["type"] == "RateLimitError"
         assert int(headers["Retry-After"]) >= 1
         assert await client.metric("headway_proxy_turned_away_total") == before + 2
-        assert all(told["state"] == "closed" for told in (await client.instances()).values())
+        assert all(one["state"] == "closed" for one in (await client.instances()).values())
         for chunks in await asyncio.gather(*streams):
             assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         # An engine with nothing else to do serves it as well as it can.

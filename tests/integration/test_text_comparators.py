@@ -93,14 +93,14 @@ def assert_training_lowers_the_loss(comparator: TextRegressor, rows: RowTable) -
 
 def test_encoder_learns_from_the_text(rows: RowTable) -> None:
     comparator = AuxiliaryEncoder(
-        max_tokens=64, max_epochs=12, batch_size=4, learning_rate=5e-4, patience=12
+        max_tokens=32, max_epochs=10, batch_size=4, learning_rate=5e-4, patience=10
     )
     assert 22e6 < comparator.parameters < 23e6
     assert_training_lowers_the_loss(comparator, rows)
 
 
 def test_causal_lm_learns_from_the_text(rows: RowTable) -> None:
-    comparator = AuxiliaryCausalLM(max_tokens=48, max_epochs=5, batch_size=3, learning_rate=1e-3)
+    comparator = AuxiliaryCausalLM(max_tokens=32, max_epochs=4, batch_size=3, learning_rate=1e-3)
     assert 134e6 < comparator.parameters < 136e6
     assert_training_lowers_the_loss(comparator, rows)
 

@@ -27,7 +27,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDepl
         yield RunningDeployment(config_path, described, running)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def on_engines(deployment: RunningDeployment) -> Run:
     """Run a coroutine on the decode engines, and see that they hold nothing afterwards."""
     instances = [one for one in deployment.deployment.instances if one.role == "decode"]

@@ -27,9 +27,9 @@ def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -
     answers = {i.name: complete(i)["choices"][0]["text"] for i in deployment.deployment.instances}
     assert len(set(answers.values())) == 1, "all serve the same model"
     for instance in deployment.deployment.decode:
-        told = state(instance)
-        assert (told.block_size, told.max_num_seqs, told.max_model_len) == (32, 8, 1024)
-        assert told.free_blocks == told.num_blocks
+        reported = state(instance)
+        assert (reported.block_size, reported.max_num_seqs, reported.max_model_len) == (32, 8, 1024)
+        assert reported.free_blocks == reported.num_blocks
 
 
 @pytest.mark.timeout(1200)
@@ -43,5 +43,5 @@ def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) ->
     params = {**prefilled["kv_transfer_params"], "headway": mine}
     answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
     assert answer["choices"][0]["text"] == alone
-    while (told := state(decode)).free_blocks != told.num_blocks:
+    while (reported := state(decode)).free_blocks != reported.num_blocks:
         time.sleep(0.1)

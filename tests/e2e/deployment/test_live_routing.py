@@ -1,4 +1,4 @@
-"""Policies that let requests wait, before real engines: nobody waits for ever, answers stay."""
+"""Policies that let requests wait, before real engines: nobody waits forever, answers stay."""
 
 import asyncio
 import subprocess
@@ -38,12 +38,12 @@ async def answers_of(
     most: Counter[str] = Counter()
     asked = [asyncio.create_task(client.post(body)) for _ in range(n)]
     while not all(task.done() for task in asked):
-        for told in (await client.instances()).values():
-            most[told["name"]] = max(most[told["name"]], told["requests"])
+        for one in (await client.instances()).values():
+            most[one["name"]] = max(most[one["name"]], one["requests"])
         await asyncio.sleep(0.02)
     answers = [task.result() for task in asked]
     assert [status for status, _, _ in answers] == [200] * n
-    return [told["choices"][0]["text"] for _, told, _ in answers], most
+    return [one["choices"][0]["text"] for _, one, _ in answers], most
 
 
 def test_a_learned_router_routes_real_requests(
@@ -60,8 +60,8 @@ def test_a_learned_router_routes_real_requests(
         streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:
             await asyncio.sleep(0.05)
-        told = await client.instances()
-        fuller, other = sorted(DECODES, key=lambda name: -told[name]["requests"])
+        listed = await client.instances()
+        fuller, other = sorted(DECODES, key=lambda name: -listed[name]["requests"])
         await client.admin("drain", fuller)
         while (await client.instances())[fuller]["requests"]:
             assert not any(stream.done() for stream in streams), "it moves them, all at once"

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,95 +24,127 @@ from moving import (
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 
-def both_ways(run: Run, body: dict[str, Any], cuts: list[int], chat: bool = False) -> Generation:
-    """Generate without and with moves, and compare what a client reads.
+@dataclass(frozen=True)
+class Case:
+    """A request to generate without moves and with moves.
 
-    On a busy machine a request may end before its freeze is asked: then it is tried again.
+    Attributes:
+        body: of the request.
+        cuts: the numbers of generated tokens after which it moves.
+        chat: whether it is for the chat endpoint.
+        expected: whether what was generated is what the request asks for.
     """
 
-    async def work(engines: list[Engine]) -> Generation:
-        alone = asyncio.create_task(moved(engines, body, [], chat))
-        for _ in range(6):
-            here, there = await asyncio.gather(moved(engines, body, cuts, chat), alone)
-            assert here.tokens == there.tokens
-            assert here.text == there.text
-            assert here.finish_reason == there.finish_reason
-            assert here.logprobs == pytest.approx(there.logprobs, abs=1e-4)
-            if here.hops == len(cuts):
-                return here
+    body: dict[str, Any]
+    cuts: tuple[int, ...] = (5, 21)
+    chat: bool = False
+    expected: Callable[[Generation], bool] = lambda generation: len(generation.tokens) >= 40
+
+
+CODE = r"[0-9]{3}-[0-9]{4}-(red|green|blue)-[a-f]{12}"
+QUESTION = "Tell me about the moon in three sentences."
+SAMPLED = GREEDY | {"temperature": 1.0, "seed": 7}
+CASES = {
+    "greedy": Case(GREEDY, (8, 24)),
+    "seed": Case(SAMPLED),
+    "top-p-top-k": Case(SAMPLED | {"temperature": 0.8, "top_p": 0.9, "top_k": 40}),
+    "repetition-penalty": Case(GREEDY | {"repetition_penalty": 1.3}),
+    "other-penalties": Case(GREEDY | {"presence_penalty": 1.0, "frequency_penalty": 0.7}),
+    "seed-and-penalties": Case(SAMPLED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}),
+    "logprobs": Case(
+        GREEDY | {"logprobs": 2},
+        expected=lambda generation: len(generation.logprobs) == len(generation.tokens) == 48,
+    ),
+    "bad-words": Case(GREEDY | {"bad_words": ["sea", "girl"]}),
+    "min-tokens": Case(GREEDY | {"min_tokens": 40, "ignore_eos": False, "max_tokens": 60}),
+    # The end is forbidden until the 30th token, wherever the first of them came from.
+    "min-tokens-of-a-short-answer": Case(
+        {"prompt": "Yes or no? Answer:", "max_tokens": 60, "temperature": 0, "min_tokens": 30},
+        (6, 20),
+        expected=lambda generation: len(generation.tokens) >= 30,
+    ),
+    "logit-bias": Case(GREEDY | {"logit_bias": {"28": -100}}),
+    "grammar": Case(
+        SAMPLED
+        | {
+            "prompt": "An order number reads:",
+            "ignore_eos": False,
+            "max_tokens": 40,
+            "structured_outputs": {"regex": CODE},
+        },
+        (6, 14),
+        expected=lambda generation: bool(re.fullmatch(CODE, generation.text)),
+    ),
+    "chat": Case(
+        {
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_tokens": 40,
+            "temperature": 0,
+        },
+        (7, 19),
+        chat=True,
+        expected=lambda generation: len(generation.text) > 40,
+    ),
+}
+
+Compared = dict[str, "asyncio.Task[tuple[Generation, Generation]]"]
+
+
+@pytest.fixture(scope="module")
+def compared(on_engines: Run) -> Compared:
+    """Generate each case without and with moves, some of them at the same time."""
+
+    async def compare(
+        engines: list[Engine], case: Case, places: asyncio.Semaphore
+    ) -> tuple[Generation, Generation]:
+        async with places:
+            alone = asyncio.create_task(moved(engines, case.body, [], case.chat))
+            for _ in range(6):  # on a busy machine a request may end before it is frozen
+                hopping = await moved(engines, case.body, case.cuts, case.chat)
+                if hopping.hops == len(case.cuts):
+                    return await alone, hopping
         raise AssertionError("the request ended before each of its moves")
 
-    return run(work)
+    async def work(engines: list[Engine]) -> Compared:
+        places = asyncio.Semaphore(4)
+        tasks = {
+            name: asyncio.create_task(compare(engines, case, places))
+            for name, case in CASES.items()
+        }
+        await asyncio.wait(tasks.values())
+        return tasks
+
+    tasks: Compared = on_engines(work)
+    return tasks
 
 
-def test_greedy_decoding_goes_there_and_back(on_engines: Run) -> None:
-    assert len(both_ways(on_engines, GREEDY, [8, 24]).tokens) == 48
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 1.0, "seed": 7},
-        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 123},
-        {"temperature": 0, "repetition_penalty": 1.3},
-        {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.7},
-        {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-        {"temperature": 0, "logprobs": 2},
-        {"temperature": 0, "bad_words": ["sea", "girl"]},
-        {"temperature": 0, "min_tokens": 40, "ignore_eos": False, "max_tokens": 60},
-        {"temperature": 0, "logit_bias": {"28": -100}},
-    ],
-    ids=lambda sampling: "-".join(sampling),
-)
-def test_sampling_goes_on_as_if_nothing_had_happened(
-    on_engines: Run, sampling: dict[str, Any]
-) -> None:
-    both_ways(on_engines, GREEDY | sampling, [5, 21])
-
-
-def test_a_grammar_goes_on_where_it_was(on_engines: Run) -> None:
-    pattern = r"[0-9]{3}-[0-9]{4}-(red|green|blue)-[a-f]{12}"
-    body = {
-        "prompt": "An order number reads:",
-        "max_tokens": 40,
-        "temperature": 1.0,
-        "seed": 5,
-        "structured_outputs": {"regex": pattern},
-    }
-    generation = both_ways(on_engines, body, [6, 14])
-    assert re.fullmatch(pattern, generation.text)
-    assert generation.finish_reason == "stop"
-
-
-def test_a_chat_keeps_its_framing(on_engines: Run) -> None:
-    body = {
-        "messages": [{"role": "user", "content": "Tell me about the moon in three sentences."}],
-        "max_tokens": 40,
-        "temperature": 0,
-    }
-    both_ways(on_engines, body, [7, 19], chat=True)
-
-
-def test_min_tokens_counts_what_was_generated_before(on_engines: Run) -> None:
-    """The end is forbidden until the 30th token, wherever the first of them came from."""
-    body = {"prompt": "Yes or no? Answer:", "max_tokens": 60, "temperature": 0, "min_tokens": 30}
-    assert len(both_ways(on_engines, body, [6, 20]).tokens) >= 30
+@pytest.mark.parametrize("name", CASES)
+def test_a_request_goes_there_and_back_unchanged(compared: Compared, name: str) -> None:
+    """The same tokens, text, log-probabilities and end, whatever it is sampled with."""
+    alone, hopping = compared[name].result()
+    assert hopping.tokens == alone.tokens
+    assert hopping.text == alone.text
+    assert hopping.finish_reason == alone.finish_reason
+    assert hopping.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert CASES[name].expected(hopping)
 
 
 def test_a_cut_may_fall_anywhere_in_a_block(on_engines: Run) -> None:
     """Most offsets of the cut in a block of 32 tokens, both sides of its end among them."""
 
+    async def cut(engines: list[Engine], length: int) -> list[Generation]:
+        body = GREEDY | {"prompt": STORY + " very" * length, "max_tokens": 80}
+        moves = (moved(engines, body, range(start, 72, 6)) for start in (1, 3, 5))
+        return await asyncio.gather(moved(engines, body, []), *moves)
+
     async def work(engines: list[Engine]) -> None:
         offsets: set[int] = set()
-        for length in range(1, 12):
-            body = GREEDY | {"prompt": STORY + " very" * length, "max_tokens": 80}
-            plain, *others = await asyncio.gather(
-                moved(engines, body, []),
-                *(moved(engines, body, [*range(start, 72, 6)]) for start in (1, 3, 5)),
-            )
-            for generation in others:
-                assert generation.tokens == plain.tokens
-                offsets |= {(len(plain.prompt) + cut) % 32 for cut in generation.cut_at}
+        for length in range(1, 13, 2):
+            both = (cut(engines, length), cut(engines, length + 1))
+            for plain, *others in await asyncio.gather(*both):
+                for generation in others:
+                    assert generation.tokens == plain.tokens
+                    offsets |= {(len(plain.prompt) + at) % 32 for at in generation.cut_at}
             if len(offsets) >= 24 and {31, 0, 1} <= offsets:
                 return
         raise AssertionError(f"offsets never met: {sorted(set(range(32)) - offsets)}")
@@ -270,8 +304,10 @@ def test_a_freeze_that_meets_the_end_moves_nothing_or_all(
     async def work(engines: list[Engine]) -> None:
         body = GREEDY | {"ignore_eos": False, "max_tokens": 40} | ending
         plain = await moved(engines, body, [])
-        for early in range(5):
-            generation = await _frozen_or_ended(engines, body, max(1, len(plain.tokens) - early))
+        cuts = [max(1, len(plain.tokens) - early) for early in range(5)]
+        for generation in await asyncio.gather(
+            *(_frozen_or_ended(engines, body, cut) for cut in cuts)
+        ):
             assert generation.tokens == plain.tokens
             assert generation.finish_reason == plain.finish_reason
 

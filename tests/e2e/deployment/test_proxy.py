@@ -3,10 +3,20 @@
 import asyncio
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from proxying import CHAT, COMPLETIONS, Client, Served, logprobs_of, served, text_of
+from proxying import (
+    CHAT,
+    COMPLETIONS,
+    Client,
+    Served,
+    finished_tasks,
+    logprobs_of,
+    served,
+    text_of,
+)
 from running_deployment import RunningDeployment
 
 from rescheduler.commands.command_line import main
@@ -32,112 +42,125 @@ def said(answer: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"logprobs": True, "top_logprobs": 2},
-        {"temperature": 1.0, "seed": 11},
-        {"stop": [" the"]},
-        {"min_tokens": 30, "stop": ["a"], "include_stop_str_in_output": True},
-    ],
-)
-def test_answers_are_those_of_an_engine_alone(
-    proxy: Served, path: str, asked: dict[str, Any]
-) -> None:
-    body = {**GREEDY, **asked}
-    if path == COMPLETIONS and "logprobs" in asked:
-        body["logprobs"] = 2
+ASKED = {
+    "plain": {},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "seed": {"temperature": 1.0, "seed": 11},
+    "stop": {"stop": [" the"]},
+    "late-stop": {"min_tokens": 30, "stop": ["a"], "include_stop_str_in_output": True},
+}
+ANSWERS = {
+    f"{endpoint}-{name}": (path, {**GREEDY, **asked})
+    for endpoint, path in (("completion", COMPLETIONS), ("chat", CHAT))
+    for name, asked in ASKED.items()
+}
+ANSWERS["completion-logprobs"][1]["logprobs"] = 2
 
-    async def work(client: Client) -> None:
+
+@dataclass(frozen=True)
+class Answers:
+    """What an engine answers directly, and what the proxy answers at once and as a stream."""
+
+    direct: dict[str, Any]
+    status: int
+    whole: dict[str, Any]
+    headers: Any
+    chunks: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def answers(proxy: Served) -> dict[str, "asyncio.Task[Answers]"]:
+    """Answers to all requests, asked at the same time."""
+
+    async def ask(client: Client, path: str, body: dict[str, Any]) -> Answers:
         usage = {"stream_options": {"include_usage": True}}
         (_, direct, _), (status, whole, headers), chunks = await asyncio.gather(
             client.post(body, path, client.direct),
             client.post(body, path),
             client.stream({**body, **usage}, path),
         )
-        assert status == 200
-        assert said(whole) == said(direct)
-        for key in ("finish_reason", "stop_reason"):
-            assert whole["choices"][0][key] == direct["choices"][0][key]
-        for key in ("object", "model", "system_fingerprint"):
-            assert whole[key] == direct[key]
-        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert whole["usage"][key] == direct["usage"][key]
-        assert headers["X-Request-Id"] in whole["id"]
-        assert text_of(chunks) == said(direct)
-        assert chunks[-1]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
-        expected = logprobs_of(direct["choices"])
-        for choices in (whole["choices"], [c for chunk in chunks for c in chunk["choices"]]):
-            told = logprobs_of(choices)
-            assert [token for token, _ in told] == [token for token, _ in expected]
-            values = [value for _, value in expected]
-            assert [value for _, value in told] == pytest.approx(values, abs=1e-3)
-        for whole_offsets in [(whole["choices"][0]["logprobs"] or {}).get("text_offset")]:
-            assert whole_offsets == (direct["choices"][0]["logprobs"] or {}).get("text_offset")
+        return Answers(direct, status, whole, headers, chunks)
 
-    proxy.run(work)
+    return finished_tasks(proxy, ask, ANSWERS)
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "cuts"),
-    [
-        (COMPLETIONS, {}, [3, 17, 33]),
-        (CHAT, {}, [5, 30]),
-        (COMPLETIONS, {"temperature": 1.0, "seed": 5}, [9, 31]),
-        (CHAT, {"temperature": 0.8, "top_p": 0.9, "seed": 6}, [12]),
-        (COMPLETIONS, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}, [8, 25]),
-        (COMPLETIONS, {"logprobs": 2}, [14]),
-        (COMPLETIONS, {"min_tokens": 50, "stop": ["a", "e"]}, [10]),
-        (
-            COMPLETIONS,
-            {"structured_outputs": {"regex": "([a-z]{3,9} ){40}"}, "temperature": 1.0, "seed": 2},
-            [11],
-        ),
-    ],
-)
-def test_moves_change_nothing_that_a_client_reads(
-    proxy: Served, path: str, asked: dict[str, Any], cuts: list[int]
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_are_those_of_an_engine_alone(
+    answers: dict[str, "asyncio.Task[Answers]"], name: str
 ) -> None:
-    body = {**GREEDY, "max_tokens": 70, "ignore_eos": "structured_outputs" not in asked, **asked}
-    body["stream_options"] = {"include_usage": True}
+    got = answers[name].result()
+    direct, whole, chunks = got.direct, got.whole, got.chunks
+    assert got.status == 200
+    assert said(whole) == said(direct)
+    for key in ("finish_reason", "stop_reason"):
+        assert whole["choices"][0][key] == direct["choices"][0][key]
+    for key in ("object", "model"):
+        assert whole[key] == direct[key]
+    # It ends with a hash of the engine's own configuration.
+    versions = (one["system_fingerprint"].rpartition("-")[0] for one in (whole, direct))
+    assert len(set(versions)) == 1
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert whole["usage"][key] == direct["usage"][key]
+    assert got.headers["X-Request-Id"] in whole["id"]
+    assert text_of(chunks) == said(direct)
+    assert chunks[-1]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+    expected = logprobs_of(direct["choices"])
+    for choices in (whole["choices"], [c for chunk in chunks for c in chunk["choices"]]):
+        served_logprobs = logprobs_of(choices)
+        assert [token for token, _ in served_logprobs] == [token for token, _ in expected]
+        values = [value for _, value in expected]
+        assert [value for _, value in served_logprobs] == pytest.approx(values, abs=1e-3)
+    offsets = (whole["choices"][0]["logprobs"] or {}).get("text_offset")
+    assert offsets == (direct["choices"][0]["logprobs"] or {}).get("text_offset")
 
-    async def attempt(client: Client, alone: asyncio.Task[list[dict[str, Any]]]) -> bool:
-        """Compare one stream among moves; return whether it lived to see all of them."""
-        before = await client.metric("headway_proxy_migrations_total", outcome="moved")
-        moving: list[asyncio.Task[None]] = []
 
-        async def at(chunks: int) -> None:
-            if chunks in cuts:
-                if moving:
-                    await moving[-1]
-                moving.append(asyncio.create_task(client.leave()))
+WORDS = {"structured_outputs": {"regex": "([a-z]{3,9} ){40}"}, "temperature": 1.0, "seed": 2}
+MOVING = {"max_tokens": 70, "ignore_eos": True, "stream_options": {"include_usage": True}}
+MOVED = {
+    "greedy": (COMPLETIONS, {}),
+    "chat": (CHAT, {}),
+    "seed": (COMPLETIONS, {"temperature": 1.0, "seed": 5}),
+    "chat-top-p": (CHAT, {"temperature": 0.8, "top_p": 0.9, "seed": 6}),
+    "penalties": (COMPLETIONS, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}),
+    "logprobs": (COMPLETIONS, {"logprobs": 2}),
+    "late-stop": (COMPLETIONS, {"min_tokens": 50, "stop": ["a", "e"]}),
+    "grammar": (COMPLETIONS, WORDS | {"ignore_eos": False}),
+}
+Compared = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
-        chunks = await client.stream(body, path, at)
-        direct, *_ = await asyncio.gather(alone, *moving)
-        assert text_of(chunks) == text_of(direct)
-        last, of_direct = (some[-2]["choices"][0] for some in (chunks, direct))
-        assert last["finish_reason"] == of_direct["finish_reason"]
-        assert chunks[-1]["usage"] == direct[-1]["usage"]
-        assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-        told, expected = (
-            logprobs_of([choice for chunk in some for choice in chunk["choices"]])
-            for some in (chunks, direct)
-        )
-        assert [token for token, _ in told] == [token for token, _ in expected]
-        assert [v for _, v in told] == pytest.approx([v for _, v in expected], abs=1e-3)
-        moved = await client.metric("headway_proxy_migrations_total", outcome="moved") - before
-        return moved == len(cuts)
 
-    async def work(client: Client) -> None:
-        alone = asyncio.create_task(client.stream(body, path, url=client.direct))
-        for _ in range(6):  # on a busy machine a stream may end before its move is asked for
-            if await attempt(client, alone):
-                return
-        raise AssertionError("the streams ended before their moves")
+@pytest.fixture(scope="module")
+def compared(proxy: Served) -> dict[str, "asyncio.Task[Compared]"]:
+    """Streams of an engine alone, and those of the proxy while both instances drain in turn."""
 
-    proxy.run(work)
+    async def compare(client: Client, path: str, asked: dict[str, Any]) -> Compared:
+        body = {**GREEDY, **MOVING, **asked}
+        direct = await client.stream(body, path, url=client.direct)
+        for _ in range(6):  # on a busy machine a stream may end before it has moved
+            chunks = await client.stream(body, path)
+            if proxy.moves(chunks[0]["id"]) > 0:
+                return direct, chunks
+        raise AssertionError("the stream ended before it moved")
+
+    return finished_tasks(proxy, compare, MOVED, beside=lambda client: client.drain_in_turn())
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moves_change_nothing_that_a_client_reads(
+    compared: dict[str, "asyncio.Task[Compared]"], name: str
+) -> None:
+    direct, chunks = compared[name].result()
+    assert text_of(chunks) == text_of(direct)
+    last, of_direct = (some[-2]["choices"][0] for some in (chunks, direct))
+    assert last["finish_reason"] == of_direct["finish_reason"]
+    assert chunks[-1]["usage"] == direct[-1]["usage"]
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    moved, expected = (
+        logprobs_of([choice for chunk in some for choice in chunk["choices"]])
+        for some in (chunks, direct)
+    )
+    assert [token for token, _ in moved] == [token for token, _ in expected]
+    assert [v for _, v in moved] == pytest.approx([v for _, v in expected], abs=1e-3)
 
 
 def test_a_stop_string_is_found_across_a_move(proxy: Served) -> None:
@@ -190,7 +213,7 @@ def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, mome
         ({"n": "three"}, 400, "n"),
     ],
 )
-def test_what_is_wrong_is_told_in_openais_shape(
+def test_errors_have_openais_shape(
     proxy: Served, asked: dict[str, Any], status: int, param: str
 ) -> None:
     async def work(client: Client) -> None:
@@ -237,7 +260,7 @@ def test_headway_drain_empties_an_instance_while_streams_go_on(
     proxy: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def work(client: Client) -> None:
-        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 160} for name in "ABCD"]
+        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 120} for name in "ABCD"]
         alone = (client.stream(body, url=client.direct) for body in bodies)
         expected = [text_of(chunks) for chunks in await asyncio.gather(*alone)]
         streams = [asyncio.create_task(client.stream(body)) for body in bodies]

@@ -1,14 +1,15 @@
 """`headway watch` beside an engine that is killed and comes back."""
 
 import json
-import re
 import subprocess
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from forked_vllm import free_port, post
+from metrics import metric_by
 from process_groups import processes_in
 from running_deployment import RunningDeployment
 
@@ -17,15 +18,12 @@ SCORED = "headway_forecast_scored_requests_total"
 
 def wait_for(port: int, name: str, value: float) -> None:
     """Wait until a metric has a value."""
-    pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
     while True:
-        try:
+        with suppress(OSError):  # it has just been started
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-                found = pattern.search(response.read().decode())
-        except OSError:  # it has just been started
-            found = None
-        if found and float(found.group(1)) == value:
-            return
+                found = metric_by(response.read().decode(), name, "instance")
+            if list(found.values()) == [value]:
+                return
         time.sleep(0.2)
 
 

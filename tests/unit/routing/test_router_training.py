@@ -141,7 +141,7 @@ def test_how_instances_are_numbered_makes_no_difference(seed: int) -> None:
     assert other == placed if placed < 0 else order[other] == placed
 
 
-def test_what_is_no_router_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_router_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no router.json, so this is no router"):
         create_policy("rl", checkpoint=str(tmp_path))
     checkpoint(random_layers(2)).save(tmp_path / "router")
@@ -192,12 +192,18 @@ def mean_reward(layers: Layers | None, setup: RunSetup) -> float:
     return total
 
 
-def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_training_is_better_than_random(tmp_path: Path) -> None:
     config = small_config(arrivals={"kind": "poisson", "rate": 1.5})
     setup = run_setup(config)
     longer = replace(SHORT, episodes=10, exploration_episodes=8)
-    whole = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, tmp_path / "whole"))
-    assert mean_reward(whole.checkpoint.layers, setup) > mean_reward(None, setup)
+    trained = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, tmp_path))
+    assert mean_reward(trained.checkpoint.layers, setup) > mean_reward(None, setup)
+
+
+def test_a_stopped_training_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = small_config(arrivals={"kind": "poisson", "rate": 1.5})
+    brief = replace(SHORT, simulations=2, updates=20)
+    whole = train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, tmp_path / "whole"))
 
     folder = tmp_path / "stopped"
     made = []
@@ -211,8 +217,8 @@ def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path)
             raise StopError
 
     with pytest.raises(StopError):
-        train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder), stop_after_two)
-    resumed = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder))
+        train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, folder), stop_after_two)
+    resumed = train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, folder))
     assert resumed.rewards == whole.rewards
     assert resumed.latencies == whole.latencies
     for (own, _), (other, _) in zip(
@@ -221,12 +227,12 @@ def test_training_is_better_than_random_and_goes_on_where_it_was(tmp_path: Path)
         np.testing.assert_array_equal(own, other)
     assert resumed.commits == whole.commits and resumed.seconds > 0
     with pytest.raises(ValueError, match="of a training with other settings"):
-        train_router(Job((config,), SLOW, AGENT, longer, "aware", 0, folder))
+        train_router(Job((config,), SLOW, AGENT, brief, "aware", 0, folder))
     for size in (100_000, 0):
         with (folder / "training.pt").open("r+b") as state:
             state.truncate(size)
         with pytest.raises(ValueError, match=r"training.pt: damaged; remove it to train anew"):
-            train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, folder))
+            train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, folder))
 
 
 def test_a_round_has_every_simulation_that_is_trained_on(tmp_path: Path) -> None:
@@ -289,6 +295,8 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         "2",
         "--training.seeds",
         "1",
+        "--router.interval",
+        "0.1",
         "--workers",
         "2",
         "--published",
@@ -299,7 +307,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     assert [row["policy"] for row in rows] == ["round_robin", "jsq_load", "rl guided"]
     assert all((out / name).is_file() for name in ("table.md", "episode.png", "training.png"))
     assert load_router(out / "router").variant == "guided"
-    assert create_policy("rl", checkpoint=str(out / "router")).decide_every() == 0.02
+    assert create_policy("rl", checkpoint=str(out / "router")).decide_every() == 0.1
     assert (out / "checkpoints/guided-0/model.safetensors").is_file()
     more = ["--policies", "round_robin,jsq", "--seeds", "1"]
     assert run_command(train_routers, [*arguments, *more], "train-router") == 0, (
@@ -309,7 +317,7 @@ def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
         run_command(train_routers, [*arguments, "--agent.lr", "0.5"], "train-router")
 
     study = json.loads((out / "study.json").read_text())["_about"]
-    assert study["router"]["interval"] == 0.02 and study["variants"] == ["guided"]
+    assert study["router"]["interval"] == 0.1 and study["variants"] == ["guided"]
     other = tmp_path / "compared"
     compared = [*arguments[:2], "--out", str(other), "--variants", "[]", "--seeds", "1"]
     shorter = ["--trace.name", "five_tasks", "--trace.requests", "30"]
