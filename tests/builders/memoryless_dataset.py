@@ -28,7 +28,7 @@ def true_median(x: npt.ArrayLike) -> FloatArray:
 
 
 def hidden_states(x: FloatArray, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Return vectors [n, d] that tell x in their first value and nothing in the others."""
+    """Return vectors [n, d] that carry x in their first value and nothing in the others."""
     vectors = rng.standard_normal((len(x), D)).astype(np.float32)
     vectors[:, 0] = x
     return vectors

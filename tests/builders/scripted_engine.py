@@ -1,4 +1,4 @@
-"""An engine that speaks vLLM's HTTP and our control socket, and misbehaves when it is told to.
+"""An engine that speaks vLLM's HTTP and our control socket, and misbehaves on command.
 
 No real engine hangs at a given token, or disagrees about one, when it is asked to: the proxy's
 answers to such faults are tested with this, what clients are promised with real engines in
@@ -85,7 +85,7 @@ class ScriptedEngine:
         errs_at: total tokens of a request at which an error follows in the same packet.
         breaks_after_the_end: its connection breaks right after a request's last token.
         never_freezes: says "not frozen".
-        lies: tells a token more than it gave, when it freezes.
+        lies: reports a token more than it gave, when it freezes.
         kept: tokens kept for other engines, by id.
         bodies: every request body.
         pulled: requests whose context came from elsewhere.

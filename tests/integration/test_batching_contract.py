@@ -1,7 +1,7 @@
 """Every name of vLLM's that forming batches and rejecting requests reads or overrides.
 
 When a new vLLM moves one, the failing line here says which; `rescheduler/batching/vllm_adapter.py`
-is what to mend.
+is where to fix it.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ def test_the_queue_can_be_put_in_order() -> None:
 
 
 def test_every_schedule_is_followed_by_its_output_also_when_nothing_is_computed() -> None:
-    """Rejections are told in it."""
+    """Rejections are sent in it."""
     source = inspect.getsource(EngineCore.step)
     assert "self.scheduler.schedule(" in source and "update_from_output(" in source
     queued = inspect.getsource(EngineCore.step_with_batch_queue)
@@ -120,7 +120,7 @@ def test_every_schedule_is_followed_by_its_output_also_when_nothing_is_computed(
     assert {"request_ids", "finished_status"} <= set(finish)
 
 
-def test_what_a_client_is_told() -> None:
+def test_what_a_client_reads_in_an_error() -> None:
     fields = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason"}
     assert fields | {"events", "trace_headers"} <= set(EngineCoreOutput.__struct_fields__)
     assert "outputs" in EngineCoreOutputs.__struct_fields__

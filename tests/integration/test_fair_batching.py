@@ -146,10 +146,10 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("served")
     slow = BatchTime(constant=0.01, per_new=0.005, per_context=0.0)
     with listener() as listening:
-        told = {"bind": "", "connect": [listening.endpoint], "instance": "decode-0"}
+        telemetry = {"bind": "", "connect": [listening.endpoint], "instance": "decode-0"}
         section = {
             "k": 5,
-            "forecast": {"checkpoint": str(CHECKPOINT), "telemetry": told},
+            "forecast": {"checkpoint": str(CHECKPOINT), "telemetry": telemetry},
             "batching": {
                 "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
                 "admission": True,
@@ -237,11 +237,11 @@ def test_absurd_objectives_are_400(served: Served, stream: bool) -> None:
 
 
 def budgets_in(messages: list[Message]) -> list[float]:
-    told = [one.gauges.prefill_budget for one in messages if isinstance(one, Snapshot)]
-    return [budget for budget in told if budget is not None]
+    budgets = [one.gauges.prefill_budget for one in messages if isinstance(one, Snapshot)]
+    return [budget for budget in budgets if budget is not None]
 
 
-def test_the_budget_is_told_and_steps_are_written(busy: Served) -> None:
+def test_the_budget_is_published_and_steps_are_written(busy: Served) -> None:
     busy.telemetry.wait_until(budgets_in)
     budgets = budgets_in(busy.telemetry.messages)
     assert max(budgets) <= 2.0 / 0.005

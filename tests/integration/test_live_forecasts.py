@@ -99,7 +99,7 @@ def ends(messages: list[Message]) -> list[Any]:
     return [end for one in messages if isinstance(one, Finished) for end in one.requests]
 
 
-def told(heard: Heard) -> dict[tuple[str, int], tuple[int, np.ndarray]]:
+def published(heard: Heard) -> dict[tuple[str, int], tuple[int, np.ndarray]]:
     """(request id, n when it was forecast) -> tokens left and curve."""
     found = {}
     for message in heard.messages:
@@ -118,7 +118,7 @@ def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard)
     offline = predictor.forecast(
         RequestRows(torch.from_numpy(rows.vectors()), torch.from_numpy(rows.counts()))
     )
-    curves = told(heard)
+    curves = published(heard)
     compared = 0
     for i in range(len(rows)):
         name = rows.requests.request_id[rows.request[i]]
@@ -133,7 +133,7 @@ def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard)
     assert len(firsts) == REQUESTS, "every request is forecast at the end of its prefill"
 
 
-def test_every_end_is_told_once_with_the_true_length(heard: Heard) -> None:
+def test_every_end_is_published_once_with_the_true_length(heard: Heard) -> None:
     events = ends(heard.messages)
     assert len(events) == len({event.request_id for event in events}) == REQUESTS
     for answer in heard.answers:

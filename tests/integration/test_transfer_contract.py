@@ -1,7 +1,7 @@
 """Every name of vLLM's and NIXL's that moving requests reads or overrides.
 
 When a new version moves one, the failing line here says which; `rescheduler/transfer/vllm_*.py`
-and `sampling_state.py` are what to mend.
+and `sampling_state.py` are where to fix it.
 """
 
 import inspect

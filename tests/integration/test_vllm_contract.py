@@ -1,6 +1,6 @@
 """Every name of vLLM's that the adapter, the worker and the scheduler read, for both runners.
 
-When a new vLLM moves one, the failing line here says which; `vllm_adapter` is what to mend.
+When a new vLLM moves one, the failing line here says which; `vllm_adapter` is where to fix it.
 The V2 runner needs Triton to be imported, so its source is read instead.
 """
 

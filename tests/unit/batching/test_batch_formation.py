@@ -319,7 +319,7 @@ def test_a_long_prompt_is_computed_among_short_ones_without_end(name: str, lengt
     raise AssertionError(f"{long.computed} of {length} tokens after {now:.0f} s")
 
 
-def test_an_endless_budget_is_no_number_of_tokens() -> None:
+def test_an_infinite_budget_is_not_a_number_of_tokens() -> None:
     rules = FAIR._replace(name="fairbatching_tokens", b=0.0, c=0.0)
     assert batch(rules, [decode(5.0), prefill(1.0, 40)])[0] == [1, 40]
     assert batch(rules, [decode(5.0, tpot=inf), prefill(1.0, 40, tpot=inf)])[0] == [1, 40]

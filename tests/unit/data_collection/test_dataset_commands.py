@@ -200,7 +200,7 @@ def test_all_problems_are_listed_with_counts(dataset: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [validate, inspect])
-def test_a_folder_that_is_no_dataset_is_refused(
+def test_a_folder_without_a_dataset_is_refused(
     tmp_path: Path, command: Callable[[Path], None]
 ) -> None:
     with pytest.raises(DatasetError, match="not a dataset recorded by Headway"):

@@ -1,4 +1,4 @@
-"""Errors and coverage of the forecasts that engines told, and what mends them."""
+"""Errors and coverage of the forecasts that engines publish, and their recalibration."""
 
 import json
 import threading
@@ -243,26 +243,26 @@ def test_recalibrating_mends_the_coverage(
     (checkpoint / "dataset_card.md").write_text("about the data")
     assert coverage_80_of(IDENTITY, wrong_by=4.0) < 0.7
     write_log(log, finished_requests(500, wrong_by=4.0), checkpoint)
-    recalibrate(str(checkpoint), log, tmp_path / "mended")
+    recalibrate(str(checkpoint), log, tmp_path / "recalibrated")
     printed = capsys.readouterr().out
     assert "flatters" in printed
     assert all(f"{level}%" in printed for level in (50, 80, 90))
 
-    mended = load_predictor(str(tmp_path / "mended"))
-    assert isinstance(mended, SurvivalMLP)
-    assert coverage_80_of(mended.recalibration, wrong_by=4.0) == pytest.approx(0.8, abs=0.06)
-    assert mended.provenance["commit"] == "abc"
-    assert mended.provenance["recalibrated"]["requests"] == 500
-    card = (tmp_path / "mended" / "README.md").read_text()
+    recalibrated = load_predictor(str(tmp_path / "recalibrated"))
+    assert isinstance(recalibrated, SurvivalMLP)
+    assert coverage_80_of(recalibrated.recalibration, wrong_by=4.0) == pytest.approx(0.8, abs=0.06)
+    assert recalibrated.provenance["commit"] == "abc"
+    assert recalibrated.provenance["recalibrated"]["requests"] == 500
+    card = (tmp_path / "recalibrated" / "README.md").read_text()
     assert "| recalibrated |" in card
-    assert (tmp_path / "mended" / "dataset_card.md").read_text() == "about the data"
+    assert (tmp_path / "recalibrated" / "dataset_card.md").read_text() == "about the data"
 
-    # The length of answers changes once more, under the mended predictor.
-    again, served_with = tmp_path / "again.jsonl", mended.recalibration
+    # The length of answers changes once more, under the recalibrated predictor.
+    again, served_with = tmp_path / "again.jsonl", recalibrated.recalibration
     served = finished_requests(500, wrong_by=0.5, served_with=served_with)
-    write_log(again, served, tmp_path / "mended")
-    recalibrate(str(tmp_path / "mended"), again, tmp_path / "mended twice")
-    twice = load_predictor(str(tmp_path / "mended twice"))
+    write_log(again, served, tmp_path / "recalibrated")
+    recalibrate(str(tmp_path / "recalibrated"), again, tmp_path / "recalibrated twice")
+    twice = load_predictor(str(tmp_path / "recalibrated twice"))
     assert isinstance(twice, SurvivalMLP)
     assert coverage_80_of(twice.recalibration, wrong_by=0.5) == pytest.approx(0.8, abs=0.06)
 
@@ -307,11 +307,11 @@ def test_prometheus_reads_what_is_watched() -> None:
     view, quality, now = TelemetryView(), quality_of(finished_requests(60, wrong_by=5.0)), [10.0]
     engine = Engine()
     engine.start()  # lost
-    told: list[Message] = [engine.finish(name="a"), engine.start()]
+    published: list[Message] = [engine.finish(name="a"), engine.start()]
     snapshot = engine.snapshot()
     gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5)
     snapshot = msgspec.structs.replace(snapshot, gauges=gauges)
-    for message in (told[0], snapshot, snapshot):
+    for message in (published[0], snapshot, snapshot):
         view.receive(frames(message), 10.0)
     view.receive([b"junk"], 10.0)
     exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
@@ -326,7 +326,7 @@ def test_prometheus_reads_what_is_watched() -> None:
             return {f"{s.name}{list(s.labels.values()) or ''}": s.value for s in samples}
 
         first = scrape()
-        view.receive(frames(told[1]), 10.0)  # late, no longer lost
+        view.receive(frames(published[1]), 10.0)  # late, no longer lost
         now[0] = 14.0
         second = scrape()
     coverage = quality.coverage()

@@ -1,4 +1,4 @@
-"""Telemetry, however it arrives: what runs is told right, and no end is told twice."""
+"""Telemetry, however it arrives: what runs is reported right, and no end twice."""
 
 import random
 import socket
@@ -50,7 +50,7 @@ def coded_curve(mean: float) -> bytes:
 
 
 class Engine:
-    """An engine that tells truly what it does, one message at a time."""
+    """An engine that publishes what it does, one message at a time."""
 
     def __init__(self, epoch: int = 1, max_tokens: int = MAX_TOKENS) -> None:
         self.epoch, self.seq, self.step, self.started = epoch, 0, 0, 0
@@ -71,8 +71,8 @@ class Engine:
 
     def snapshot(self, predicts: bool = True) -> Snapshot:
         for name, n in self.generated.items():
-            told = self.running[name]
-            at, curve = told.forecast_at, told.survival
+            published = self.running[name]
+            at, curve = published.forecast_at, published.survival
             if predicts:
                 at, curve = n, coded_curve(30.0 + n)
             self.running[name] = RequestForecast(name, 7, n, at, self.max_tokens - at, curve)
@@ -87,7 +87,7 @@ class Engine:
         )
 
     def finish(self, reason: str = "stop", name: str | None = None) -> Finished:
-        name = name or next(iter(self.running), f"never-told-{self.seq}")
+        name = name or next(iter(self.running), f"never-published-{self.seq}")
         self.running.pop(name, None)
         n = self.generated.pop(name, 0)
         event = FinishedEvent(name, reason, 7, n, self.max_tokens)
@@ -107,33 +107,33 @@ actions = st.sampled_from(["start", "start", "finish", "snapshot", "idle snapsho
 
 
 def life(chosen: list[str]) -> tuple[Engine, list[Message]]:
-    """Return an engine at the end of its life so far, and all it told."""
-    engine, told = Engine(), list[Message]()
+    """Return an engine at the end of its life so far, and all it published."""
+    engine, published = Engine(), list[Message]()
     for action in chosen:
         engine.decode()
         if action == "restart":
             engine = Engine(engine.epoch + 1)
         elif action == "start":
-            told.append(engine.start())
+            published.append(engine.start())
         elif action == "finish":
-            told.append(engine.finish())
+            published.append(engine.finish())
         else:
-            told.append(engine.snapshot(predicts=action == "snapshot"))
-    return engine, told
+            published.append(engine.snapshot(predicts=action == "snapshot"))
+    return engine, published
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[Engine, list[Message]]:
-    """What an engine told, with any message dropped, doubled and out of place."""
-    engine, told = life(draw(st.lists(actions, min_size=2, max_size=20)))
-    copies = draw(st.lists(st.integers(0, 2), min_size=len(told), max_size=len(told)))
-    came = [message for message, n in zip(told, copies, strict=True) for _ in range(n)]
+    """What an engine published, with any message dropped, doubled and out of place."""
+    engine, published = life(draw(st.lists(actions, min_size=2, max_size=20)))
+    copies = draw(st.lists(st.integers(0, 2), min_size=len(published), max_size=len(published)))
+    came = [message for message, n in zip(published, copies, strict=True) for _ in range(n)]
     return engine, draw(st.one_of(st.just(came), st.permutations(came)))
 
 
 @settings(deadline=None)
 @given(arrivals())
-def test_the_next_snapshot_tells_the_truth_whatever_came_before(
+def test_the_next_snapshot_corrects_whatever_came_before(
     arrived: tuple[Engine, list[Message]],
 ) -> None:
     engine, messages = arrived
@@ -142,8 +142,8 @@ def test_the_next_snapshot_tells_the_truth_whatever_came_before(
         view.receive(frames(message), 0.0)
     view.receive(frames(engine.snapshot()), 1.0)
     instance = view.instances[KEY]
-    told = {name: request.latest for name, request in instance.requests.items()}
-    assert told == engine.running
+    published = {name: request.latest for name, request in instance.requests.items()}
+    assert published == engine.running
     assert (instance.epoch, instance.seq, instance.step) == (
         engine.epoch,
         engine.seq - 1,
@@ -155,7 +155,9 @@ def test_the_next_snapshot_tells_the_truth_whatever_came_before(
 
 @settings(deadline=None)
 @given(arrivals())
-def test_an_end_is_told_once_and_never_taken_back(arrived: tuple[Engine, list[Message]]) -> None:
+def test_an_end_is_published_once_and_never_taken_back(
+    arrived: tuple[Engine, list[Message]],
+) -> None:
     view, ended = TelemetryView(), set[tuple[int, str]]()
     for message in arrived[1]:
         for finished in view.receive(frames(message), 0.0):
@@ -170,8 +172,8 @@ def test_an_end_is_told_once_and_never_taken_back(arrived: tuple[Engine, list[Me
 @settings(deadline=None)
 @given(st.lists(actions, min_size=1, max_size=25), st.randoms(use_true_random=False))
 def test_messages_that_only_get_lost_are_counted(chosen: list[str], rng: random.Random) -> None:
-    _, told = life(chosen)
-    came = [message for message in told if rng.random() < 0.6]
+    _, published = life(chosen)
+    came = [message for message in published if rng.random() < 0.6]
     view = TelemetryView()
     for message in came:
         view.receive(frames(message), 0.0)
@@ -187,9 +189,9 @@ def test_messages_that_only_get_lost_are_counted(chosen: list[str], rng: random.
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=80))
 def test_a_late_message_is_not_lost_and_a_second_one_is_a_duplicate(numbers: list[int]) -> None:
     engine, view = Engine(), TelemetryView()
-    told = [engine.finish(name=f"request-{i}") for i in range(41)]
+    published = [engine.finish(name=f"request-{i}") for i in range(41)]
     for number in numbers:
-        view.receive(frames(told[number]), 0.0)
+        view.receive(frames(published[number]), 0.0)
     assert view.lost == max(numbers) - min(numbers) + 1 - len(set(numbers))
     assert view.duplicated == len(numbers) - len(set(numbers))
 
@@ -212,7 +214,7 @@ def test_no_bytes_raise(arrived: tuple[Engine, list[Message]], data: st.DataObje
             assert len(names) == len(forecast) == len(forecast.mean())
 
 
-def test_what_is_no_telemetry_is_counted() -> None:
+def test_messages_that_are_not_telemetry_are_counted() -> None:
     view, good = TelemetryView(), frames(Engine().snapshot())
     nested = b"\x81\xa4junk" + b"\x91" * 100_000
     bad = [[], [TOPIC], [*good, b""], [b"headway/2", good[1]], [TOPIC, b""], [TOPIC, good[1][:-1]]]
@@ -298,7 +300,7 @@ def test_many_forecasts_are_thinned_evenly() -> None:
     assert at[-1] > 2_000 - 16
 
 
-def test_a_vanished_request_may_still_be_told_to_have_ended() -> None:
+def test_a_vanished_request_may_still_be_reported_as_ended() -> None:
     engine, view = Engine(), TelemetryView()
     view.receive(frames(engine.start()), 0.0)
     end = engine.finish()
@@ -334,10 +336,10 @@ def test_late_messages_do_not_undo_a_snapshot() -> None:
 
 def test_gauges_of_engines_that_reckon_no_prefill_budget_can_be_read() -> None:
     snapshot = Engine().snapshot()
-    told = msgspec.msgpack.decode(encode_message(snapshot))
-    assert told["gauges"] == [0, 2, 0.25, 1_000, None]
-    told["gauges"].pop()  # as engines told it that knew of no such thing
-    assert decode_message(msgspec.msgpack.encode(told)) == snapshot
+    published = msgspec.msgpack.decode(encode_message(snapshot))
+    assert published["gauges"] == [0, 2, 0.25, 1_000, None]
+    published["gauges"].pop()  # as engines send it that know no such thing
+    assert decode_message(msgspec.msgpack.encode(published)) == snapshot
     gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=-12.5)
     tight = msgspec.structs.replace(snapshot, gauges=gauges)
     assert decode_message(encode_message(tight)) == tight
@@ -349,12 +351,12 @@ def test_late_forecasts_do_not_replace_newer_ones() -> None:
     (begun,) = first.requests
     moved = msgspec.structs.replace(begun, generated_tokens=6)
     predicted = msgspec.structs.replace(begun, generated_tokens=9, forecast_at=9)
-    told = [
+    published = [
         msgspec.structs.replace(first, seq=seq, requests=[request])
         for seq, request in ((1, moved), (0, begun), (3, predicted), (4, moved))
     ]
     shown = []
-    for message in told:
+    for message in published:
         view.receive(frames(message), 0.0)
         shown.append(view.instances[KEY].requests["request-1"].latest)
     assert shown == [moved, moved, predicted, predicted]

@@ -78,10 +78,10 @@ def test_running_requests_are_shown_soonest_first() -> None:
 
 def test_engines_that_reckon_a_prefill_budget_show_it() -> None:
     engine, view = Engine(), TelemetryView()
-    told = engine.snapshot()
+    snapshot = engine.snapshot()
     assert "prefill budget" not in rendered(view_of(engine, 1), ForecastQuality())
-    tight = msgspec.structs.replace(told.gauges, prefill_budget=-1_234.5)
-    view.receive(frames(msgspec.structs.replace(told, gauges=tight)), 0.0)
+    tight = msgspec.structs.replace(snapshot.gauges, prefill_budget=-1_234.5)
+    view.receive(frames(msgspec.structs.replace(snapshot, gauges=tight)), 0.0)
     shown = rendered(view, ForecastQuality())
     assert "prefill budget" in shown
     assert line_with("gpu0", shown).split()[5] == "-1,234"
@@ -269,7 +269,7 @@ def test_ctrl_c_leaves_quietly_and_so_does_a_service_manager(
     assert line.endswith("waiting for telemetry from tcp://127.0.0.1:1")
 
 
-def test_mistakes_are_told_before_anything_is_shown(tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_shown(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not both"):
         watch("tcp://127.0.0.1:1", bind="tcp://127.0.0.1:2")
     with pytest.raises(ValueError, match="refresh_seconds"):

@@ -137,7 +137,7 @@ def test_a_cluster_without_requests_has_no_load() -> None:
         ([0, 1], [1, 2], -1, 4, "load of -1 instances"),
     ],
 )
-def test_what_is_no_cluster_is_refused(
+def test_an_invalid_cluster_is_refused(
     instance: list[int], context: list[int], n_instances: int, horizon: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

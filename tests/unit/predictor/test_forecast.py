@@ -133,7 +133,7 @@ def test_an_outlived_point_forecast_expects_the_next_token() -> None:
         ([0, 2, 3], [[1, 0.5, 0.6]], "never rise"),
     ],
 )
-def test_what_is_no_survival_curve_is_refused(
+def test_an_invalid_survival_curve_is_refused(
     edges: list[float], survival: list[list[float]], message: str
 ) -> None:
     with pytest.raises(ForecastError, match=message):

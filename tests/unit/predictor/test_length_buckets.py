@@ -146,7 +146,7 @@ def test_ways_to_give_buckets() -> None:
         (BucketOptions(seconds=(2.0, 1.0), tokens_per_second=10), "must ascend"),
     ],
 )
-def test_what_is_no_buckets_is_refused(options: BucketOptions, message: str) -> None:
+def test_invalid_buckets_are_refused(options: BucketOptions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         options.buckets()
 
@@ -154,12 +154,12 @@ def test_what_is_no_buckets_is_refused(options: BucketOptions, message: str) -> 
 @pytest.mark.parametrize(
     "masses", [[[0.5, 0.5]], [[0.0, 0.0, 0.0]], [[0.5, -0.1, 0.6]], [[np.nan, 0.5, 0.5]], [0.5]]
 )
-def test_what_is_no_probabilities_is_refused(masses: list[list[float]]) -> None:
+def test_invalid_probabilities_are_refused(masses: list[list[float]]) -> None:
     with pytest.raises(ForecastError, match="probabilities"):
         BucketCurve(PAPER, tail_mean=100, limit=8192).forecast(masses)
 
 
 @pytest.mark.parametrize(("tail_mean", "limit"), [(0.0, 8192), (np.inf, 8192), (100.0, 1000)])
-def test_what_is_no_curve_is_refused(tail_mean: float, limit: int) -> None:
+def test_an_invalid_curve_is_refused(tail_mean: float, limit: int) -> None:
     with pytest.raises(ForecastError):
         BucketCurve(PAPER, tail_mean, limit)

@@ -43,8 +43,8 @@ def test_an_endpoint_that_another_has_is_refused() -> None:
             TelemetryPublisher(config, 0, "model", "checkpoint", 20, [0, 1], {})
 
 
-def test_an_engine_that_has_become_idle_tells_it_at_once() -> None:
-    """Routers wait for what it then can take on; the next regular telling is an hour away."""
+def test_an_engine_that_becomes_idle_publishes_it_at_once() -> None:
+    """Routers wait for what it then can take on; the next regular message is an hour away."""
     running = {"a": 3}
     config = TelemetryConfig(bind="tcp://127.0.0.1:*", snapshot_seconds=3600.0)
     publisher = TelemetryPublisher(config, 0, "model", "checkpoint", 20, [0, 1], running)
@@ -55,10 +55,10 @@ def test_an_engine_that_has_become_idle_tells_it_at_once() -> None:
         running.clear()
         publisher.at_step(5, Gauges(running=0, prefill_budget=100.0))
         publisher.finished([FinishedRequest("a", "stop", 4, 2, 16, [1], [2, 3], {})])
-        told = []
-        while len(told) < 2 and subscriber.poll(20_000):
-            told.append(decode_message(subscriber.recv_multipart()[1]))
+        received = []
+        while len(received) < 2 and subscriber.poll(20_000):
+            received.append(decode_message(subscriber.recv_multipart()[1]))
         publisher.close()
-    ended, idle = told
+    ended, idle = received
     assert isinstance(ended, Finished) and isinstance(idle, Snapshot)
     assert idle.gauges == Gauges(running=0, prefill_budget=100.0)

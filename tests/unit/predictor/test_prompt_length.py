@@ -219,7 +219,7 @@ def test_an_encoder_checkpoint_forecasts_the_same(
     assert ("hint" in card) == hinted
 
 
-def test_a_task_checkpoint_tells_the_same(tiny_encoder: Path, tmp_path: Path) -> None:
+def test_a_task_checkpoint_predicts_the_same(tiny_encoder: Path, tmp_path: Path) -> None:
     classifier = EncoderClassifier.pretrained(str(tiny_encoder), TASKS, TASKS, False, 40, 0.0)
     save_task_classifier(classifier, "acme/model", {}, tmp_path)
     prompts = some_prompts("story", "story")
@@ -360,7 +360,7 @@ def test_the_command_trains_measures_and_goes_on(
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     answered: tuple[Path, Path],
     tiny_encoder: Path,
     tmp_path: Path,

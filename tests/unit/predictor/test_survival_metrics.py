@@ -292,15 +292,15 @@ def test_recalibration_on_one_half_restores_coverage_on_the_other(power: float) 
     half, other = np.arange(0, N, 2), np.arange(1, N, 2)
     levels = levels_of(forecast, came)
     fitted = fit_recalibration(levels[half], came.cut[half])
-    mended = SurvivalForecast.new(
+    recalibrated = SurvivalForecast.new(
         forecast.edges, fitted.apply(forecast.survival[other]), came.left[other]
     )
     unseen = came.select(other)
-    for found, level in zip(coverages(mended, unseen), LEVELS, strict=True):
+    for found, level in zip(coverages(recalibrated, unseen), LEVELS, strict=True):
         assert found == pytest.approx(level / 100, abs=0.025)
     assert level_error(forecast.select(other), unseen) > 0.1
-    assert level_error(mended, unseen) < 0.03
-    assert integrated_brier(mended, unseen) < integrated_brier(forecast.select(other), unseen)
+    assert level_error(recalibrated, unseen) < 0.03
+    assert integrated_brier(recalibrated, unseen) < integrated_brier(forecast.select(other), unseen)
 
 
 def test_recalibrating_a_calibrated_forecast_changes_little() -> None:
@@ -333,7 +333,7 @@ def test_recalibration_maps_what_was_forecast_to_what_was_observed() -> None:
         ([0, float("nan"), 1], [0, 0.5, 1]),
     ],
 )
-def test_what_is_no_map_of_probabilities_is_refused(
+def test_an_invalid_map_of_probabilities_is_refused(
     nominal: list[float], observed: list[float]
 ) -> None:
     with pytest.raises(ForecastError, match="recalibration"):

@@ -114,7 +114,7 @@ def test_a_core_that_outlives_its_server_ends_too(running: Launched) -> None:
     assert is_alive(child)
     (ended,) = running.take_ended()
     assert "decode-0 was killed by SIGKILL" in ended.why_it_ended()
-    assert running.take_ended() == [], "it is told once"
+    assert running.take_ended() == [], "it is reported once"
     running.close()
     assert not is_alive(child)
 
@@ -138,7 +138,7 @@ def test_a_server_hangs_and_goes_on(running: Launched) -> None:
     assert running.servers["decode-0"].is_healthy()
 
 
-def test_a_server_that_fails_is_told_with_its_reason_and_log(tmp_path: Path) -> None:
+def test_a_server_that_fails_is_reported_with_its_reason_and_log(tmp_path: Path) -> None:
     running = started(tmp_path, server(tmp_path), server(tmp_path, FAILS, "decode-1"))
     with closing(running), pytest.raises(LaunchError) as raised:
         running.start(["decode-0", "decode-1"])
@@ -157,12 +157,12 @@ def test_so_many_load_at_the_same_time(tmp_path: Path, at_once: int) -> None:
     running = started(tmp_path, *(server(tmp_path, name=name) for name in NAMES))
     loading, most = set[str](), 0
 
-    def tell(name: str, stage: Stage) -> None:
+    def report(name: str, stage: Stage) -> None:
         nonlocal most
         (loading.add if stage == "starting" else loading.discard)(name)
         most = max(most, len(loading))
 
-    running = Launched(running.deployment, tmp_path, list(running.servers.values()), tell)
+    running = Launched(running.deployment, tmp_path, list(running.servers.values()), report)
     with closing(running):
         running.start(NAMES, at_once)
         assert most == min(at_once, 3)

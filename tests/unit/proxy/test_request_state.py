@@ -176,24 +176,21 @@ def test_an_illegal_event_raises_and_changes_nothing() -> None:
         request.place(instance("a"))
 
 
-def test_a_target_that_fails_returns_the_request_to_a_source_in_service() -> None:
-    async def run() -> None:
-        source, target = instance("a"), instance("b")
-        for in_service in (True, False):
-            request = new_request("r", Placements())
-            request.place(source)
-            request.token(0.0)
-            move = request.freeze(target)
-            request.frozen([], PARAMS)
-            request.land()
-            if not in_service:
-                source.breaker.failed(0.0, certain=True)
-            assert request.fail(unsent=True) == Leftover(kept_at=source)
-            assert request.state == (Returned(source) if in_service else Waiting())
-            assert request.avoid == {target}
-            assert move.landed.result() is False
-
-    asyncio.run(run())
+async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() -> None:
+    source, target = instance("a"), instance("b")
+    for in_service in (True, False):
+        request = new_request("r", Placements())
+        request.place(source)
+        request.token(0.0)
+        move = request.freeze(target)
+        request.frozen([], PARAMS)
+        request.land()
+        if not in_service:
+            source.breaker.failed(0.0, certain=True)
+        assert request.fail(unsent=True) == Leftover(kept_at=source)
+        assert request.state == (Returned(source) if in_service else Waiting())
+        assert request.avoid == {target}
+        assert move.landed.result() is False
 
 
 def test_the_diagram_shows_every_state_and_every_transition() -> None:

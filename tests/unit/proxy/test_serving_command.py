@@ -137,9 +137,9 @@ def test_a_port_in_use_is_told(
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["serve", "--config", str(write(tmp_path, port))]) == 1
-    told = capsys.readouterr().err
-    assert f"proxy.port: cannot listen on 127.0.0.1:{port}" in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert f"proxy.port: cannot listen on 127.0.0.1:{port}" in printed
+    assert "Traceback" not in printed
 
 
 def test_draining_without_a_proxy_says_what_to_start(capsys: pytest.CaptureFixture[str]) -> None:

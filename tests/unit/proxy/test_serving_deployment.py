@@ -102,6 +102,6 @@ def test_a_wrong_file_is_refused_with_its_name_and_field(
     assert "deployment.yaml" in str(caught.value)
 
 
-def test_a_missing_file_is_told() -> None:
+def test_a_missing_file_is_reported() -> None:
     with pytest.raises(DeploymentError, match=r"nowhere.yaml: No such file"):
         read_deployment("nowhere.yaml")

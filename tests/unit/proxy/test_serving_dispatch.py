@@ -60,43 +60,38 @@ def requests(
     ]
 
 
-def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        clock = asyncio.get_running_loop().time
-        options, policy = ProxyOptions(), OneAtATime()
-        states = [
-            InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None)
-            for name in "abc"
-        ]
-        placements: Placements[LiveRequest] = Placements()
-        dispatcher = Dispatcher(placements, [], states, policy, None, None, options, clock)
+async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
+    tokenizer: Tokenizer,
+) -> None:
+    clock = asyncio.get_running_loop().time
+    options, policy = ProxyOptions(), OneAtATime()
+    states = [
+        InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "abc"
+    ]
+    placements: Placements[LiveRequest] = Placements()
+    dispatcher = Dispatcher(placements, [], states, policy, None, None, options, clock)
 
-        async def place(request: LiveRequest) -> str:
-            return (await dispatcher.place(request)).name
+    async def place(request: LiveRequest) -> str:
+        return (await dispatcher.place(request)).name
 
-        states[0].draining = True
-        where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4, placements)))
-        assert where == ["b"] * 4, "the one that drains is shown, without slots"
-        assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
-        assert (np.diff(policy.decided) > 0.9 * EVERY).all()
-        states[0].draining = False
-        assert [await place(r) for r in requests(tokenizer, 1, placements)] == ["a"]
-        await asyncio.sleep(2 * EVERY)
-        assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
-
-    asyncio.run(run())
+    states[0].draining = True
+    where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4, placements)))
+    assert where == ["b"] * 4, "the one that drains is shown, without slots"
+    assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
+    assert (np.diff(policy.decided) > 0.9 * EVERY).all()
+    states[0].draining = False
+    assert [await place(r) for r in requests(tokenizer, 1, placements)] == ["a"]
+    await asyncio.sleep(2 * EVERY)
+    assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
 
 
-def test_a_router_for_other_instances_is_refused_at_the_start(
+async def test_a_router_for_other_instances_is_refused_at_the_start(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     checkpoint(random_layers(2)).save(tmp_path / "router")
     decodes = [Instance(name, "decode", f"http://{name}:1") for name in "abc"]
     routing = {"name": "rl", "checkpoint": str(tmp_path / "router")}
 
-    async def run() -> None:
-        message = "routing: rl: the router was trained for 2 instances, this cluster has 3"
-        with pytest.raises(DeploymentError, match=message):
-            Proxy(Deployment(model="m", instances=decodes, routing=routing), tokenizer)
-
-    asyncio.run(run())
+    message = "routing: rl: the router was trained for 2 instances, this cluster has 3"
+    with pytest.raises(DeploymentError, match=message):
+        Proxy(Deployment(model="m", instances=decodes, routing=routing), tokenizer)

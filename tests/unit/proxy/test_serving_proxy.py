@@ -67,7 +67,7 @@ class Cluster:
         at: Callable[[int], Awaitable[None]] | None = None,
         path: str = "/v1/completions",
     ) -> list[dict[str, Any]]:
-        """Chunks of a stream; ``at`` is told how many tokens have come."""
+        """Chunks of a stream; ``at`` is called with how many tokens have come."""
         chunks: list[dict[str, Any]] = []
         tokens, done = 0, False
         asked = {"model": "m", "stream": True, "return_token_ids": True, **body}
@@ -176,440 +176,390 @@ async def cluster(
             await engine.stop()
 
 
-def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 20})
-            assert tokens_of(chunks) == it.expected(20)
-            assert text_of(chunks) == tokenizer.decode(it.expected(20))
-            assert sum(engine.pulled for engine in it.decodes) == 1
-            prefill = it.engines["prefill-0"].bodies[0]
-            assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
-            assert prefill["kv_transfer_params"]["headway"]["max_tokens"] == 20
-
-    asyncio.run(run())
+async def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 20})
+        assert tokens_of(chunks) == it.expected(20)
+        assert text_of(chunks) == tokenizer.decode(it.expected(20))
+        assert sum(engine.pulled for engine in it.decodes) == 1
+        prefill = it.engines["prefill-0"].bodies[0]
+        assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
+        assert prefill["kv_transfer_params"]["headway"]["max_tokens"] == 20
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_answer_as_a_whole_is_that_of_the_stream(tokenizer: Tokenizer, path: str) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            messages = [{"role": "user", "content": PROMPT}]
-            body = {"model": "m", "prompt": PROMPT, "messages": messages, "max_tokens": 12}
-            chunks = await it.stream(body, path=path)
-            status, answer, headers = await it.post({**body, "return_token_ids": True}, path)
-            assert status == 200
-            choice = answer["choices"][0]
-            assert choice["token_ids"] == tokens_of(chunks)
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            assert text == text_of(chunks)
-            assert choice["finish_reason"] == "length"
-            assert answer["usage"]["completion_tokens"] == 12
-            assert answer["id"].endswith(headers["X-Request-Id"])
-
-    asyncio.run(run())
+async def test_an_answer_as_a_whole_is_that_of_the_stream(tokenizer: Tokenizer, path: str) -> None:
+    async with cluster(tokenizer) as it:
+        messages = [{"role": "user", "content": PROMPT}]
+        body = {"model": "m", "prompt": PROMPT, "messages": messages, "max_tokens": 12}
+        chunks = await it.stream(body, path=path)
+        status, answer, headers = await it.post({**body, "return_token_ids": True}, path)
+        assert status == 200
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == tokens_of(chunks)
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        assert text == text_of(chunks)
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 12
+        assert answer["id"].endswith(headers["X-Request-Id"])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_moves_at_random_tokens_change_nothing(
+async def test_moves_at_random_tokens_change_nothing(
     tokenizer: Tokenizer, path: str, stream: bool
 ) -> None:
-    async def run() -> None:
-        random_ = random.Random(5)
-        async with cluster(tokenizer, decodes=3) as it:
-            messages = [{"role": "user", "content": PROMPT}]
-            for _ in range(4):
-                cuts = sorted(random_.sample(range(1, 50), 3))
-                outcomes: list[str] = []
+    random_ = random.Random(5)
+    async with cluster(tokenizer, decodes=3) as it:
+        messages = [{"role": "user", "content": PROMPT}]
+        for _ in range(4):
+            cuts = sorted(random_.sample(range(1, 50), 3))
+            outcomes: list[str] = []
 
-                async def mover(cuts: list[int] = cuts, outcomes: list[str] = outcomes) -> None:
-                    for cut in cuts:
-                        while not any(
-                            r.generated_tokens >= cut and r.can_move
-                            for i in it.proxy.instances.values()
-                            for r in it.proxy.placements.on(i)
-                        ):
-                            await asyncio.sleep(0.001)
-                        outcomes.append(await it.move())
+            async def mover(cuts: list[int] = cuts, outcomes: list[str] = outcomes) -> None:
+                for cut in cuts:
+                    while not any(
+                        r.generated_tokens >= cut and r.can_move
+                        for i in it.proxy.instances.values()
+                        for r in it.proxy.placements.on(i)
+                    ):
+                        await asyncio.sleep(0.001)
+                    outcomes.append(await it.move())
 
-                body = {"prompt": PROMPT, "messages": messages, "max_tokens": 60}
-                prompt = PROMPT if path == "/v1/completions" else json.dumps(messages)
-                moving = asyncio.create_task(mover())
-                options = {"stream_options": {"include_usage": True}}
-                if stream:
-                    chunks = await it.stream({**body, **options}, path=path)
-                    assert tokens_of(chunks) == it.expected(60, prompt)
-                    assert text_of(chunks) == tokenizer.decode(it.expected(60, prompt))
-                    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-                    roles = [c["choices"][0].get("delta", {}) for c in chunks if c["choices"]]
-                    assert sum("role" in delta for delta in roles) == ("chat" in path)
-                    usage = chunks[-1]["usage"]
-                else:
-                    asked = {**body, "model": "m", "return_token_ids": True}
-                    _, answer, _ = await it.post(asked, path)
-                    assert answer["choices"][0]["token_ids"] == it.expected(60, prompt)
-                    usage = answer["usage"]
-                await moving
-                assert outcomes == ["moved"] * 3
-                assert usage["completion_tokens"] == 60
-                assert usage["prompt_tokens"] == len(tokenizer.encode(prompt).ids)
-                await it.idle()
-            assert sum(engine.pulled for engine in it.decodes) == 4 * 4  # a prefill and 3 moves
-            assert sum(engine.recomputed for engine in it.decodes) == 0
-
-    asyncio.run(run())
+            body = {"prompt": PROMPT, "messages": messages, "max_tokens": 60}
+            prompt = PROMPT if path == "/v1/completions" else json.dumps(messages)
+            moving = asyncio.create_task(mover())
+            options = {"stream_options": {"include_usage": True}}
+            if stream:
+                chunks = await it.stream({**body, **options}, path=path)
+                assert tokens_of(chunks) == it.expected(60, prompt)
+                assert text_of(chunks) == tokenizer.decode(it.expected(60, prompt))
+                assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+                roles = [c["choices"][0].get("delta", {}) for c in chunks if c["choices"]]
+                assert sum("role" in delta for delta in roles) == ("chat" in path)
+                usage = chunks[-1]["usage"]
+            else:
+                asked = {**body, "model": "m", "return_token_ids": True}
+                _, answer, _ = await it.post(asked, path)
+                assert answer["choices"][0]["token_ids"] == it.expected(60, prompt)
+                usage = answer["usage"]
+            await moving
+            assert outcomes == ["moved"] * 3
+            assert usage["completion_tokens"] == 60
+            assert usage["prompt_tokens"] == len(tokenizer.encode(prompt).ids)
+            await it.idle()
+        assert sum(engine.pulled for engine in it.decodes) == 4 * 4  # a prefill and 3 moves
+        assert sum(engine.recomputed for engine in it.decodes) == 0
 
 
-def test_a_stop_string_across_a_move_ends_the_request(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            whole = tokenizer.decode(it.expected(60))
-            parts = [tokenizer.decode(it.expected(n)) for n in range(61)]
-            stop = whole[len(parts[20]) - 2 : len(parts[40]) + 1]  # begins early, ends late
+async def test_a_stop_string_across_a_move_ends_the_request(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        whole = tokenizer.decode(it.expected(60))
+        parts = [tokenizer.decode(it.expected(n)) for n in range(61)]
+        stop = whole[len(parts[20]) - 2 : len(parts[40]) + 1]  # begins early, ends late
 
-            for engine in it.decodes:
-                engine.stalls_at = 15
+        for engine in it.decodes:
+            engine.stalls_at = 15
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    moving = asyncio.create_task(it.move())
-                    await until(
-                        lambda: any(r.freezing for e in it.decodes for r in e.running.values())
-                    )
-                    for engine in it.decodes:
-                        engine.stalls_at = 0
-                    assert await moving == "moved"
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                moving = asyncio.create_task(it.move())
+                await until(lambda: any(r.freezing for e in it.decodes for r in e.running.values()))
+                for engine in it.decodes:
+                    engine.stalls_at = 0
+                assert await moving == "moved"
 
-            body = {"prompt": PROMPT, "max_tokens": 60, "stop": [stop]}
-            chunks = await it.stream({**body, "stream_options": {"include_usage": True}}, at)
-            assert text_of(chunks) == whole[: whole.index(stop)]
-            assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
-            assert chunks[-2]["choices"][0]["stop_reason"] == stop
-            assert chunks[-1]["usage"]["completion_tokens"] == len(tokens_of(chunks)) < 60
-
-    asyncio.run(run())
+        body = {"prompt": PROMPT, "max_tokens": 60, "stop": [stop]}
+        chunks = await it.stream({**body, "stream_options": {"include_usage": True}}, at)
+        assert text_of(chunks) == whole[: whole.index(stop)]
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-2]["choices"][0]["stop_reason"] == stop
+        assert chunks[-1]["usage"]["completion_tokens"] == len(tokens_of(chunks)) < 60
 
 
 @pytest.mark.parametrize("how", ["breaks", "stalls", "errs", "dies"])
-def test_an_instance_that_fails_is_replaced_without_a_changed_token(
+async def test_an_instance_that_fails_is_replaced_without_a_changed_token(
     tokenizer: Tokenizer, how: str
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, token_seconds=1.0) as it:
-            broken: list[ScriptedEngine] = []
+    async with cluster(tokenizer, token_seconds=1.0) as it:
+        broken: list[ScriptedEngine] = []
 
-            async def at(tokens: int) -> None:
-                if tokens == 10 and not broken:
-                    engine = next(engine for engine in it.decodes if engine.running)
-                    broken.append(engine)
-                    if how == "dies":
-                        await engine.stop()
-                    else:
-                        setattr(engine, f"{how}_at", 15)
+        async def at(tokens: int) -> None:
+            if tokens == 10 and not broken:
+                engine = next(engine for engine in it.decodes if engine.running)
+                broken.append(engine)
+                if how == "dies":
+                    await engine.stop()
+                else:
+                    setattr(engine, f"{how}_at", 15)
 
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-            assert tokens_of(chunks) == it.expected(40)
-            assert text_of(chunks) == tokenizer.decode(it.expected(40))
-            assert broken
-
-    asyncio.run(run())
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
+        assert tokens_of(chunks) == it.expected(40)
+        assert text_of(chunks) == tokenizer.decode(it.expected(40))
+        assert broken
 
 
-def test_a_connection_that_breaks_after_the_last_token_does_no_harm(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            for engine in it.decodes:
-                engine.breaks_after_the_end = True
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
-            assert tokens_of(chunks) == it.expected(10)
-            assert sum(len(engine.bodies) for engine in it.decodes) == 1
-
-    asyncio.run(run())
-
-
-def test_what_was_placed_on_a_dead_instance_goes_elsewhere(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, probe_seconds=30.0) as it:
-            await it.engines["decode-0"].stop()
-            bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 10} for i in range(6)]
-            answers = await asyncio.gather(*map(it.stream, bodies))
-            for body, chunks in zip(bodies, answers, strict=True):
-                assert tokens_of(chunks) == it.expected(10, body["prompt"])
-            assert it.engines["decode-1"].recomputed == 0  # the prefill was not wasted
-
-    asyncio.run(run())
-
-
-def test_with_no_decode_instance_new_requests_are_told_when_to_try_again(
+async def test_a_connection_that_breaks_after_the_last_token_does_no_harm(
     tokenizer: Tokenizer,
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, control_seconds=0.5) as it:
-            for engine in it.decodes:
-                await engine.stop()
-            async with asyncio.timeout(60):
-                while it.proxy.ready:
-                    await asyncio.sleep(0.02)
-            status, answer, headers = await it.post({"model": "m", "prompt": PROMPT})
-            assert status == 503
-            assert int(headers["Retry-After"]) >= 1
-            assert "no decode instance" in answer["error"]["message"]
-            async with it.session.get(it.url + "/ready") as response:
-                assert response.status == 503
-            async with it.session.get(it.url + "/health") as response:
-                assert response.status == 200
-
-    asyncio.run(run())
+    async with cluster(tokenizer) as it:
+        for engine in it.decodes:
+            engine.breaks_after_the_end = True
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
+        assert tokens_of(chunks) == it.expected(10)
+        assert sum(len(engine.bodies) for engine in it.decodes) == 1
 
 
-def test_a_running_request_waits_for_an_instance_to_come_back(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, decodes=1, control_seconds=0.5) as it:
-
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    await it.decodes[0].stop()
-                    asyncio.get_running_loop().call_later(
-                        0.3, lambda: restarts.append(asyncio.ensure_future(it.decodes[0].start()))
-                    )
-
-            restarts: list[asyncio.Future[Any]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 30}, at)
-            assert tokens_of(chunks) == it.expected(30)
-
-    asyncio.run(run())
+async def test_what_was_placed_on_a_dead_instance_goes_elsewhere(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, probe_seconds=30.0) as it:
+        await it.engines["decode-0"].stop()
+        bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 10} for i in range(6)]
+        answers = await asyncio.gather(*map(it.stream, bodies))
+        for body, chunks in zip(bodies, answers, strict=True):
+            assert tokens_of(chunks) == it.expected(10, body["prompt"])
+        assert it.engines["decode-1"].recomputed == 0  # the prefill was not wasted
 
 
-def test_without_a_prefill_instance_the_decode_instance_prefills(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            await it.engines["prefill-0"].stop()
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
-            assert tokens_of(chunks) == it.expected(10)
-
-    asyncio.run(run())
-
-
-def test_a_target_without_a_token_in_time_gives_the_request_back(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, moved_token_seconds=2.0) as it:
-
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    source = next(engine for engine in it.decodes if engine.running)
-                    target = next(engine for engine in it.decodes if engine is not source)
-                    target.hangs = True
-                    outcomes.append(asyncio.create_task(it.move()))
-                    sources.append(source)
-
-            outcomes: list[asyncio.Task[str]] = []
-            sources: list[ScriptedEngine] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-            assert tokens_of(chunks) == it.expected(40)
-            assert await outcomes[0] == "rolled_back"
-            assert len(sources[0].bodies) == 2  # it went on where it had been
-            for engine in it.decodes:
-                engine.hangs = False
-
-    asyncio.run(run())
+async def test_without_a_decode_instance_new_requests_learn_when_to_try_again(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, control_seconds=0.5) as it:
+        for engine in it.decodes:
+            await engine.stop()
+        async with asyncio.timeout(60):
+            while it.proxy.ready:
+                await asyncio.sleep(0.02)
+        status, answer, headers = await it.post({"model": "m", "prompt": PROMPT})
+        assert status == 503
+        assert int(headers["Retry-After"]) >= 1
+        assert "no decode instance" in answer["error"]["message"]
+        async with it.session.get(it.url + "/ready") as response:
+            assert response.status == 503
+        async with it.session.get(it.url + "/health") as response:
+            assert response.status == 200
 
 
-def test_a_target_that_dies_after_the_freeze_gives_the_request_back(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, probe_seconds=30.0) as it:
+async def test_a_running_request_waits_for_an_instance_to_come_back(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, decodes=1, control_seconds=0.5) as it:
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    source = next(engine for engine in it.decodes if engine.running)
-                    target = next(engine for engine in it.decodes if engine is not source)
-                    target.fails = 500
-                    outcomes.append(asyncio.create_task(it.move()))
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                await it.decodes[0].stop()
+                asyncio.get_running_loop().call_later(
+                    0.3, lambda: restarts.append(asyncio.ensure_future(it.decodes[0].start()))
+                )
 
-            outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-            assert tokens_of(chunks) == it.expected(40)
-            assert await outcomes[0] == "rolled_back"
+        restarts: list[asyncio.Future[Any]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 30}, at)
+        assert tokens_of(chunks) == it.expected(30)
 
-            for engine in it.decodes:
-                engine.kept.clear()  # its time to live ends
 
-    asyncio.run(run())
+async def test_without_a_prefill_instance_the_decode_instance_prefills(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        await it.engines["prefill-0"].stop()
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
+        assert tokens_of(chunks) == it.expected(10)
+
+
+async def test_a_target_without_a_token_in_time_gives_the_request_back(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, moved_token_seconds=2.0) as it:
+
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                source = next(engine for engine in it.decodes if engine.running)
+                target = next(engine for engine in it.decodes if engine is not source)
+                target.hangs = True
+                outcomes.append(asyncio.create_task(it.move()))
+                sources.append(source)
+
+        outcomes: list[asyncio.Task[str]] = []
+        sources: list[ScriptedEngine] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
+        assert tokens_of(chunks) == it.expected(40)
+        assert await outcomes[0] == "rolled_back"
+        assert len(sources[0].bodies) == 2  # it went on where it had been
+        for engine in it.decodes:
+            engine.hangs = False
+
+
+async def test_a_target_that_dies_after_the_freeze_gives_the_request_back(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, probe_seconds=30.0) as it:
+
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                source = next(engine for engine in it.decodes if engine.running)
+                target = next(engine for engine in it.decodes if engine is not source)
+                target.fails = 500
+                outcomes.append(asyncio.create_task(it.move()))
+
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
+        assert tokens_of(chunks) == it.expected(40)
+        assert await outcomes[0] == "rolled_back"
+
+        for engine in it.decodes:
+            engine.kept.clear()  # its time to live ends
 
 
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [("deaf", "no_room"), ("full", "no_room"), ("never_freezes", "not_frozen")],
 )
-def test_a_move_that_is_refused_leaves_the_request_where_it_is(
+async def test_a_move_that_is_refused_leaves_the_request_where_it_is(
     tokenizer: Tokenizer, how: str, outcome: str
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, control_seconds=1.0) as it:
+    async with cluster(tokenizer, control_seconds=1.0) as it:
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    source = next(engine for engine in it.decodes if engine.running)
-                    target = next(engine for engine in it.decodes if engine is not source)
-                    setattr(source if how == "never_freezes" else target, how, True)
-                    outcomes.append(asyncio.create_task(it.move()))
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                source = next(engine for engine in it.decodes if engine.running)
+                target = next(engine for engine in it.decodes if engine is not source)
+                setattr(source if how == "never_freezes" else target, how, True)
+                outcomes.append(asyncio.create_task(it.move()))
 
-            outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 200}, at)
-            assert tokens_of(chunks) == it.expected(200)
-            assert await outcomes[0] == outcome
-            assert sum(len(engine.bodies) for engine in it.decodes) == 1
-
-    asyncio.run(run())
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 200}, at)
+        assert tokens_of(chunks) == it.expected(200)
+        assert await outcomes[0] == outcome
+        assert sum(len(engine.bodies) for engine in it.decodes) == 1
 
 
-def test_a_source_that_does_not_answer_the_freeze_keeps_its_request(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, freeze_seconds=0.5, control_seconds=0.5) as it:
+async def test_a_source_that_does_not_answer_the_freeze_keeps_its_request(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, freeze_seconds=0.5, control_seconds=0.5) as it:
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    next(engine for engine in it.decodes if engine.running).deaf = True
-                    outcomes.append(asyncio.create_task(it.move()))
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                next(engine for engine in it.decodes if engine.running).deaf = True
+                outcomes.append(asyncio.create_task(it.move()))
 
-            outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
-            assert tokens_of(chunks) == it.expected(300)
-            assert await outcomes[0] == "no_answer"
-
-    asyncio.run(run())
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
+        assert tokens_of(chunks) == it.expected(300)
+        assert await outcomes[0] == "no_answer"
 
 
-def test_a_source_that_disagrees_about_the_tokens_is_not_believed(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
+async def test_a_source_that_disagrees_about_the_tokens_is_not_believed(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    next(engine for engine in it.decodes if engine.running).lies = True
-                    outcomes.append(asyncio.create_task(it.move()))
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                next(engine for engine in it.decodes if engine.running).lies = True
+                outcomes.append(asyncio.create_task(it.move()))
 
-            outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-            assert tokens_of(chunks) == it.expected(40)
-            assert await outcomes[0] == "rolled_back"
-
-    asyncio.run(run())
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
+        assert tokens_of(chunks) == it.expected(40)
+        assert await outcomes[0] == "rolled_back"
 
 
 @pytest.mark.parametrize("last", range(1, 8))
-def test_a_freeze_that_races_the_natural_end_changes_nothing(
+async def test_a_freeze_that_races_the_natural_end_changes_nothing(
     tokenizer: Tokenizer, last: int
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
+    async with cluster(tokenizer) as it:
 
-            async def at(tokens: int) -> None:
-                if tokens == 10:
-                    outcomes.append(asyncio.create_task(it.move()))
+        async def at(tokens: int) -> None:
+            if tokens == 10:
+                outcomes.append(asyncio.create_task(it.move()))
 
-            outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10 + last}, at)
-            assert tokens_of(chunks) == it.expected(10 + last)
-            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-            assert await outcomes[0] != "rolled_back"
-
-    asyncio.run(run())
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10 + last}, at)
+        assert tokens_of(chunks) == it.expected(10 + last)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert await outcomes[0] != "rolled_back"
 
 
 @pytest.mark.parametrize("moment", ["prefill", "first token", "decode", "freeze"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_everything(
+async def test_a_client_that_leaves_frees_everything(
     tokenizer: Tokenizer, moment: str, stream: bool
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            prefill = it.engines["prefill-0"]
-            prefill.hangs = moment == "prefill"
-            for engine in it.decodes:
-                engine.hangs = moment == "first token"
-            body = {"prompt": PROMPT, "max_tokens": 5000, "model": "m", "stream": stream}
-            asking = asyncio.create_task(it.post(body))
-            if moment == "prefill":
-                await until(lambda: len(prefill.bodies) == 1)
-            elif moment == "first token":
-                await until(lambda: any(engine.running for engine in it.decodes))
-            else:
-                await until(lambda: any(e.running for e in it.decodes) and it.live().can_move)
-            if moment == "freeze":
-                moving = asyncio.create_task(it.move())
-                await until(lambda: it.live().may_be_frozen)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await until(lambda: it.proxy.running == 0)
-            prefill.hangs = False  # and so ends the prefill of a client that has left
-            await it.idle()
-            if moment == "freeze":
-                await moving
-
-    asyncio.run(run())
+    async with cluster(tokenizer) as it:
+        prefill = it.engines["prefill-0"]
+        prefill.hangs = moment == "prefill"
+        for engine in it.decodes:
+            engine.hangs = moment == "first token"
+        body = {"prompt": PROMPT, "max_tokens": 5000, "model": "m", "stream": stream}
+        asking = asyncio.create_task(it.post(body))
+        if moment == "prefill":
+            await until(lambda: len(prefill.bodies) == 1)
+        elif moment == "first token":
+            await until(lambda: any(engine.running for engine in it.decodes))
+        else:
+            await until(lambda: any(e.running for e in it.decodes) and it.live().can_move)
+        if moment == "freeze":
+            moving = asyncio.create_task(it.move())
+            await until(lambda: it.live().may_be_frozen)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: it.proxy.running == 0)
+        prefill.hangs = False  # and so ends the prefill of a client that has left
+        await it.idle()
+        if moment == "freeze":
+            await moving
 
 
-def test_a_full_pool_is_told_with_a_time_to_try_again(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, pool=2, prefill_concurrency=1) as it:
-            it.engines["prefill-0"].hangs = True
-            body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
-            waiting = [asyncio.create_task(it.post(body)) for _ in range(3)]
-            await until(lambda: it.proxy.dispatcher.waiting_for_prefill == 2)
-            status, answer, headers = await it.post(body)
-            assert status == 429
-            assert int(headers["Retry-After"]) >= 1
-            assert answer["error"]["code"] == 429
-            it.engines["prefill-0"].hangs = False
-            assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 3
-
-    asyncio.run(run())
+async def test_a_full_pool_is_refused_with_a_time_to_try_again(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, pool=2, prefill_concurrency=1) as it:
+        it.engines["prefill-0"].hangs = True
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
+        waiting = [asyncio.create_task(it.post(body)) for _ in range(3)]
+        await until(lambda: it.proxy.dispatcher.waiting_for_prefill == 2)
+        status, answer, headers = await it.post(body)
+        assert status == 429
+        assert int(headers["Retry-After"]) >= 1
+        assert answer["error"]["code"] == 429
+        it.engines["prefill-0"].hangs = False
+        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 3
 
 
 @pytest.mark.parametrize("pinned", [{}, {"n": 2}])
-def test_what_one_instance_turns_away_another_one_takes(
+async def test_what_one_instance_turns_away_another_one_takes(
     tokenizer: Tokenizer, pinned: dict[str, int]
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, decodes=3) as it:
-            for engine in it.decodes[:2]:
-                engine.fails = 429
-            body = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "return_token_ids": True}
-            for _ in range(6):  # more than would take an instance out of service
-                status, answer, _ = await it.post({**body, **pinned})
-                assert status == 200
-                assert pinned or answer["choices"][0]["token_ids"] == it.expected(5)
-            instances = it.proxy.instances.values()
-            assert all(instance.breaker.closed for instance in instances)
-            assert b'headway_proxy_turned_away_total{instance="decode-0"}' in (
-                it.proxy.metrics.text()
-            )
-
-    asyncio.run(run())
+    async with cluster(tokenizer, decodes=3) as it:
+        for engine in it.decodes[:2]:
+            engine.fails = 429
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "return_token_ids": True}
+        for _ in range(6):  # more than would take an instance out of service
+            status, answer, _ = await it.post({**body, **pinned})
+            assert status == 200
+            assert pinned or answer["choices"][0]["token_ids"] == it.expected(5)
+        instances = it.proxy.instances.values()
+        assert all(instance.breaker.closed for instance in instances)
+        assert b'headway_proxy_turned_away_total{instance="decode-0"}' in (it.proxy.metrics.text())
 
 
 @pytest.mark.parametrize("pinned", [{}, {"n": 2}])
-def test_what_all_instances_turn_away_is_told_when_to_try_again(
+async def test_what_all_instances_turn_away_is_told_when_to_try_again(
     tokenizer: Tokenizer, pinned: dict[str, int]
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            for engine in it.decodes:
-                engine.fails = 429
-            body = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
-            status, answer, headers = await it.post({**body, **pinned})
-            assert status == 429
-            assert headers["Retry-After"] == "7"
-            assert answer["error"]["code"] == 429
-            asked = [[body["model"] for body in engine.bodies] for engine in it.decodes]
-            assert [models.count("m") for models in asked] == [1, 1]
-            for engine in it.decodes:
-                engine.fails = 0
-            assert all(instance.breaker.closed for instance in it.proxy.instances.values())
-            assert (await it.post({**body, **pinned}))[0] == 200
-
-    asyncio.run(run())
+    async with cluster(tokenizer) as it:
+        for engine in it.decodes:
+            engine.fails = 429
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+        status, answer, headers = await it.post({**body, **pinned})
+        assert status == 429
+        assert headers["Retry-After"] == "7"
+        assert answer["error"]["code"] == 429
+        asked = [[body["model"] for body in engine.bodies] for engine in it.decodes]
+        assert [models.count("m") for models in asked] == [1, 1]
+        for engine in it.decodes:
+            engine.fails = 0
+        assert all(instance.breaker.closed for instance in it.proxy.instances.values())
+        assert (await it.post({**body, **pinned}))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -623,200 +573,169 @@ def test_what_all_instances_turn_away_is_told_when_to_try_again(
         (b'{"prompt": "a", "vllm_xargs": {"kv_transfer_params": "x"}}', "kv_transfer_params"),
     ],
 )
-def test_what_cannot_work_is_refused_in_openais_shape(
+async def test_what_cannot_work_is_refused_in_openais_shape(
     tokenizer: Tokenizer, body: bytes, param: str | None
 ) -> None:
-    async def run() -> None:
-        async with (
-            cluster(tokenizer) as it,
-            it.session.post(it.url + "/v1/completions", data=body) as response,
-        ):
-            error = (await response.json())["error"]
-            assert (response.status, error["code"]) == (400, 400)
-            assert error["type"] == "BadRequestError"
-            assert error["param"] == param
-
-    asyncio.run(run())
+    async with (
+        cluster(tokenizer) as it,
+        it.session.post(it.url + "/v1/completions", data=body) as response,
+    ):
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (400, 400)
+        assert error["type"] == "BadRequestError"
+        assert error["param"] == param
 
 
-def test_what_an_engine_refuses_is_told_as_it_says_it(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            status, answer, _ = await it.post({"model": "other", "prompt": PROMPT})
-            assert (status, answer["error"]["param"]) == (404, "model")
-            body = {"model": "other", "prompt": PROMPT, "stream": True}
-            assert (await it.post(body))[0] == 404
-
-    asyncio.run(run())
+async def test_what_an_engine_refuses_is_told_as_it_says_it(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        status, answer, _ = await it.post({"model": "other", "prompt": PROMPT})
+        assert (status, answer["error"]["param"]) == (404, "model")
+        body = {"model": "other", "prompt": PROMPT, "stream": True}
+        assert (await it.post(body))[0] == 404
 
 
 @pytest.mark.parametrize(
     "special",
     [{"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt": ["a", "b"]}, {"prompt_logprobs": 1}],
 )
-def test_what_cannot_move_is_handed_to_one_instance_as_it_is(
+async def test_what_cannot_move_is_handed_to_one_instance_as_it_is(
     tokenizer: Tokenizer, special: dict[str, Any]
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            if "prompt" not in special:
-                status, _, _ = await it.post(
-                    {"model": "m", "prompt": PROMPT, "max_tokens": 3, **special}
-                )
-                assert status == 200
-                (body,) = [body for engine in it.decodes for body in engine.bodies]
-                assert "kv_transfer_params" not in body
-                assert body["max_tokens"] == 3
-            assert it.engines["prefill-0"].bodies == []
-
-    asyncio.run(run())
-
-
-def test_what_is_pinned_starts_again_elsewhere_as_long_as_its_client_has_nothing(
-    tokenizer: Tokenizer,
-) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            it.engines["decode-0"].fails = 500
-            bodies = [{"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}] * 4
-            answers = await asyncio.gather(*map(it.post, bodies))
-            assert [status for status, _, _ in answers] == [200] * 4
-
-    asyncio.run(run())
-
-
-def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_service(
-    tokenizer: Tokenizer,
-) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, control_seconds=0.5) as it:
-            for engine in it.decodes:
-                engine.hangs = True
-            body = {"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}
-            asking = asyncio.create_task(it.post(body))
-            while not (busy := [engine for engine in it.decodes if engine.bodies]):
-                await asyncio.sleep(0.01)
-            for engine in it.decodes:
-                engine.hangs = engine is busy[0]
-            status, _, _ = await asking
+    async with cluster(tokenizer) as it:
+        if "prompt" not in special:
+            status, _, _ = await it.post(
+                {"model": "m", "prompt": PROMPT, "max_tokens": 3, **special}
+            )
             assert status == 200
-            asked = [body for engine in it.decodes for body in engine.bodies if body.get("n") == 2]
-            assert len(asked) == 2
-            busy[0].hangs = False
-
-    asyncio.run(run())
-
-
-def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it:
-            bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 300} for i in range(8)]
-            streams = [asyncio.create_task(it.stream(body)) for body in bodies]
-            await until(lambda: sum(len(engine.bodies) for engine in it.decodes) == 8)
-            async with it.session.post(it.url + "/admin/drain/decode-0") as response:
-                told = await response.json()
-            assert told["draining"]
-            assert told["requests"] > 0
-            async with asyncio.timeout(20):
-                while told["requests"]:
-                    await asyncio.sleep(0.02)
-                    async with it.session.get(it.url + "/admin/instances") as response:
-                        told = (await response.json())["instances"][1]
-            assert not all(stream.done() for stream in streams)
-            before = len(it.engines["decode-0"].bodies)
-            await it.stream({"prompt": PROMPT, "max_tokens": 3})
-            assert len(it.engines["decode-0"].bodies) == before
-            for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
-                assert tokens_of(chunks) == it.expected(300, body["prompt"])
-            async with it.session.post(it.url + "/admin/undrain/decode-0") as response:
-                assert not (await response.json())["draining"]
-            async with it.session.post(it.url + "/admin/drain/nobody") as response:
-                assert response.status == 404
-                assert "decode-0" in (await response.json())["error"]["message"]
-
-    asyncio.run(run())
+            (body,) = [body for engine in it.decodes for body in engine.bodies]
+            assert "kv_transfer_params" not in body
+            assert body["max_tokens"] == 3
+        assert it.engines["prefill-0"].bodies == []
 
 
-def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
+async def test_what_is_pinned_starts_again_elsewhere_as_long_as_its_client_has_nothing(
     tokenizer: Tokenizer,
 ) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer, decodes=1) as it:
-
-            async def at(tokens: int) -> None:
-                if tokens == 5:
-                    async with it.session.post(it.url + "/admin/drain/decode-0"):
-                        pass
-
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 60}, at)
-            assert tokens_of(chunks) == it.expected(60)
-
-    asyncio.run(run())
+    async with cluster(tokenizer) as it:
+        it.engines["decode-0"].fails = 500
+        bodies = [{"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}] * 4
+        answers = await asyncio.gather(*map(it.post, bodies))
+        assert [status for status, _, _ in answers] == [200] * 4
 
 
-def test_the_planner_moves_requests_from_a_crowded_instance(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        planner = {"name": "star", "prediction": False, "interval_seconds": 0.05}
-        async with cluster(tokenizer, migration=planner) as it:
-            async with it.session.post(it.url + "/admin/drain/decode-1"):
-                pass
-            bodies = [{"prompt": f"{PROMPT} {i} " * (9 - i), "max_tokens": 400} for i in range(8)]
-            streams = [asyncio.create_task(it.stream(body)) for body in bodies]
-            await until(lambda: len(it.engines["decode-0"].bodies) == 8)
-            assert not it.engines["decode-1"].running
-            async with it.session.post(it.url + "/admin/undrain/decode-1"):
-                pass
-            for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
-                assert tokens_of(chunks) == it.expected(400, body["prompt"])
-            assert it.engines["decode-1"].pulled > 0
-            async with it.session.get(it.url + "/metrics") as response:
-                text = await response.text()
-            assert 'headway_proxy_migrations_total{outcome="moved"' in text.replace(
-                'source="decode-0",target="decode-1",', ""
-            ).replace('outcome="moved",', 'outcome="moved"')
-
-    asyncio.run(run())
+async def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_service(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, control_seconds=0.5) as it:
+        for engine in it.decodes:
+            engine.hangs = True
+        body = {"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}
+        asking = asyncio.create_task(it.post(body))
+        while not (busy := [engine for engine in it.decodes if engine.bodies]):
+            await asyncio.sleep(0.01)
+        for engine in it.decodes:
+            engine.hangs = engine is busy[0]
+        status, _, _ = await asking
+        assert status == 200
+        asked = [body for engine in it.decodes for body in engine.bodies if body.get("n") == 2]
+        assert len(asked) == 2
+        busy[0].hangs = False
 
 
-def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        random_ = random.Random(11)
-        async with cluster(
-            tokenizer, decodes=3, attempts=20, freeze_seconds=1.0, control_seconds=1.0
-        ) as it:
-            bodies = [
-                {"prompt": f"{PROMPT} {i}", "max_tokens": random_.randint(20, 150)}
-                for i in range(40)
-            ]
-            streams = [asyncio.create_task(it.stream(body)) for body in bodies]
-            decodes = [i for i in it.proxy.instances.values() if i.instance.role == "decode"]
-            moves: set[asyncio.Task[str]] = set()
-            for step in range(150):
-                await asyncio.sleep(0.004)
-                requests = [r for i in decodes for r in it.proxy.placements.on(i) if r.can_move]
-                if requests:
-                    request, target = random_.choice(requests), random_.choice(decodes)
-                    moves.add(asyncio.create_task(it.proxy.migrator.move(request, target, "storm")))
-                if step % 10 == 0:
-                    random_.choice(streams[:10]).cancel()
-                if step == 60:
-                    await it.engines["decode-0"].stop()
-            finished = await asyncio.gather(*streams, return_exceptions=True)
-            for body, chunks in zip(bodies, finished, strict=True):
-                if not isinstance(chunks, asyncio.CancelledError):
-                    assert not isinstance(chunks, BaseException), chunks
-                    assert tokens_of(chunks) == it.expected(body["max_tokens"], body["prompt"])
-            outcomes = await asyncio.gather(*moves)
-            assert outcomes.count("moved") > 10
-            for engine in it.engines.values():
-                engine.kept.clear()  # kept for the dead instance: time to live ends
-
-    asyncio.run(run())
+async def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 300} for i in range(8)]
+        streams = [asyncio.create_task(it.stream(body)) for body in bodies]
+        await until(lambda: sum(len(engine.bodies) for engine in it.decodes) == 8)
+        async with it.session.post(it.url + "/admin/drain/decode-0") as response:
+            instance = await response.json()
+        assert instance["draining"]
+        assert instance["requests"] > 0
+        async with asyncio.timeout(20):
+            while instance["requests"]:
+                await asyncio.sleep(0.02)
+                async with it.session.get(it.url + "/admin/instances") as response:
+                    instance = (await response.json())["instances"][1]
+        assert not all(stream.done() for stream in streams)
+        before = len(it.engines["decode-0"].bodies)
+        await it.stream({"prompt": PROMPT, "max_tokens": 3})
+        assert len(it.engines["decode-0"].bodies) == before
+        for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
+            assert tokens_of(chunks) == it.expected(300, body["prompt"])
+        async with it.session.post(it.url + "/admin/undrain/decode-0") as response:
+            assert not (await response.json())["draining"]
+        async with it.session.post(it.url + "/admin/drain/nobody") as response:
+            assert response.status == 404
+            assert "decode-0" in (await response.json())["error"]["message"]
 
 
-def test_models_are_those_of_the_engines(tokenizer: Tokenizer) -> None:
-    async def run() -> None:
-        async with cluster(tokenizer) as it, it.session.get(it.url + "/v1/models") as response:
-            assert (await response.json())["data"][0]["id"] == "m"
+async def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, decodes=1) as it:
 
-    asyncio.run(run())
+        async def at(tokens: int) -> None:
+            if tokens == 5:
+                async with it.session.post(it.url + "/admin/drain/decode-0"):
+                    pass
+
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 60}, at)
+        assert tokens_of(chunks) == it.expected(60)
+
+
+async def test_the_planner_moves_requests_from_a_crowded_instance(tokenizer: Tokenizer) -> None:
+    planner = {"name": "star", "prediction": False, "interval_seconds": 0.05}
+    async with cluster(tokenizer, migration=planner) as it:
+        async with it.session.post(it.url + "/admin/drain/decode-1"):
+            pass
+        bodies = [{"prompt": f"{PROMPT} {i} " * (9 - i), "max_tokens": 400} for i in range(8)]
+        streams = [asyncio.create_task(it.stream(body)) for body in bodies]
+        await until(lambda: len(it.engines["decode-0"].bodies) == 8)
+        assert not it.engines["decode-1"].running
+        async with it.session.post(it.url + "/admin/undrain/decode-1"):
+            pass
+        for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
+            assert tokens_of(chunks) == it.expected(400, body["prompt"])
+        assert it.engines["decode-1"].pulled > 0
+        async with it.session.get(it.url + "/metrics") as response:
+            text = await response.text()
+        assert 'headway_proxy_migrations_total{outcome="moved"' in text.replace(
+            'source="decode-0",target="decode-1",', ""
+        ).replace('outcome="moved",', 'outcome="moved"')
+
+
+async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: Tokenizer) -> None:
+    random_ = random.Random(11)
+    async with cluster(
+        tokenizer, decodes=3, attempts=20, freeze_seconds=1.0, control_seconds=1.0
+    ) as it:
+        bodies = [
+            {"prompt": f"{PROMPT} {i}", "max_tokens": random_.randint(20, 150)} for i in range(40)
+        ]
+        streams = [asyncio.create_task(it.stream(body)) for body in bodies]
+        decodes = [i for i in it.proxy.instances.values() if i.instance.role == "decode"]
+        moves: set[asyncio.Task[str]] = set()
+        for step in range(150):
+            await asyncio.sleep(0.004)
+            requests = [r for i in decodes for r in it.proxy.placements.on(i) if r.can_move]
+            if requests:
+                request, target = random_.choice(requests), random_.choice(decodes)
+                moves.add(asyncio.create_task(it.proxy.migrator.move(request, target, "storm")))
+            if step % 10 == 0:
+                random_.choice(streams[:10]).cancel()
+            if step == 60:
+                await it.engines["decode-0"].stop()
+        finished = await asyncio.gather(*streams, return_exceptions=True)
+        for body, chunks in zip(bodies, finished, strict=True):
+            if not isinstance(chunks, asyncio.CancelledError):
+                assert not isinstance(chunks, BaseException), chunks
+                assert tokens_of(chunks) == it.expected(body["max_tokens"], body["prompt"])
+        outcomes = await asyncio.gather(*moves)
+        assert outcomes.count("moved") > 10
+        for engine in it.engines.values():
+            engine.kept.clear()  # kept for the dead instance: time to live ends
+
+
+async def test_models_are_those_of_the_engines(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it, it.session.get(it.url + "/v1/models") as response:
+        assert (await response.json())["data"][0]["id"] == "m"

@@ -66,7 +66,7 @@ def test_fields_that_the_proxy_does_not_know_pass_as_they_are(extra: dict[str, A
         assert body_of(raw).items() >= extra.items()
 
 
-def test_the_decode_instance_gets_the_prefills_parameters_and_tells_tokens() -> None:
+def test_the_decode_instance_gets_the_prefills_parameters_and_returns_tokens() -> None:
     body = body_of(decode_body(request(prompt="a"), "id", 2, PARAMS))
     assert body["kv_transfer_params"] == {**PARAMS, "headway": {"id": "id", "hop": 2}}
     assert body["return_token_ids"] is True

@@ -207,8 +207,8 @@ def test_token_ids_are_seen_only_by_who_asked_for_them(tokenizer: Tokenizer, cha
                 assert choice.get("prompt_token_ids") is None
         assert '"token_ids":[1, 2]' in text_of(seen)
         _, seen = spliced(tokenizer, tokens, cut_at, chat, return_token_ids=True)
-        told = [choice.get("token_ids") or [] for chunk in seen for choice in chunk["choices"]]
-        assert [token for part in told for token in part] == tokens
+        parts = [choice.get("token_ids") or [] for chunk in seen for choice in chunk["choices"]]
+        assert [token for part in parts for token in part] == tokens
         first = seen[0] if chat else seen[0]["choices"][0]
         assert first["prompt_token_ids"] == prompt
         assert sum("prompt_token_ids" in json.dumps(chunk) for chunk in seen if chat) <= 1
@@ -218,8 +218,8 @@ def test_the_fingerprint_is_the_first_engines_and_only_at_the_end(tokenizer: Tok
     tokens = tokenizer.encode("one two three").ids
     _, seen = spliced(tokenizer, tokens, [1], False)
     assert "system_fingerprint" not in seen[0]
-    told = {c["system_fingerprint"] for c in seen if "system_fingerprint" in c}
-    assert len(told) == 1
+    fingerprints = {c["system_fingerprint"] for c in seen if "system_fingerprint" in c}
+    assert len(fingerprints) == 1
 
 
 def test_reasoning_pins_a_request(tokenizer: Tokenizer) -> None:

@@ -142,7 +142,7 @@ def test_forecasts_follow_their_requests_and_age(
 ) -> None:
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     curve = np.array([1.0, 0.8, 0.4, 0.0])
-    told = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
+    forecast = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
     header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
     snapshot = Snapshot(
         instance="a",
@@ -152,7 +152,7 @@ def test_forecasts_follow_their_requests_and_age(
         checkpoint="c",
         k=10,
         edges=EDGES,
-        requests=[told],
+        requests=[forecast],
         **header,
     )
     view = TelemetryView(history=False)
@@ -178,7 +178,7 @@ def test_forecasts_follow_their_requests_and_age(
         forecasts.refresh()
         assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
         later = msgspec.structs.replace(
-            told,
+            forecast,
             request_id="cmpl-r1-0-ffff0000",
             prompt_tokens=25,
             generated_tokens=0,
@@ -279,12 +279,12 @@ def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer) -> None:
         assert at == pytest.approx(expected, abs=1e-5)
 
 
-def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
+def test_prefill_budgets_are_spent_until_an_engine_publishes_its_next(
     publisher: "zmq.Socket[bytes]",
 ) -> None:
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     instances = [instance("a"), instance("b")]
-    told = Snapshot(
+    published = Snapshot(
         instance="a",
         rank=0,
         epoch=1,
@@ -301,7 +301,7 @@ def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
     with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
         budgets = PrefillBudgets(telemetry)
 
-        def tell(snapshot: Snapshot) -> None:
+        def publish(snapshot: Snapshot) -> None:
             deadline = time.monotonic() + 20
             while time.monotonic() < deadline:
                 with telemetry.lock:
@@ -313,15 +313,15 @@ def test_prefill_budgets_are_spent_until_an_engine_tells_its_next(
             raise AssertionError("no telemetry came")
 
         assert budgets.left(instances).tolist() == [0.0, 0.0]
-        tell(told)
+        publish(published)
         budgets.spend(instances[0], 30)
         budgets.spend(instances[0], 40)
-        assert budgets.left(instances).tolist() == [100.5, 100.5]  # spent before it had told
+        assert budgets.left(instances).tolist() == [100.5, 100.5]  # spent before it published
         budgets.spend(instances[0], 30)
         budgets.spend(instances[0], 90)
         budgets.spend(instances[1], 20)
         assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
-        tell(msgspec.structs.replace(told, seq=1, gauges=Gauges(prefill_budget=-3.0)))
+        publish(msgspec.structs.replace(published, seq=1, gauges=Gauges(prefill_budget=-3.0)))
         assert budgets.left(instances).tolist() == [-3.0, -23.0]
 
 

@@ -86,7 +86,7 @@ class Never(RoutingPolicy):
         return 1.0
 
 
-def test_a_policy_that_lets_everybody_wait_for_ever_is_told_of() -> None:
+def test_a_policy_that_lets_everybody_wait_forever_is_reported() -> None:
     with pytest.raises(RuntimeError, match="never leaves 40 requests waiting on an idle cluster"):
         run(small_setup(), Never(), seed=0)
 

@@ -18,7 +18,7 @@ def named(source: Classified, outputs: list[int], seed: int = 0) -> list[float]:
     return [expected_remaining(arrays, i, 0, 0, output) for i, output in enumerate(outputs)]
 
 
-def test_a_bucket_is_told_by_the_mean_of_its_requests() -> None:
+def test_a_bucket_is_represented_by_the_mean_of_its_requests() -> None:
     source = Classified(accuracy=1.0)
     assert (
         named(source, [1, 255, 256, 2047, 2048, 4000]) == [125.0] * 2 + [500.0] * 2 + [3000.0] * 2
@@ -42,7 +42,7 @@ def test_accuracy_is_as_set_and_errors_follow_bucket_frequencies() -> None:
     assert np.mean(wrong == 125.0) == pytest.approx(8 / 9, abs=0.02)
 
 
-def test_what_is_no_classifier_is_refused() -> None:
+def test_an_invalid_classifier_is_refused() -> None:
     for options, match in (
         ({"edges": (1, 5)}, "ascend from 0"),
         ({"accuracy": 1.5}, "accuracy is a share"),

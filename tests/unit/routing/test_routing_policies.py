@@ -160,7 +160,7 @@ def test_pab_sends_each_prompt_to_the_greatest_budget_and_counts_it_there() -> N
     assert placed("pab", view) == [1]
 
 
-def test_needs_tell_how_much_a_policy_knows() -> None:
+def test_needs_state_how_much_a_policy_knows() -> None:
     known = {name: create_policy(name).needs for name in NAMES}
     for name in ("fcfs", "round_robin", "random", "jsq", "throttled", "power_of_d"):
         assert known[name] == Needs.COUNTS

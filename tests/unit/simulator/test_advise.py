@@ -89,7 +89,7 @@ def test_one_seed_measures_nothing() -> None:
     assert "no interval" in in_words(alone, "throughput")
 
 
-def test_gains_are_told_as_changes_of_their_figure() -> None:
+def test_gains_are_changes_of_their_figure() -> None:
     assert in_words(Gain(0.041, 0.003, 5), "throughput") == "+4.1% (±0.3)"
     assert in_words(Gain(0.041, 0.003, 5), "latency") == "−4.1% (±0.3)"
     assert in_words(Gain(-0.0002, 0.0001, 5), "throughput") == "−0.02% (±0.01)"
@@ -262,10 +262,10 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert advise(trace, **SMALL, load=0.9, out=out, slo=SLOConfig(1.0, 0.05)) == 0
     printed = capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {"advice.json", "advice.txt", "advice.png"}
-    told = (out / "advice.txt").read_text()
-    assert told in printed
-    assert "RECOMMENDATION: " in told
-    assert len(told.splitlines()) <= 27
+    written = (out / "advice.txt").read_text()
+    assert written in printed
+    assert "RECOMMENDATION: " in written
+    assert len(written.splitlines()) <= 27
     found = json.loads((out / "advice.json").read_text())
     names = [f"{c}, {r}" for c in ("barrier", "independent") for r in ("scaled", "overloaded")]
     assert [key.partition(" (")[0] for key in found["scenarios"]] == names
@@ -286,9 +286,9 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
     rows = [line.split(",", 1)[1] for line in trace.read_text().splitlines()]
     lengths.write_text("\n".join(rows))
     assert advise(lengths, **SMALL | {"horizon": None}, clock="barrier") == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "no arrival times: only an overloaded cluster is judged" in told
-    assert "independent" not in told
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no arrival times: only an overloaded cluster is judged" in text
+    assert "independent" not in text
     slow = {"name": "batch", "a": 10.0, "b": 0.0, "c": 0.0}
     assert advise(trace, **SMALL, clock="independent", step_time=slow, json=tmp_path / "x") == 0
     assert "cannot keep up with the trace" in " ".join(capsys.readouterr().out.split())
@@ -312,7 +312,7 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
         ({"recording": Path("nowhere.parquet")}, "nowhere.parquet"),
     ],
 )
-def test_mistakes_are_told(trace: Path, options: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(trace: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advise(trace, **options)
 

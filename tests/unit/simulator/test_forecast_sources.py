@@ -1,4 +1,4 @@
-"""What simulated policies are told: sources of forecasts, and recordings of real ones."""
+"""What simulated policies get: sources of forecasts, and recordings of real ones."""
 
 import shutil
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
         ({"name": "replay", "recording": "nowhere"}, "nowhere: cannot be read"),
     ],
 )
-def test_a_source_that_cannot_be_is_told(options: dict[str, object], message: str) -> None:
+def test_an_impossible_source_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_forecast(**options)  # type: ignore[arg-type]
 
@@ -324,7 +324,7 @@ def test_the_verb_says_what_it_wrote(
     assert "left out" in printed
 
 
-def test_what_is_no_recording_is_told(recording: Path, tmp_path: Path) -> None:
+def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> None:
     path = tmp_path / "forecasts.parquet"
     path.write_bytes(recording.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"forecasts\.parquet: cannot be read as Parquet"):

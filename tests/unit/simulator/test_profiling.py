@@ -75,7 +75,7 @@ def test_a_profile_of_another_engine_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[1]", "batch: {", "engine: {}", "\x00"], ids=["empty", "list", "yaml", "key", "0"]
 )
-def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_profile_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"profile\.yaml: no profile"):
@@ -165,15 +165,15 @@ def test_one_step_cannot_poison_the_estimate(seconds: float, before: int) -> Non
 
 
 @pytest.mark.parametrize("models", [503, 200])
-async def test_a_server_that_refuses_is_told_in_one_error(models: int) -> None:
-    async def told(http: web.Request) -> web.Response:
+async def test_a_server_that_refuses_is_reported_in_one_error(models: int) -> None:
+    async def list_models(http: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]}, status=models)
 
     async def refused(http: web.Request) -> web.Response:
         return web.json_response({"error": "too long"}, status=400)
 
     app = web.Application()
-    app.router.add_get("/v1/models", told)
+    app.router.add_get("/v1/models", list_models)
     app.router.add_post("/v1/completions", refused)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")

@@ -158,7 +158,7 @@ def test_a_request_counts_the_steps_it_has_waited() -> None:
     assert column(result, "placed") == [0.0, 3.0]
 
 
-def test_requests_that_would_wait_for_ever_are_an_error() -> None:
+def test_requests_that_would_wait_forever_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="first_fit leaves requests waiting"):
         alone([(0.0, 1, 1), (0.5, 1, 1)], ReferenceConfig(1, 2), FirstFit(wait=2))
 

@@ -234,7 +234,7 @@ def test_a_planner_has_the_transfers_costs_and_may_have_its_own_forecasts() -> N
         ({"max_seconds": 0.0}, "max_seconds must be above 0"),
     ],
 )
-def test_mistakes_are_told_with_their_key(changes: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_with_their_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         candidates(**changes)
 

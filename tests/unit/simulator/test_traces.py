@@ -123,12 +123,14 @@ def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Pat
         ("x" * 2_000_000, r"log:1: not a trace: a line of over 1 MiB"),
     ],
 )
-def test_what_is_no_trace_is_told_by_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_trace_is_reported_by_file_and_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         whole(read_trace(write(tmp_path / "log", text)))
 
 
-def test_damaged_bytes_are_told_by_file_and_line(tmp_path: Path) -> None:
+def test_damaged_bytes_are_reported_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(HEADWAY.encode() + b"9,4,5,\xff\xfe\n")
     with pytest.raises(ValueError, match=r"log:\d: not UTF-8"):
@@ -308,12 +310,12 @@ def test_phases_and_counts_go_on_across_blocks() -> None:
         ({"name": "mixed_classes", "heavy_decode": 5}, "heavy_decode must lie above 10"),
     ],
 )
-def test_a_trace_that_cannot_be_made_is_told(options: dict[str, object], message: str) -> None:
+def test_an_impossible_trace_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_trace(**options)  # type: ignore[arg-type]
 
 
-def test_options_of_a_file_are_told(tmp_path: Path) -> None:
+def test_invalid_options_of_a_file_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "log", HEADWAY)
     with pytest.raises(ValueError, match="no option 'scale'; it takes: requests, skip_empty"):
         create_trace(path=path, scale=2)
@@ -368,7 +370,7 @@ def test_a_traces_own_times_are_scaled_or_dropped(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_arrivals_that_cannot_be_are_told(arrive: Callable[[Trace], Trace], message: str) -> None:
+def test_impossible_arrivals_are_refused(arrive: Callable[[Trace], Trace], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         arrive(create_trace("star"))
 
