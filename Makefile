@@ -32,7 +32,7 @@ demo: $(INSTALLED)
 	$(BIN)/headway demo
 
 test: unit
-	$(BIN)/python -m pytest -n 2 tests/integration tests/e2e
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit

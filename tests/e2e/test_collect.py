@@ -52,7 +52,7 @@ def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., su
             str(folder / "prompts.jsonl"),
         ]
         command += ["--engine.dtype", "float32", "--engine.max_model_len", "512"]
-        command += ["--sampling.max_tokens", "64", "--arrivals.concurrency", "6"]
+        command += ["--sampling.max_tokens", "32", "--arrivals.concurrency", "6"]
         command += ["--record.flush_seconds", "0.5", *options]
         process = subprocess.Popen(
             command,
@@ -139,7 +139,7 @@ def test_interrupt_then_kill_then_finish(
 
     rows = load_rows(dataset)
     assert set(rows.requests.task) <= {"story", ""}
-    cut = rows.requests.total_tokens == 64
+    cut = rows.requests.total_tokens == 32
     assert (rows.requests.censored[cut]).all(), "answers that reached the cap are censored"
     assert "3 sessions" in describe(dataset)
 
@@ -163,7 +163,7 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
     if mounted.returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
-        process = start(disk / "dataset", "--record.k", "2", spawns=True)
+        process = start(disk / "dataset", "--record.k", "1", spawns=True)
         wait_for_spawned(process)
         output, _ = process.communicate()
         assert process.returncode == 1, output[-3000:]

@@ -21,7 +21,7 @@ QUESTIONS = [
     "Explain what a queue is in two sentences.",
     "Count from one to twenty in words.",
 ]
-LONG = "Summarise in one sentence: " + "The harbour was quiet and the boats lay still. " * 30
+LONG = "Summarise in one sentence: " + "The harbour was quiet and the boats lay still. " * 20
 
 CASES: dict[str, dict[str, Any]] = {
     "base": {},
@@ -30,9 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stress": {
         "max_num_batched_tokens": 48,
         "max_num_seqs": 8,
-        "num_gpu_blocks_override": 30,
+        "num_gpu_blocks_override": 22,
         "block_size": 32,
-        "max_model_len": 768,
+        "max_model_len": 512,
     },
 }
 
@@ -57,7 +57,7 @@ def recording(
         for text in texts
     ]
     arguments = {"dtype": "float32", "enforce_eager": True, **CASES[request.param]}
-    dataset, tokens = folder / "dataset", 60 if request.param == "stress" else 40
+    dataset, tokens = folder / "dataset", 36 if request.param == "stress" else 24
     seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
     assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
     return Recording(load_rows(dataset), seen["counters"])

@@ -40,12 +40,12 @@ def waves() -> list[dict[str, Any]]:
     lengths = [[30, 210, 5], [150, 90], [64, 320], [33, 128, 7]]
     mixed = [
         [
-            ask(f"mixed{i}-{j}", prompt(10 * i + j, n, shared=min(n // 2, 64)), 24)
+            ask(f"mixed{i}-{j}", prompt(10 * i + j, n, shared=min(n // 2, 64)), 12)
             for j, n in enumerate(wave)
         ]
         for i, wave in enumerate(lengths)
     ]
-    growing = [ask(f"grows{i}", prompt(50 + i, 120), 48, ttft_s=30.0, tpot_s=5.0) for i in range(6)]
+    growing = [ask(f"grows{i}", prompt(50 + i, 120), 32, ttft_s=30.0, tpot_s=5.0) for i in range(6)]
     patient = [
         ask(f"patient{i}", prompt(100 + i, 200), 4, ttft_s=600.0, tpot_s=10.0) for i in range(3)
     ]

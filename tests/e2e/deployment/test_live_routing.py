@@ -1,34 +1,26 @@
 """Policies that let requests wait, before real engines: nobody waits forever, answers stay."""
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from proxying import Client, served, text_of
+from router_tasks import checkpoint, random_layers
 from running_deployment import RunningDeployment
 
 pytestmark = pytest.mark.timeout(600)
 
-QUICK = Path(__file__).parents[3] / "configs" / "rl" / "quick.yaml"
 DECODES = ("decode-0", "decode-1")
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A router for two instances, after a training that has taught it little."""
+    """A router for two instances that has learned nothing."""
     folder = tmp_path_factory.mktemp("router")
-    short = ["--policies", "round_robin", "--variants", '["baseline"]', "--seeds", "1"]
-    short += ["--training.episodes", "1", "--training.exploration_episodes", "1"]
-    command = [sys.executable, "-m", "rescheduler", "train-router", "--config", str(QUICK)]
-    ran = subprocess.run(
-        [*command, *short, "--out", str(folder)], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return folder / "router"
+    checkpoint(random_layers(2)).save(folder)
+    return folder
 
 
 async def answers_of(

@@ -115,7 +115,7 @@ def test_answers_are_those_of_an_engine_alone(
 
 
 WORDS = {"structured_outputs": {"regex": "([a-z]{3,9} ){40}"}, "temperature": 1.0, "seed": 2}
-MOVING = {"max_tokens": 70, "ignore_eos": True, "stream_options": {"include_usage": True}}
+MOVING = {"max_tokens": 50, "ignore_eos": True, "stream_options": {"include_usage": True}}
 MOVED = {
     "greedy": (COMPLETIONS, {}),
     "chat": (CHAT, {}),
@@ -123,7 +123,7 @@ MOVED = {
     "chat-top-p": (CHAT, {"temperature": 0.8, "top_p": 0.9, "seed": 6}),
     "penalties": (COMPLETIONS, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}),
     "logprobs": (COMPLETIONS, {"logprobs": 2}),
-    "late-stop": (COMPLETIONS, {"min_tokens": 50, "stop": ["a", "e"]}),
+    "late-stop": (COMPLETIONS, {"min_tokens": 35, "stop": ["a", "e"]}),
     "grammar": (COMPLETIONS, WORDS | {"ignore_eos": False}),
 }
 Compared = tuple[list[dict[str, Any]], list[dict[str, Any]]]
