@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from data_collection.capture.capture_hook import CaptureHook
 from data_collection.capture.captured_rows import FinishedRequest
@@ -34,8 +35,9 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what capture cannot read correctly.
 
     Raises:
-        ValueError: speculative decoding, a pooling model or prefill context parallelism is
-            on, or the scheduler that reports the ends of requests is missing.
+        ValueError: speculative decoding, a pooling or diffusion model, prefill context
+            parallelism or the V2 runner of an XPU is on, or the scheduler that reports the ends
+            of requests is missing.
     """
     problems = []
     if vllm_config.speculative_config is not None:
@@ -47,6 +49,16 @@ def refuse_unsupported(vllm_config: Any) -> None:
         problems.append(
             "this is a pooling model: it generates no tokens, so nothing remains to forecast; "
             "serve a generative model"
+        )
+    if vllm_config.model_config.is_diffusion:
+        problems.append(
+            "this is a diffusion model: a step changes many tokens, and none of its rows is the "
+            "next token's; serve an autoregressive model"
+        )
+    if current_platform.is_xpu() and vllm_config.use_v2_model_runner:
+        problems.append(
+            "XPUs have a V2 model runner of their own, which Headway does not know; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if vllm_config.parallel_config.prefill_context_parallel_size > 1:
         problems.append(

@@ -5,6 +5,7 @@ Written against vLLM 0.32; `tests/integration/test_transfer_contract.py` names w
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ from rescheduler.transfer.control_server import Asked, ControlServer
 from rescheduler.transfer.migration_params import MigrationParams, connector_config
 from rescheduler.transfer.sampling_state import restore_request, restores_runner_state
 
-__all__ = ["RELEASED", "TAILS", "MigratingScheduler"]
+__all__ = ["RELEASED", "TAILS", "MigratingScheduler", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,36 @@ class _Freeze:
 
     asked: Asked
     max_tokens: int
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse, by name, engines whose requests cannot move while they decode.
+
+    Raises:
+        ValueError: speculative decoding, a pooling or diffusion model, pipeline or prefill
+            context parallelism, or a cache of several groups.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = len(kv_cache_config.kv_cache_groups)
+    checks = {
+        "speculative decoding is on, and its drafts are not handed over; drop "
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "this is a pooling or diffusion model, which does not generate a token per step; serve "
+        "an autoregressive one": model.runner_type == "pooling" or model.is_diffusion,
+        "pipeline parallelism is on, and a freeze is not known to reach every stage in time; use "
+        "--tensor-parallel-size": parallel.pipeline_parallel_size > 1,
+        "prefill context parallelism is on, and no rank holds a whole context's KV cache; drop "
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        f"its KV cache has {groups} groups (hybrid attention), and only one is supported": (
+            groups != 1
+        ),
+    }
+    problems = [text for text, is_so in checks.items() if is_so]
+    if problems:
+        raise ValueError(
+            f"requests of this engine cannot move: {'; '.join(problems)}; or remove `control` to "
+            "serve it without migration"
+        )
 
 
 class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -83,16 +114,14 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._kept: dict[str, str] = {}
         self._pinned: dict[str, list[Any]] = {}
         self._snapshots = 0
+        self._taken: deque[tuple[int, Asked, Snapshot]] = deque()
+        self._steps_in_flight = vllm_config.max_concurrent_batches - 1
+        self._step = 0
         self._released: set[str] = set()
         self._restores_runner_state = restores_runner_state(vllm_config)
         self._server: ControlServer | None = None
         if self._config.control is not None:
-            if len(kv_cache_config.kv_cache_groups) != 1:
-                raise ValueError(
-                    f"requests of this model cannot move: its KV cache has "
-                    f"{len(kv_cache_config.kv_cache_groups)} groups (hybrid attention), and only "
-                    "one is supported; remove `control` to serve it without migration"
-                )
+            refuse_unsupported(vllm_config, kv_cache_config)
             rank = vllm_config.parallel_config.data_parallel_index
             self._server = ControlServer(
                 _raised_port(self._config.control, rank), self._config.keys, self._answer
@@ -154,6 +183,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
         assert params is not None
         if request.status != RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._reqs_not_processed.add(name)
             self._reply(freeze.asked, _not_frozen(freeze.asked, "it ended by itself"))
             return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
         self._stop_heartbeat(name)
@@ -175,11 +205,15 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Restore the requests that start here, carry out commands, then build as usual."""
         tails = self._restored(scheduler_output.scheduled_new_reqs)
+        self._step += 1
         if self._server is not None:
             for asked in self._server.take():
                 reply = self._carry_out(asked)
                 if reply is not None:
                     self._reply(asked, reply)
+        while self._taken and self._taken[0][0] <= self._step:
+            _, asked, snapshot = self._taken.popleft()
+            self._reply(asked, snapshot)
         meta = super().build_connector_meta(scheduler_output)
         if self._released:
             setattr(meta, RELEASED, self._released)
@@ -244,7 +278,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if isinstance(command, Freeze):
             return self._freeze(asked, command)
         if isinstance(command, TakeSnapshot):
-            return self._take_snapshot(command)
+            return self._take_snapshot(asked, command)
         if isinstance(command, Unfreeze):
             return Unfrozen(number=command.number, done=self._unfreeze(command.id))
         if isinstance(command, Release):
@@ -264,6 +298,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if name in self._freezes:
             return _not_frozen(asked, "it is being frozen already")
         self._freezes[name] = _Freeze(asked, request.max_tokens)
+        self._expect_reader(name)
         request.max_tokens = request.num_output_tokens + 1
         assert request.kv_transfer_params is not None
         request.kv_transfer_params[MIGRATION_PARAMS]["frozen"] = True
@@ -299,10 +334,16 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         request.max_tokens = freeze.max_tokens
         assert request.kv_transfer_params is not None
         del request.kv_transfer_params[MIGRATION_PARAMS]["frozen"]
+        self._reqs_not_processed.add(request.request_id)
         self._reply(freeze.asked, _not_frozen(freeze.asked, "it was unfrozen"))
         return True
 
-    def _take_snapshot(self, command: TakeSnapshot) -> Reply:
+    def _take_snapshot(self, asked: Asked, command: TakeSnapshot) -> Reply | None:
+        """Keep the full blocks of a request under a name of their own.
+
+        The reply waits until the steps have ended that were in flight without knowing the name:
+        a read that comes before the workers know it would be lost.
+        """
         request = self._requests.get(command.id)
         if request is None or request.status != RequestStatus.RUNNING:
             return NotFrozen(number=command.number, reason=f"no request {command.id} decodes here")
@@ -316,16 +357,27 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._snapshots += 1
         alias = f"{request.request_id}-snapshot-{self._snapshots}"
         self._pinned[alias] = kept
+        self._expect_reader(alias)
         deadline = self._keep(alias)
         tokens = full * self.block_size
         params = self._remote_params(alias, [block.block_id for block in kept], tokens, deadline)
-        return Snapshot(number=command.number, num_tokens=tokens, params=params)
+        snapshot = Snapshot(number=command.number, num_tokens=tokens, params=params)
+        self._taken.append((self._step + self._steps_in_flight, asked, snapshot))
+        return None
+
+    def _expect_reader(self, name: str) -> None:
+        """Let the workers heed a read of blocks under a name, and a lease of them later.
+
+        A request is announced with the step in which it is being frozen, not once it has ended:
+        under asynchronous scheduling another step is in flight by then, and a read that comes
+        before the workers hear of the request would be lost.
+        """
+        self._reqs_not_processed.discard(name)
+        self._reqs_in_batch.add(name)
 
     def _keep(self, name: str) -> float:
         """Let the workers keep blocks under a name until they are read or expire."""
         deadline = time.perf_counter() + self._config.time_to_live
-        # The workers heed a lease only of what has been in a batch.
-        self._reqs_in_batch.add(name)
         self._reqs_need_send[name] = deadline
         return deadline
 
