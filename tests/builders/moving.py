@@ -9,6 +9,7 @@ from uuid import uuid4
 import aiohttp
 from metrics import metric, metric_by
 
+from rescheduler.engines.deployment import Instance
 from rescheduler.openai.event_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozenError
@@ -24,6 +25,7 @@ __all__ = [
     "idle_state",
     "moved",
     "place",
+    "runner_on",
     "until_frozen",
 ]
 
@@ -193,3 +195,32 @@ async def idle_state(engine: Engine, seconds: float = PATIENCE) -> EngineState:
 
 Run = Callable[[Callable[[list[Engine]], Awaitable[Any]]], Any]
 """Runs a coroutine on the decode engines, and sees that they hold nothing afterwards."""
+
+
+def runner_on(instances: Sequence[Instance], patience: float = PATIENCE) -> Run:
+    """Return what runs a coroutine on engines, and sees that they hold nothing afterwards.
+
+    Args:
+        instances: that decode.
+        patience: seconds within which they must have let everything go.
+    """
+
+    async def run(work: Callable[[list[Engine]], Awaitable[Any]]) -> Any:
+        # Kept connections are closed by the server now and then, just as they are used again.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            engines = [
+                Engine(one.url, ControlClient(one.control or ""), session) for one in instances
+            ]
+            try:
+                result = await work(engines)
+                for engine in engines:
+                    state = await idle_state(engine, patience)
+                    assert state.free_blocks == state.num_blocks
+                    assert (state.running, state.waiting, state.frozen) == (0, 0, [])
+                return result
+            finally:
+                for engine in engines:
+                    engine.control.close()
+
+    return lambda work: asyncio.run(run(work))

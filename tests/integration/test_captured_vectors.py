@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from captured_rows import assert_rows_are_whole, assert_vectors_equal
 from forked_vllm import run_forked
 from offline_engines import record
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from predictor.training.row_table import RowTable, load_rows
 
@@ -63,45 +62,16 @@ def recording(
     return Recording(load_rows(dataset), seen["counters"])
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-
-
-def hidden_states(reference: Any, token_ids: list[int]) -> torch.Tensor:
-    """Transformers' last hidden states after the final norm, [n_tokens, d]."""
-    with torch.inference_mode():
-        return reference.model(torch.tensor([token_ids])).last_hidden_state[0]
-
-
 def test_vectors_equal_transformers_and_predict_the_next_token(
-    recording: Recording, reference: Any
+    recording: Recording, smollm2: Path
 ) -> None:
-    rows = recording.rows
-    vectors = torch.from_numpy(rows.vectors())
-    for request in range(len(rows.requests)):
-        prompt = rows.requests.prompt_token_ids[request]
-        output = rows.requests.output_token_ids[request]
-        assert prompt is not None and output is not None
-        mine = np.flatnonzero(rows.request == request)
-        n = rows.generated_tokens[mine]
-        expected = hidden_states(reference, prompt + output)[len(prompt) - 1 + n]
-        cosine = torch.nn.functional.cosine_similarity(vectors[mine], expected)
-        assert cosine.min() >= 0.99999, (request, float(cosine.min()))
-        next_token = (vectors[mine] @ reference.lm_head.weight.T).argmax(dim=1)
-        assert next_token.tolist() == [output[i] for i in n]
+    assert_vectors_equal(recording.rows, smollm2)
 
 
 def test_every_token_has_one_row_and_ghosts_and_partial_prefills_have_none(
     recording: Recording,
 ) -> None:
-    rows = recording.rows
-    for request in range(len(rows.requests)):
-        n = rows.generated_tokens[rows.request == request]
-        total = rows.requests.total_tokens[request]
-        assert n.tolist() == list(range(total))
-    totals = rows.requests.total_tokens[rows.request]
-    assert (rows.remaining_tokens == totals - rows.generated_tokens).all()
+    assert_rows_are_whole(recording.rows)
 
 
 def test_the_stress_case_did_preempt_hit_the_prefix_cache_and_chunk(

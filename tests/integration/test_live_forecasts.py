@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from forecast_messages import CHECKPOINT, assert_forecasts_equal
 from forked_vllm import ended_server, post, run_forked, running_server
 from listening import listener
 from offline_engines import forecasts_between_steps
@@ -18,16 +18,11 @@ from recorded_requests import wait_until_recorded
 from data_collection.dataset.validate_dataset import validate
 from predictor.live.telemetry_messages import (
     Finished,
-    Forecasts,
     Message,
     Snapshot,
-    decode_survival,
 )
-from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import RequestRows
 from predictor.training.row_table import RowTable, load_rows
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 REQUESTS = 8
 MAX_TOKENS = 40
 WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
@@ -99,38 +94,9 @@ def ends(messages: list[Message]) -> list[Any]:
     return [end for one in messages if isinstance(one, Finished) for end in one.requests]
 
 
-def published(heard: Heard) -> dict[tuple[str, int], tuple[int, np.ndarray]]:
-    """(request id, n when it was forecast) -> tokens left and curve."""
-    found = {}
-    for message in heard.messages:
-        if isinstance(message, Snapshot | Forecasts):
-            coded = [request.survival for request in message.requests]
-            curves = decode_survival(coded, len(message.edges))
-            for request, curve in zip(message.requests, curves, strict=True):
-                found[request.request_id, request.forecast_at] = (request.tokens_left, curve)
-    return found
-
-
 def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard) -> None:
-    """Within 1e-4 in probability: the wire rounds to 1/65,535, the batches differ."""
-    rows, predictor = heard.rows, load_predictor(str(CHECKPOINT))
-    assert rows is not None
-    offline = predictor.forecast(
-        RequestRows(torch.from_numpy(rows.vectors()), torch.from_numpy(rows.counts()))
-    )
-    curves = published(heard)
-    compared = 0
-    for i in range(len(rows)):
-        name = rows.requests.request_id[rows.request[i]]
-        key = (name, int(rows.generated_tokens[i]))
-        if key in curves:
-            left, curve = curves[key]
-            np.testing.assert_allclose(curve, offline.survival[i], atol=1e-4)
-            assert left == rows.tokens_left()[i]
-            compared += 1
-    assert compared >= 0.9 * len(rows) > 0
-    firsts = {name for name, n in curves if n == 0}
-    assert len(firsts) == REQUESTS, "every request is forecast at the end of its prefill"
+    assert heard.rows is not None and len(heard.rows.requests) == REQUESTS
+    assert_forecasts_equal(heard.messages, heard.rows)
 
 
 def test_every_end_is_published_once_with_the_true_length(heard: Heard) -> None:

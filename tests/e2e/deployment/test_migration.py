@@ -1,12 +1,10 @@
 """Requests move between two real decode engines, and no token of theirs changes."""
 
 import asyncio
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import (
     GREEDY,
     PATIENCE,
@@ -24,109 +22,14 @@ from moving import (
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 
-@dataclass(frozen=True)
-class Case:
-    """A request to generate without moves and with moves.
-
-    Attributes:
-        body: of the request.
-        cuts: the numbers of generated tokens after which it moves.
-        chat: whether it is for the chat endpoint.
-        expected: whether what was generated is what the request asks for.
-    """
-
-    body: dict[str, Any]
-    cuts: tuple[int, ...] = (5, 21)
-    chat: bool = False
-    expected: Callable[[Generation], bool] = lambda generation: len(generation.tokens) >= 40
-
-
-CODE = r"[0-9]{3}-[0-9]{4}-(red|green|blue)-[a-f]{12}"
-QUESTION = "Tell me about the moon in three sentences."
-SAMPLED = GREEDY | {"temperature": 1.0, "seed": 7}
-CASES = {
-    "greedy": Case(GREEDY, (8, 24)),
-    "seed": Case(SAMPLED),
-    "top-p-top-k": Case(SAMPLED | {"temperature": 0.8, "top_p": 0.9, "top_k": 40}),
-    "repetition-penalty": Case(GREEDY | {"repetition_penalty": 1.3}),
-    "other-penalties": Case(GREEDY | {"presence_penalty": 1.0, "frequency_penalty": 0.7}),
-    "seed-and-penalties": Case(SAMPLED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}),
-    "logprobs": Case(
-        GREEDY | {"logprobs": 2},
-        expected=lambda generation: len(generation.logprobs) == len(generation.tokens) == 48,
-    ),
-    "bad-words": Case(GREEDY | {"bad_words": ["sea", "girl"]}),
-    "min-tokens": Case(GREEDY | {"min_tokens": 40, "ignore_eos": False, "max_tokens": 60}),
-    # The end is forbidden until the 30th token, wherever the first of them came from.
-    "min-tokens-of-a-short-answer": Case(
-        {"prompt": "Yes or no? Answer:", "max_tokens": 60, "temperature": 0, "min_tokens": 30},
-        (6, 20),
-        expected=lambda generation: len(generation.tokens) >= 30,
-    ),
-    "logit-bias": Case(GREEDY | {"logit_bias": {"28": -100}}),
-    "grammar": Case(
-        SAMPLED
-        | {
-            "prompt": "An order number reads:",
-            "ignore_eos": False,
-            "max_tokens": 40,
-            "structured_outputs": {"regex": CODE},
-        },
-        (6, 14),
-        expected=lambda generation: bool(re.fullmatch(CODE, generation.text)),
-    ),
-    "chat": Case(
-        {
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_tokens": 40,
-            "temperature": 0,
-        },
-        (7, 19),
-        chat=True,
-        expected=lambda generation: len(generation.text) > 40,
-    ),
-}
-
-Compared = dict[str, "asyncio.Task[tuple[Generation, Generation]]"]
-
-
 @pytest.fixture(scope="module")
 def compared(on_engines: Run) -> Compared:
-    """Generate each case without and with moves, some of them at the same time."""
-
-    async def compare(
-        engines: list[Engine], case: Case, places: asyncio.Semaphore
-    ) -> tuple[Generation, Generation]:
-        async with places:
-            alone = asyncio.create_task(moved(engines, case.body, [], case.chat))
-            for _ in range(6):  # on a busy machine a request may end before it is frozen
-                hopping = await moved(engines, case.body, case.cuts, case.chat)
-                if hopping.hops == len(case.cuts):
-                    return await alone, hopping
-        raise AssertionError("the request ended before each of its moves")
-
-    async def work(engines: list[Engine]) -> Compared:
-        places = asyncio.Semaphore(4)
-        tasks = {
-            name: asyncio.create_task(compare(engines, case, places))
-            for name, case in CASES.items()
-        }
-        await asyncio.wait(tasks.values())
-        return tasks
-
-    tasks: Compared = on_engines(work)
-    return tasks
+    return on_engines(there_and_back)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_goes_there_and_back_unchanged(compared: Compared, name: str) -> None:
-    """The same tokens, text, log-probabilities and end, whatever it is sampled with."""
-    alone, hopping = compared[name].result()
-    assert hopping.tokens == alone.tokens
-    assert hopping.text == alone.text
-    assert hopping.finish_reason == alone.finish_reason
-    assert hopping.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    assert CASES[name].expected(hopping)
+    assert_unchanged(compared, name, CASES[name])
 
 
 def test_a_cut_may_fall_anywhere_in_a_block(on_engines: Run) -> None:

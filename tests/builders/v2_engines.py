@@ -1,0 +1,111 @@
+"""Engines on vLLM's V2 model runner with asynchronous scheduling, on a CPU, with all we add."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batching_profile import profile_of
+from msgspec.structs import replace
+from running_deployment import ENGINE
+
+from data_collection.models import resolve_model
+from rescheduler.engines.deployment import Deployment, Instance
+from rescheduler.engines.engine_command import engine_command
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.step_time.profile import BatchTime
+
+__all__ = ["BATCHED_TOKENS", "V2Engines", "v2_engines"]
+
+BATCHED_TOKENS = 64
+"""Prompts are cut, and the cache of 23 blocks holds 736 tokens: some requests are preempted."""
+_BACKEND = Path(__file__).parents[1] / "v2_engines"
+_TIMES = BatchTime(constant=0.1, per_new=0.001, per_context=1e-6)
+
+
+@dataclass(frozen=True)
+class V2Engines:
+    """Two decode engines that run; see `headway_triton_cpu` for how.
+
+    Attributes:
+        deployment: of both.
+        folder: with their logs, and with what they report of themselves.
+    """
+
+    deployment: Deployment
+    folder: Path
+
+    @property
+    def instances(self) -> list[Instance]:
+        return self.deployment.decode
+
+    def dataset(self, instance: Instance) -> Path:
+        """Return the folder of the dataset that an engine records."""
+        return self.folder / f"{instance.name}-dataset"
+
+    def assert_v2_with_steps_in_flight(self) -> None:
+        """Assert what the engines report from inside their steps."""
+        reports = [json.loads(one.read_text()) for one in self.folder.glob("what-runs/*.json")]
+        runners = [report["runner"] for report in reports if "runner" in report]
+        cores = [report for report in reports if "scheduler" in report]
+        assert runners == ["vllm.v1.worker.cpu.model_runner.CPUModelRunner"] * 2
+        assert [core["scheduler"] for core in cores] == ["AsyncFairBatchingScheduler"] * 2
+        assert [core["steps_in_flight"] for core in cores] == [1, 1]
+
+    def printed(self) -> str:
+        """Return what both have printed."""
+        return "".join(log.read_text() for log in sorted((self.folder / "logs").iterdir()))
+
+
+@contextmanager
+def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
+    """Run two engines that capture, forecast, form batches by deadlines and move requests.
+
+    Args:
+        folder: for all they write.
+        listens: endpoint to which they send telemetry.
+    """
+    (folder / "what-runs").mkdir()
+    profile = profile_of(Path(resolve_model("smollm2")), folder / "profile.yaml", _TIMES)
+    python_path = os.pathsep.join([str(_BACKEND), os.environ["PYTHONPATH"]])
+    options = replace(
+        ENGINE,
+        max_model_len=512,
+        kv_blocks=24,
+        k=1,
+        batching={"profile": str(profile), "recalibrate": False},
+        arguments=["--async-scheduling", "--max-num-batched-tokens", str(BATCHED_TOKENS)],
+        environment={
+            "PYTHONPATH": python_path,
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "HEADWAY_WHAT_RUNS": str(folder / "what-runs"),
+        },
+    )
+    deployment = local_deployment("smollm2", options, prefill=0, routing={"name": "pab"})
+    engines = V2Engines(deployment, folder)
+    instances = [
+        replace(one, arguments=_additional(engines, one, listens)) for one in engines.instances
+    ]
+    engines = V2Engines(replace(deployment, instances=instances), folder)
+    with launched(engines.deployment, folder / "logs"):
+        yield engines
+
+
+def _additional(engines: V2Engines, instance: Instance, listens: str) -> list[str]:
+    """Return the engine's configuration with a recorder, and with telemetry to us."""
+    command = engine_command(engines.deployment, instance, "smollm2", sys.executable)
+    given = command.arguments[command.arguments.index("--additional-config") + 1]
+    section: dict[str, Any] = json.loads(given)["headway"]
+    section["record"] = {
+        "path": str(engines.dataset(instance)),
+        "dtype": "float32",
+        "flush_seconds": 1,
+    }
+    section["forecast"]["telemetry"]["connect"] = [listens]
+    return ["--additional-config", json.dumps({"headway": section})]

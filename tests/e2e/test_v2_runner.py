@@ -1,0 +1,121 @@
+"""All that Headway adds to an engine, on the V2 runner with asynchronous scheduling.
+
+That is vLLM's default on a GPU. Here Triton's interpreter runs its kernels, see
+`tests/v2_engines`; every test asserts what the engines really ran.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from captured_rows import assert_rows_are_whole, assert_vectors_equal
+from forecast_messages import assert_forecasts_equal
+from listening import Listener, listener
+from metrics import metric
+from move_cases import CASES, Case, Compared, assert_unchanged, there_and_back
+from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
+from recorded_requests import wait_until_recorded
+from v2_engines import BATCHED_TOKENS, V2Engines, v2_engines
+
+from predictor.training.row_table import load_rows
+
+pytestmark = pytest.mark.timeout(1200)
+
+SHORT_CASES = {
+    name: Case(CASES[name].body | {"max_tokens": 16}, (3, 9), expected=lambda one: one.hops == 2)
+    for name in ("greedy", "seed", "repetition-penalty", "other-penalties", "logprobs")
+} | {"grammar": replace(CASES["grammar"], body=CASES["grammar"].body | {"temperature": 0})}
+"""As few tokens as two moves need: the interpreter takes half a second to draw one."""
+REQUESTS, PROMPT, GENERATED = 6, 150, 28
+FREED_WITHIN = 2.0
+"""Seconds after the last move."""
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[Listener]:
+    with listener() as heard:
+        yield heard
+
+
+@pytest.fixture(scope="module")
+def engines(listening: Listener, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V2Engines]:
+    with v2_engines(tmp_path_factory.mktemp("v2"), listening.endpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def on_engines(engines: V2Engines) -> Iterator[Run]:
+    """Run a coroutine on both, see that they let everything go, and what they ran."""
+    yield runner_on(engines.instances, FREED_WITHIN)
+    engines.assert_v2_with_steps_in_flight()
+
+
+@pytest.fixture(scope="module")
+def compared(engines: V2Engines) -> Compared:
+    run = runner_on(engines.instances, FREED_WITHIN)
+    return run(lambda both: there_and_back(both, SHORT_CASES))  # type: ignore[no-any-return]
+
+
+def test_what_is_captured_and_forecast_is_right(
+    engines: V2Engines, listening: Listener, on_engines: Run, smollm2: Path
+) -> None:
+    """With prompts in chunks, cached prefixes and preemption, batches formed by deadlines."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1000, 20_000, (REQUESTS, PROMPT), generator=generator)
+    prompts[:, :BATCHED_TOKENS] = prompts[0, :BATCHED_TOKENS]
+    assert PROMPT > BATCHED_TOKENS
+
+    async def work(both: list[Engine]) -> str:
+        async def generate(prompt: list[int]) -> None:
+            body = {"prompt": prompt, "max_tokens": GENERATED, "temperature": 0}
+            generation = await moved(both[:1], body | {"ignore_eos": True}, [])
+            assert len(generation.tokens) == GENERATED
+
+        answers = (generate(prompt) for prompt in prompts.tolist())
+        await asyncio.gather(moved(both[1:], GREEDY | {"max_tokens": 4}, []), *answers)
+        async with both[0].session.get(both[0].url + "/metrics") as response:
+            return await response.text()
+
+    metrics = on_engines(work)
+    assert metric(metrics, "vllm:num_preemptions_total") > 0
+    assert metric(metrics, "vllm:prefix_cache_hits_total") > 0
+    dataset = engines.dataset(engines.instances[0])
+    wait_until_recorded(dataset, REQUESTS)
+    rows = load_rows(dataset)
+    assert rows.session.runner == "V2"
+    assert_rows_are_whole(rows)
+    assert_vectors_equal(rows, smollm2)
+    assert_forecasts_equal(listening.messages, rows)
+
+
+@pytest.mark.parametrize("name", SHORT_CASES)
+def test_a_request_goes_there_and_back_unchanged(
+    engines: V2Engines, compared: Compared, name: str
+) -> None:
+    assert_unchanged(compared, name, SHORT_CASES[name])
+    engines.assert_v2_with_steps_in_flight()
+
+
+def test_fifty_moves_in_both_directions_leave_nothing_behind(
+    engines: V2Engines, on_engines: Run
+) -> None:
+    """A target reads while the source has a step in flight that does not know of the freeze."""
+    body = GREEDY | {"max_tokens": 34}
+    cuts = range(2, 32, 3)
+
+    async def work(both: list[Engine]) -> list[list[Generation]]:
+        async def compare(number: int) -> list[Generation]:
+            own = body | {"prompt": f"{number}. {STORY}"}
+            hopping = (moved(start, own, cuts) for start in (both, both[::-1]))
+            return await asyncio.gather(moved(both, own, []), *hopping)
+
+        return await asyncio.gather(*(compare(number) for number in range(3)))
+
+    generations: list[list[Generation]] = on_engines(work)
+    for plain, *others in generations:
+        assert [one.tokens for one in others] == [plain.tokens] * 2
+    assert sum(one.hops for some in generations for one in some) >= 50
+    assert "unrecognized request" not in engines.printed()

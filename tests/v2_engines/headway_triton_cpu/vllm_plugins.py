@@ -1,0 +1,79 @@
+"""What vLLM does otherwise on a CPU, what the interpreter cannot run, and a report."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def keep_async_scheduling() -> None:
+    """Leave asynchronous scheduling as asked for, which the CPU's platform switches off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    if "keeps_async" in vars(CpuPlatform):
+        return
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_keep(cls: Any, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_keep)
+    CpuPlatform.keeps_async = True
+
+
+def sample_with_torch() -> None:
+    """Cut the sampled tokens' distribution by torch instead of by Triton's kernel."""
+    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+
+    sampler.apply_top_k_top_p_triton = sampler.apply_top_k_top_p_pytorch
+
+
+def store_with_any_mask() -> None:
+    """Let the interpreter store with a mask of integers, as the grammar's kernel has it."""
+    from triton.runtime.interpreter import InterpreterBuilder, _interpreter
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        return _interpreter.store(ptrs.data, value.data, mask.data.astype(bool))
+
+    InterpreterBuilder.create_masked_store = store
+
+
+def report_what_runs() -> None:
+    """Let every engine write which runner and scheduler it runs.
+
+    Also how many steps were in flight while it scheduled another, at most.
+
+    The scheduler's process and the workers each write a file into the folder that
+    ``HEADWAY_WHAT_RUNS`` names, from inside a step.
+    """
+    folder = os.environ.get("HEADWAY_WHAT_RUNS")
+    if folder is None:
+        return
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    if "reported" in vars(EngineCore):
+        return
+    EngineCore.reported = {}
+    step, execute = EngineCore.step_with_batch_queue, CPUWorker.execute_model
+
+    def report(**facts: Any) -> None:
+        before = EngineCore.reported
+        if before != facts:
+            EngineCore.reported = facts
+            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(facts))
+
+    def step_and_report(self: Any) -> Any:
+        most = max(EngineCore.reported.get("steps_in_flight", 0), len(self.batch_queue))
+        report(scheduler=type(self.scheduler).__qualname__, steps_in_flight=most)
+        return step(self)
+
+    def execute_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = type(self.model_runner)
+        report(runner=f"{runner.__module__}.{runner.__qualname__}")
+        return execute(self, *args, **kwargs)
+
+    EngineCore.step_with_batch_queue = step_and_report
+    CPUWorker.execute_model = execute_and_report
