@@ -113,6 +113,6 @@ def test_v2_runner_state() -> None:
 
 
 def test_an_engine_on_a_cpu_schedules_synchronously(smollm2: Path) -> None:
-    """Whatever it is asked to: what depends on the asynchronous scheduler is not tested on CPUs."""
+    """Whatever it is asked to. `tests/v2_engines` keeps it on for tests that depend on it."""
     config = EngineArgs(model=str(smollm2), enforce_eager=True, async_scheduling=True)
     assert config.create_engine_config().scheduler_config.async_scheduling is False
