@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # makes an engine slower a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _FORKING = str(Path(__file__).with_name("forked_engines"))
+sys.path.append(_FORKING)  # the forkserver has this process's path; vLLM finds a plugin there
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.get("PYTHONPATH")]))
 
 # The first example of a property may compile, and no test depends on the machine's load.
