@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from data_collection.capture.capture_hook import CaptureHook
 from data_collection.capture.captured_rows import FinishedRequest
+from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
 
 __all__ = [
@@ -39,40 +40,29 @@ def refuse_unsupported(vllm_config: Any) -> None:
             parallelism or the V2 runner of an XPU is on, or the scheduler that reports the ends
             of requests is missing.
     """
-    problems = []
-    if vllm_config.speculative_config is not None:
-        problems.append(
-            "speculative decoding is on: one step yields several tokens and the row of the "
-            "last accepted one is not known when it is captured; drop --speculative-config"
-        )
-    if vllm_config.model_config.runner_type == "pooling":
-        problems.append(
-            "this is a pooling model: it generates no tokens, so nothing remains to forecast; "
-            "serve a generative model"
-        )
-    if vllm_config.model_config.is_diffusion:
-        problems.append(
-            "this is a diffusion model: a step changes many tokens, and none of its rows is the "
-            "next token's; serve an autoregressive model"
-        )
-    if current_platform.is_xpu() and vllm_config.use_v2_model_runner:
-        problems.append(
-            "XPUs have a V2 model runner of their own, which Headway does not know; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-        problems.append(
-            "prefill context parallelism is on: no rank holds a whole prompt's last row; "
-            "drop --prefill-context-parallel-size"
-        )
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    if not getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING):
-        problems.append(
-            "the scheduler does not report how requests end; add "
-            "--scheduler-cls data_collection.vllm_scheduler.HeadwayScheduler"
-        )
-    if problems:
-        raise ValueError("Headway cannot capture hidden states: " + "; ".join(problems))
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config.scheduler_cls
+    reports = getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING)
+    checks = {
+        "speculative decoding is on: one step yields several tokens and the row of the last "
+        "accepted one is not known when it is captured; drop --speculative-config": (
+            vllm_config.speculative_config is not None
+        ),
+        "this is a pooling model: it generates no tokens, so nothing remains to forecast; serve a "
+        "generative model": model.runner_type == "pooling",
+        "this is a diffusion model: a step changes many tokens, and none of its rows is the next "
+        "token's; serve an autoregressive model": model.is_diffusion,
+        "XPUs have a V2 model runner of their own, which Headway does not know; set "
+        "VLLM_USE_V2_MODEL_RUNNER=0": (
+            current_platform.is_xpu() and vllm_config.use_v2_model_runner
+        ),
+        "prefill context parallelism is on: no rank holds a whole prompt's last row; drop "
+        "--prefill-context-parallel-size": (
+            vllm_config.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "the scheduler does not report how requests end; add --scheduler-cls "
+        "data_collection.vllm_scheduler.HeadwayScheduler": not reports,
+    }
+    refuse("Headway cannot capture hidden states", checks)
 
 
 def uses_v2_runner(model_runner: Any) -> bool:

@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
+from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
 from rescheduler.batching.objectives import Objectives
@@ -72,9 +73,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
         "this model's prefill must stop where its state is cached; give "
         "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode == "align",
     }
-    problems = [text for text, is_so in checks.items() if is_so]
-    if problems:
-        raise ValueError("Headway cannot form this engine's batches: " + "; ".join(problems))
+    refuse("Headway cannot form this engine's batches", checks)
 
 
 def rank_path(path: Path, vllm_config: Any) -> Path:

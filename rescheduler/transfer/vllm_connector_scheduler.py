@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
+from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
 from rescheduler.transfer.control_messages import (
     Command,
@@ -83,12 +84,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             groups != 1
         ),
     }
-    problems = [text for text, is_so in checks.items() if is_so]
-    if problems:
-        raise ValueError(
-            f"requests of this engine cannot move: {'; '.join(problems)}; or remove `control` to "
-            "serve it without migration"
-        )
+    refuse(
+        "requests of this engine cannot move",
+        checks,
+        "or remove `control` to serve it without migration",
+    )
 
 
 class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forecast_messages import CHECKPOINT
+
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.launch_engines import Launched
 
 __all__ = ["ENGINE", "PATIENT", "RunningDeployment", "complete"]
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 
 ENGINE = EngineOptions(
     dtype="float32",

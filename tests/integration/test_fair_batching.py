@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from batching_engine import serve_waves
 from batching_profile import profile_of
+from forecast_messages import CHECKPOINT
 from forked_vllm import ended_server, post, run_forked, running_server
 from listening import Listener, listener
 
@@ -18,7 +19,6 @@ from rescheduler.step_time.profile import BatchTime
 from rescheduler.step_time.step_log import read_engine, read_steps
 
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 BATCH = BatchTime(constant=0.01, per_new=0.001, per_context=1e-6)
 CROWDED = {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 24}
 """Prompts are cut, and the cache holds 736 tokens: some requests are preempted."""

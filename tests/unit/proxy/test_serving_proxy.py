@@ -54,6 +54,11 @@ class Cluster:
     def decodes(self) -> list[ScriptedEngine]:
         return [engine for engine in self.engines.values() if engine.role == "decode"]
 
+    def source_and_target(self) -> tuple[ScriptedEngine, ScriptedEngine]:
+        """Return the decode engine that runs the only request, and another one."""
+        source = next(engine for engine in self.decodes if engine.running)
+        return source, next(engine for engine in self.decodes if engine is not source)
+
     def expected(self, tokens: int, prompt: str = PROMPT) -> list[int]:
         return reference(self.tokenizer.encode(prompt).ids, tokens)
 
@@ -372,8 +377,7 @@ async def test_a_target_without_a_token_in_time_gives_the_request_back(
 
         async def at(tokens: int) -> None:
             if tokens == 10:
-                source = next(engine for engine in it.decodes if engine.running)
-                target = next(engine for engine in it.decodes if engine is not source)
+                source, target = it.source_and_target()
                 target.hangs = True
                 outcomes.append(asyncio.create_task(it.move()))
                 sources.append(source)
@@ -395,8 +399,7 @@ async def test_a_target_that_dies_after_the_freeze_gives_the_request_back(
 
         async def at(tokens: int) -> None:
             if tokens == 10:
-                source = next(engine for engine in it.decodes if engine.running)
-                target = next(engine for engine in it.decodes if engine is not source)
+                _, target = it.source_and_target()
                 target.fails = 500
                 outcomes.append(asyncio.create_task(it.move()))
 
@@ -420,8 +423,7 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(
 
         async def at(tokens: int) -> None:
             if tokens == 10:
-                source = next(engine for engine in it.decodes if engine.running)
-                target = next(engine for engine in it.decodes if engine is not source)
+                source, target = it.source_and_target()
                 setattr(source if how == "never_freezes" else target, how, True)
                 outcomes.append(asyncio.create_task(it.move()))
 
