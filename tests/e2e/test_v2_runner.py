@@ -6,7 +6,6 @@ That is vLLM's default on a GPU. Here Triton's interpreter runs its kernels, see
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from captured_rows import assert_rows_are_whole, assert_vectors_equal
 from forecast_messages import assert_forecasts_equal
 from listening import Listener, listener
 from metrics import metric
-from move_cases import CASES, Case, Compared, assert_unchanged, there_and_back
+from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
 from recorded_requests import wait_until_recorded
 from v2_engines import BATCHED_TOKENS, V2Engines, v2_engines
@@ -24,11 +23,6 @@ from predictor.training.row_table import load_rows
 
 pytestmark = pytest.mark.timeout(1200)
 
-SHORT_CASES = {
-    name: Case(CASES[name].body | {"max_tokens": 16}, (3, 9), expected=lambda one: one.hops == 2)
-    for name in ("greedy", "seed", "repetition-penalty", "other-penalties", "logprobs")
-} | {"grammar": replace(CASES["grammar"], body=CASES["grammar"].body | {"temperature": 0})}
-"""As few tokens as two moves need: the interpreter takes half a second to draw one."""
 REQUESTS, PROMPT, GENERATED = 6, 150, 28
 FREED_WITHIN = 2.0
 """Seconds after the last move."""
@@ -56,7 +50,7 @@ def on_engines(engines: V2Engines) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def compared(engines: V2Engines) -> Compared:
     run = runner_on(engines.instances, FREED_WITHIN)
-    return run(lambda both: there_and_back(both, SHORT_CASES))  # type: ignore[no-any-return]
+    return run(lambda both: there_and_back(both))  # type: ignore[no-any-return]
 
 
 def test_what_is_captured_and_forecast_is_right(
@@ -91,11 +85,11 @@ def test_what_is_captured_and_forecast_is_right(
     assert_forecasts_equal(listening.messages, rows)
 
 
-@pytest.mark.parametrize("name", SHORT_CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_request_goes_there_and_back_unchanged(
     engines: V2Engines, compared: Compared, name: str
 ) -> None:
-    assert_unchanged(compared, name, SHORT_CASES[name])
+    assert_unchanged(compared, name, CASES[name])
     engines.assert_v2_with_steps_in_flight()
 
 

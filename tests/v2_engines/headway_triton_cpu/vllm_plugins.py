@@ -2,8 +2,11 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def keep_async_scheduling() -> None:
@@ -28,6 +31,37 @@ def sample_with_torch() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler as sampler
 
     sampler.apply_top_k_top_p_triton = sampler.apply_top_k_top_p_pytorch
+
+
+class _WholeRows:
+    """A kernel that takes a row of logits as one block.
+
+    The interpreter's time goes by the number of operations, and hardly by their size.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            vocabulary: int = args[-1]
+            if len(grid) == 2:
+                block_maxima: torch.Tensor = args[2]
+                block_maxima.fill_(-torch.inf)  # of the blocks that are not computed
+            options["BLOCK_SIZE"] = 1 << (vocabulary - 1).bit_length()
+            self.kernel[grid[:1]](*args, **options)
+
+        return run
+
+
+def sample_in_whole_rows() -> None:
+    """Draw tokens and compute log-probabilities of a vocabulary in one block instead of 48."""
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
+
+    if isinstance(gumbel._gumbel_sample_kernel, _WholeRows):
+        return
+    gumbel._gumbel_sample_kernel = _WholeRows(gumbel._gumbel_sample_kernel)
+    logprob._topk_log_softmax_kernel = _WholeRows(logprob._topk_log_softmax_kernel)
 
 
 def store_with_any_mask() -> None:
