@@ -2,18 +2,26 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 
-__all__ = ["arguments", "report"]
+__all__ = ["arguments", "report", "write_report"]
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the two options that all benchmarks share."""
+def arguments(description: str, quick: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the two options that all benchmarks share.
+
+    Args:
+        description: for the help.
+        quick: whether there is a short run.
+    """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a short run, for trying it out")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="a short run, for trying it out")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
     return parser
 
@@ -24,14 +32,30 @@ def report(name: str, figures: dict[str, float], out: Path | None) -> None:
     print(f"\n| {'figure':<{width}} | value |\n|{'-' * (width + 2)}|---:|")
     for key, value in figures.items():
         print(f"| {key:<{width}} | {value:.6g} |")
-    if out is not None:
-        document = {
-            "name": name,
-            "commit": source_commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "figures": figures,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(out, json.dumps(document, indent=1) + "\n")
-        print(f"\nwrote {out}")
+    write_report(name, figures, out)
+
+
+def write_report(
+    name: str, figures: Mapping[str, float | str], out: Path | None, **further: Any
+) -> None:
+    """Write figures with commit, machine and versions, if asked.
+
+    Args:
+        name: of the benchmark.
+        figures: name → value.
+        out: file to write; None: nothing is written.
+        **further: what else the document holds.
+    """
+    if out is None:
+        return
+    document = {
+        "name": name,
+        "commit": source_commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "figures": figures,
+        **further,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(out, json.dumps(document, indent=1) + "\n")
+    print(f"\nwrote {out}")

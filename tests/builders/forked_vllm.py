@@ -17,7 +17,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Server", "ended_server", "free_port", "post", "run_forked", "running_server"]
+__all__ = [
+    "Command",
+    "Server",
+    "ended_server",
+    "free_port",
+    "post",
+    "run_forked",
+    "running_command",
+    "running_server",
+]
 
 _MAIN = "vllm.entrypoints.launchers.api_server.entry"
 _PRELOADED = [
@@ -63,6 +72,40 @@ class Server:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGTERM)
         self._process.join()
+
+
+class Command:
+    """A command line of Headway's that runs, and leads a process group.
+
+    Attributes:
+        pid: of its process and its group.
+        log: what it printed.
+    """
+
+    def __init__(self, process: BaseProcess, log: Path) -> None:
+        assert process.pid is not None
+        self.pid, self.log = process.pid, log
+        self._process = process
+
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    def end(self) -> tuple[int | None, str]:
+        """Wait until it ends; return its status and what it printed."""
+        self._process.join()
+        return self._process.exitcode, self.log.read_text()
+
+
+@contextmanager
+def running_command(arguments: Sequence[str], log: Path) -> Iterator[Command]:
+    """Run `headway` with these arguments.
+
+    Args:
+        arguments: the verb and its own.
+        log: file for what it prints.
+    """
+    with _process(_headway, (list(arguments),), log) as process:
+        yield Command(process, log)
 
 
 @contextmanager
@@ -153,6 +196,12 @@ def _serve(arguments: list[str]) -> None:
 
     sys.argv = ["api_server", *arguments]
     main()
+
+
+def _headway(arguments: list[str]) -> None:
+    from rescheduler.commands.command_line import main
+
+    sys.exit(main(arguments))
 
 
 def _work(work: Callable[..., Any], arguments: tuple[Any, ...], result: Path) -> None:

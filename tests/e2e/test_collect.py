@@ -6,13 +6,14 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from forked_vllm import Command, running_command
+from truncated_model import truncated_model
 
 from data_collection.dataset.dataset_schema import requests_files, rows_files
 from data_collection.dataset.validate_dataset import validate
@@ -22,8 +23,9 @@ N_PROMPTS = 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("collect")
+    truncated_model(smollm2, 8, folder / "model")
     lines = [
         {"id": f"{i}_p", "prompt": f"Tell me a story about the number {i}.", "task": "story"}
         for i in range(N_PROMPTS)
@@ -33,48 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def start(headway_command: list[str], folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    running: list[subprocess.Popen] = []
-
-    def start(out: Path, *options: str, spawns: bool = False) -> subprocess.Popen:
-        """Start a collection; its engine spawns its processes, as for users, or forks them."""
-        environment = dict(os.environ)
-        if spawns:
-            folders = environment["PYTHONPATH"].split(os.pathsep)
-            kept = [path for path in folders if Path(path).name != "forked_engines"]
-            environment["PYTHONPATH"] = os.pathsep.join(kept)
-        command = [
-            *headway_command,
-            "collect",
-            str(out),
-            "--prompts",
-            str(folder / "prompts.jsonl"),
-        ]
-        command += ["--engine.dtype", "float32", "--engine.max_model_len", "512"]
-        command += ["--sampling.max_tokens", "32", "--arrivals.concurrency", "6"]
-        command += ["--record.flush_seconds", "0.5", *options]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches the whole group, as in a terminal
-        )
-        running.append(process)
-        return process
-
-    yield start
-    for process in running:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+def arguments(folder: Path, out: Path, *options: str) -> list[str]:
+    return [
+        *("collect", str(out)),
+        *("--prompts", str(folder / "prompts.jsonl"), "--model", str(folder / "model")),
+        *("--engine.dtype", "float32", "--engine.max_model_len", "512"),
+        *("--sampling.max_tokens", "32", "--arrivals.concurrency", "4"),
+        *("--record.flush_seconds", "0.5", *options),
+    ]
 
 
-def wait_for_rows(dataset: Path, process: subprocess.Popen, shards: int) -> None:
+def wait_for_rows(dataset: Path, command: Command, shards: int) -> None:
     while len(rows_files(dataset)) < shards:
-        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert command.is_running(), command.end()[1][-3000:]
         time.sleep(0.1)
 
 
@@ -98,40 +71,39 @@ def driven(dataset: Path) -> Counter[str]:
     return names
 
 
-def test_interrupt_then_kill_then_finish(
-    start: Callable[..., subprocess.Popen], folder: Path
-) -> None:
+def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     dataset = folder / "dataset"
+    collect = arguments(folder, dataset)
 
-    process = start(dataset)
-    wait_for_rows(dataset, process, shards=1)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 1, output[-3000:]
+    with running_command(collect, folder / "interrupted.log") as command:
+        wait_for_rows(dataset, command, shards=1)
+        os.killpg(command.pid, signal.SIGINT)  # as Ctrl-C does in a terminal
+        status, output = command.end()
+    assert status == 1, output[-3000:]
     assert "interrupted" in output and "run the same command again" in output
     validate(dataset)
     after_interrupt = driven(dataset)
     assert 0 < len(after_interrupt) < N_PROMPTS
 
-    process = start(dataset)
-    wait_for_rows(dataset, process, shards=len(rows_files(dataset)) + 1)
-    engine = [
-        child for child in psutil.Process(process.pid).children(recursive=True)
-        if "Worker" in child.name() or "EngineCore" in child.name()
-    ]  # fmt: skip
-    assert engine, "the engine's processes name themselves"
-    for child in engine:
-        child.kill()
-    output, _ = process.communicate()
-    assert process.returncode == 1, output[-3000:]
+    with running_command(collect, folder / "killed.log") as command:
+        wait_for_rows(dataset, command, shards=len(rows_files(dataset)) + 1)
+        engine = [
+            child for child in psutil.Process(command.pid).children(recursive=True)
+            if "Worker" in child.name() or "EngineCore" in child.name()
+        ]  # fmt: skip
+        assert engine, "the engine's processes name themselves"
+        for child in engine:
+            child.kill()
+        status, output = command.end()
+    assert status == 1, output[-3000:]
     assert "the engine died" in output and "lost" in output
     validate(dataset)
     after_kill = driven(dataset)
     assert set(after_interrupt) < set(after_kill)
 
-    process = start(dataset)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output[-3000:]
+    with running_command(collect, folder / "finished.log") as command:
+        status, output = command.end()
+    assert status == 0, output[-3000:]
     assert f"of {N_PROMPTS + 1} prompts are done already" in output
     assert "1 prompts are longer than the model's 512 tokens and left out: long" in output
     validate(dataset)
@@ -150,8 +122,14 @@ def describe(dataset: Path) -> str:
 
 
 def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
-    start: Callable[..., subprocess.Popen], tmp_path: Path
+    headway_command: list[str], folder: Path, tmp_path: Path
 ) -> None:
+    """As for users: the engine spawns its processes, which tests otherwise fork."""
+    kept = [
+        path
+        for path in os.environ["PYTHONPATH"].split(os.pathsep)
+        if Path(path).name != "forked_engines"
+    ]
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -163,9 +141,18 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
     if mounted.returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
-        process = start(disk / "dataset", "--record.k", "1", spawns=True)
-        wait_for_spawned(process)
-        output, _ = process.communicate()
+        process = subprocess.Popen(
+            [*headway_command, *arguments(folder, disk / "dataset", "--record.k", "1")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(kept)},
+        )
+        try:
+            wait_for_spawned(process)
+            output, _ = process.communicate()
+        finally:
+            process.kill()
         assert process.returncode == 1, output[-3000:]
         assert "recording failed: No space left on device" in output
         assert "run the same command again" in output

@@ -2,34 +2,7 @@
 
 from typing import Any
 
-__all__ = ["forecasts_between_steps", "record"]
-
-
-def record(
-    model: str, dataset: str, arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
-) -> dict[str, Any]:
-    """Record the answers to prompts; return vLLM's counters and what the engine runs with."""
-    from vllm import LLM, SamplingParams
-
-    from data_collection.workload.engine_options import engine_arguments
-
-    capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}
-    statistics = {"disable_log_stats": False}
-    engine = LLM(**engine_arguments(model, capture, arguments | statistics))
-    engine.generate(
-        [{"prompt_token_ids": ids} for ids in prompts],
-        SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False),
-        use_tqdm=False,
-    )
-    config = engine.llm_engine.vllm_config
-    seen = {
-        "worker_cls": config.parallel_config.worker_cls,
-        "counters": {
-            metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
-        },
-    }
-    engine.llm_engine.engine_core.shutdown()
-    return seen
+__all__ = ["forecasts_between_steps"]
 
 
 def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dict[str, Any]:

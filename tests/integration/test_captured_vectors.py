@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from captured_rows import assert_rows_are_whole, assert_vectors_equal
 from forked_vllm import run_forked
-from offline_engines import record
 from transformers import AutoTokenizer
 
+from benchmarks.support.offline_engine import record
 from predictor.training.row_table import RowTable, load_rows
 
 QUESTIONS = [
@@ -33,7 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
         "block_size": 32,
         "max_model_len": 512,
     },
+    # Three attention heads of nine each.
+    "tensor-parallel": {"tensor_parallel_size": 3, "max_model_len": 512},
 }
+TOKENS = {"base": 24, "stress": 36, "tensor-parallel": 12}
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ def recording(
         for text in texts
     ]
     arguments = {"dtype": "float32", "enforce_eager": True, **CASES[request.param]}
-    dataset, tokens = folder / "dataset", 36 if request.param == "stress" else 24
+    dataset, tokens = folder / "dataset", TOKENS[request.param]
     seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
     assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
+    assert seen["workers"] == CASES[request.param].get("tensor_parallel_size", 1)
     return Recording(load_rows(dataset), seen["counters"])
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from forked_vllm import run_forked
-from offline_engines import record
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from benchmarks.support.offline_engine import record
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.vllm_adapter import is_recording_rank, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments

@@ -173,7 +173,7 @@ def test_a_shell_reads_the_same_command(python: str | None) -> None:
     assert words == [*assigned, *command.arguments]
 
 
-@pytest.mark.parametrize("page", ["deploy.md", "deploy-data-parallel.md"])
+@pytest.mark.parametrize("page", ["gpu.md", "deploy-data-parallel.md"])
 def test_the_pages_deployments_can_be_started(page: str, tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / page).read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -1,0 +1,95 @@
+"""Everything that a machine with a GPU should verify, before anybody trusts it with Headway.
+
+    python -m benchmarks.gpu_check [--only PART ...] [--device {cuda,cpu}] [--json OUT]
+
+The parts, in this order; each runs in a process of its own, in a bounded time:
+
+    forecaster              the shipped predictor in a CUDA graph, against the CPU
+    vllm                    vLLM imports, and runs its V2 model runner by default
+    replayed_capture        recorded rows while a CUDA graph overwrites them (without vLLM)
+    vectors_eager           captured vectors against transformers in float32,
+    vectors_graphs              with full CUDA graphs,
+    vectors_piecewise           with piecewise ones,
+    vectors_sync                without asynchronous scheduling,
+    vectors_stress              with chunked prompts, preemption and a prefix cache
+    replayed_forecasts      forecasts while a CUDA graph overwrites their inputs (without vLLM)
+    live_forecasts          forecasts of an engine against an offline pass
+    fair_batching           batches by deadlines, with asynchronous scheduling
+    migration               moves between two engines on this GPU, over NIXL
+    vectors_v1              captured vectors of the V1 runner
+
+Each is reported as passed, failed or not run, and why, in a table and with --json; the status is 1
+if one failed. What they print is kept under runs/gpu_check. Those without vLLM need PyTorch alone.
+"""
+
+import platform
+import subprocess
+import sys
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_check.parts import PARTS, Outcome, run_part
+from benchmarks.support.report import arguments, write_report
+
+
+def main() -> int:
+    """Run the parts and report; return the exit status."""
+    parser = arguments("whether Headway works on this machine's GPU", quick=False)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is")
+    options = parser.parse_args()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device here; --device cpu runs what a CPU can show")
+    console = Console()
+    table = Table("part", "", "measured")
+    outcomes: dict[str, Outcome] = {}
+    for name in options.only:
+        with console.status(f"{name}, at most {PARTS[name].seconds:.0f} s"):
+            outcomes[name] = run_part(name, device)
+        outcome = outcomes[name]
+        console.print(f"{name}: {outcome.status}{outcome.reason and ': '}{outcome.reason}")
+        table.add_row(name, outcome.status, _in_words(outcome))
+    console.print(table)
+    figures = {name: outcome.status for name, outcome in outcomes.items()}
+    details = {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}
+    write_report("gpu_check", figures, options.json, hardware=_hardware(device), parts=details)
+    return int("failed" in figures.values())
+
+
+def _in_words(outcome: Outcome) -> str:
+    figures = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in outcome.measured.items()
+    ]
+    return ", ".join(figures) or outcome.reason
+
+
+def _hardware(device: str) -> dict[str, str]:
+    """Describe the device and its driver."""
+    if device == "cpu":
+        return {"device": "cpu", "processor": platform.processor() or platform.machine()}
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "memory_gib": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}",
+        "compute_capability": f"{major}.{minor}",
+        "cuda": torch.version.cuda or "",
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({error})"
+    return done.stdout.split()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The parts in their order, and how one is run: apart from the others, in a bounded time."""
+
+import os
+import shutil
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess, SpawnProcess
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from benchmarks.gpu_check import engine_parts, plain_pytorch
+from benchmarks.gpu_check.findings import Findings, Here, NotRunError
+
+__all__ = ["PARTS", "Outcome", "Part", "run_part"]
+
+Status = Literal["passed", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to verify.
+
+    Attributes:
+        check: does it.
+        seconds: it may take.
+        on_cpu: whether it says anything on a CPU.
+        environment: variables of its process.
+    """
+
+    check: Callable[[Findings, Here], None]
+    seconds: float
+    on_cpu: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a part ended.
+
+    Attributes:
+        status: how.
+        reason: why it failed or was not run.
+        measured: its figures.
+    """
+
+    status: Status
+    reason: str = ""
+    measured: dict[str, float | str] = msgspec.field(default_factory=dict)
+
+
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+_V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+_vectors = engine_parts.captured_vectors
+PARTS = {
+    "forecaster": Part(plain_pytorch.forecaster, 180, on_cpu=True),
+    "vllm": Part(engine_parts.vllm_imports, 180, on_cpu=True),
+    "replayed_capture": Part(plain_pytorch.replayed_capture, 120, on_cpu=True),
+    "vectors_eager": Part(_vectors({"enforce_eager": True}), 300, on_cpu=True),
+    "vectors_graphs": Part(_vectors({"async_scheduling": True}, "V2"), 600),
+    "vectors_piecewise": Part(_vectors(_PIECEWISE, "V2"), 600),
+    "vectors_sync": Part(_vectors({"async_scheduling": False}, "V2"), 600),
+    "vectors_stress": Part(_vectors(engine_parts.STRESS, "V2"), 600),
+    "replayed_forecasts": Part(plain_pytorch.replayed_forecasts, 120, on_cpu=True),
+    "live_forecasts": Part(engine_parts.live_forecasts, 600, True, _IN_PROCESS),
+    "fair_batching": Part(engine_parts.fair_batching, 900, True, _IN_PROCESS),
+    "migration": Part(engine_parts.migration, 900),
+    "vectors_v1": Part(_vectors({}, "V1"), 600, environment=_V1),
+}
+_LOGS = Path("runs/gpu_check")
+_PROCESS = {"spawn": SpawnProcess, "fork": ForkProcess}
+
+
+def run_part(name: str, device: str, context: Literal["spawn", "fork"] = "spawn") -> Outcome:
+    """Run a part in a process group of its own, of which nothing is left afterwards.
+
+    Args:
+        name: of one of `PARTS`.
+        device: ``cuda`` or ``cpu``.
+        context: how the process starts; a CUDA device needs ``spawn``.
+    """
+    part = PARTS[name]
+    if device == "cpu" and not part.on_cpu:
+        return Outcome("not run", "needs a CUDA device")
+    folder = _LOGS / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    process = _PROCESS[context](target=_check, args=(name, device))
+    process.start()
+    assert process.pid is not None
+    try:
+        process.join(part.seconds)
+        late = process.is_alive()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    result, log = folder / "outcome.json", folder / "printed.log"
+    if result.exists():
+        return msgspec.json.decode(result.read_bytes(), type=Outcome)
+    if late:
+        return Outcome("failed", f"took more than {part.seconds:.0f} s; see {log}")
+    return Outcome("failed", f"ended with status {process.exitcode}; see {log}")
+
+
+def _check(name: str, device: str) -> None:
+    """Run a part in this process, and write how it ended."""
+    os.setsid()
+    os.environ.update(PARTS[name].environment)
+    folder = (_LOGS / name).resolve()
+    with (folder / "printed.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    findings = Findings()
+    try:
+        PARTS[name].check(findings, Here(device, folder))
+        failures = "; ".join(findings.failures)
+        outcome = Outcome("failed" if failures else "passed", failures, findings.measured)
+    except NotRunError as error:
+        outcome = Outcome("not run", str(error))
+    except BaseException as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}; see {_LOGS / name / 'printed.log'}"
+        outcome = Outcome("failed", reason, findings.measured)
+    written = folder / "outcome.part"
+    written.write_bytes(msgspec.json.encode(outcome))
+    written.rename(folder / "outcome.json")

@@ -1,0 +1,106 @@
+"""Answers of an engine in this process tree, recorded, and compared with transformers'."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_collection.workload.engine_options import engine_arguments
+from predictor.training.row_table import RowTable
+
+__all__ = ["VectorComparison", "compare_vectors", "missing_rows", "record"]
+
+
+@dataclass(frozen=True)
+class VectorComparison:
+    """Captured vectors beside those that transformers computes in float32.
+
+    Attributes:
+        compared: vectors.
+        least_cosine: of a vector with its counterpart.
+        wrong_tokens: vectors whose most likely token is not the one that was generated.
+    """
+
+    compared: int
+    least_cosine: float
+    wrong_tokens: int
+
+
+def record(
+    model: str, dataset: str, arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
+) -> dict[str, Any]:
+    """Record greedy answers to prompts, a row for every token.
+
+    Args:
+        model: folder of the model.
+        dataset: folder to record into.
+        arguments: further ones of vLLM's engine.
+        prompts: as token ids.
+        max_tokens: of an answer.
+
+    Returns:
+        vLLM's counters, and what the engine runs with, as JSON can hold it.
+    """
+    from vllm import LLM, SamplingParams
+
+    capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}
+    statistics = {"disable_log_stats": False}
+    engine = LLM(**engine_arguments(model, capture, arguments | statistics))
+    engine.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False),
+        use_tqdm=False,
+    )
+    config = engine.llm_engine.vllm_config
+    seen = {
+        "worker_cls": config.parallel_config.worker_cls,
+        "workers": config.parallel_config.world_size,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "counters": {
+            metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+        },
+    }
+    engine.llm_engine.engine_core.shutdown()
+    return seen
+
+
+def missing_rows(rows: RowTable) -> int:
+    """Return how many requests do not have one row for every token, in order."""
+    missing = 0
+    for request, total in enumerate(rows.requests.total_tokens):
+        n = rows.generated_tokens[rows.request == request]
+        missing += n.tolist() != list(range(total))
+    return missing
+
+
+def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
+    """Compare the rows of greedy answers with transformers on the same tokens.
+
+    Args:
+        rows: with the tokens of prompts and answers.
+        model: folder of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    vectors = torch.from_numpy(rows.vectors())
+    cosines, wrong = [], 0
+    for request in range(len(rows.requests)):
+        prompt = rows.requests.prompt_token_ids[request]
+        output = rows.requests.output_token_ids[request]
+        if prompt is None or output is None:
+            raise ValueError(f"request {request} was recorded without its tokens")
+        mine = np.flatnonzero(rows.request == request)
+        n = rows.generated_tokens[mine]
+        with torch.inference_mode():
+            # Transformers' last hidden states after the final norm, [n_tokens, d].
+            states = reference.model(torch.tensor([prompt + output])).last_hidden_state[0]
+            tokens = (vectors[mine] @ reference.lm_head.weight.T).argmax(dim=1)
+        expected = states[len(prompt) - 1 + n]
+        cosines.append(torch.nn.functional.cosine_similarity(vectors[mine], expected))
+        wrong += int((tokens != torch.tensor([output[i] for i in n])).sum())
+    cosine = torch.cat(cosines)
+    return VectorComparison(len(cosine), float(cosine.min()), wrong)

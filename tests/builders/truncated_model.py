@@ -1,0 +1,23 @@
+"""The first layers of the embedded model, where a test does not care what it says."""
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+__all__ = ["truncated_model"]
+
+
+def truncated_model(model: Path, layers: int, folder: Path) -> Path:
+    """Write a model of fewer layers, with its tokenizer.
+
+    Args:
+        model: folder of the whole one.
+        layers: how many of them to keep.
+        folder: to write it to.
+    """
+    kept = AutoModelForCausalLM.from_pretrained(model)
+    kept.model.layers = kept.model.layers[:layers]
+    kept.config.num_hidden_layers = layers
+    kept.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
