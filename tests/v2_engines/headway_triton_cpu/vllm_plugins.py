@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,39 @@ class _WholeRows:
     """A kernel that takes a row of logits as one block.
 
     The interpreter's time goes by the number of operations, and hardly by their size.
+
+    Args:
+        kernel: whose last positional argument is the size of the vocabulary.
+        block_maxima: which argument receives a maximum of each block; None: none does.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, block_maxima: int | None = None) -> None:
+        self._kernel, self._block_maxima = kernel, block_maxima
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
             vocabulary: int = args[-1]
-            if len(grid) == 2:
-                block_maxima: torch.Tensor = args[2]
-                block_maxima.fill_(-torch.inf)  # of the blocks that are not computed
+            if self._block_maxima is not None:  # those of the other blocks are not computed
+                args[self._block_maxima].fill_(-torch.inf)
             options["BLOCK_SIZE"] = 1 << (vocabulary - 1).bit_length()
-            self.kernel[grid[:1]](*args, **options)
+            self._kernel[grid[:1]](*args, **options)
 
         return run
 
 
 def sample_in_whole_rows() -> None:
-    """Draw tokens and compute log-probabilities of a vocabulary in one block instead of 48."""
-    from vllm.v1.worker.gpu.sample import gumbel, logprob
+    """Compute what goes over a vocabulary in one block instead of up to 48, without checks."""
+    from triton.runtime.interpreter import interpreter_builder
+    from vllm.v1.worker.gpu.sample import gumbel, logprob, penalties
 
     if isinstance(gumbel._gumbel_sample_kernel, _WholeRows):
         return
-    gumbel._gumbel_sample_kernel = _WholeRows(gumbel._gumbel_sample_kernel)
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+    gumbel._gumbel_sample_kernel = _WholeRows(gumbel._gumbel_sample_kernel, block_maxima=2)
+    gumbel._temperature_kernel = _WholeRows(gumbel._temperature_kernel)
     logprob._topk_log_softmax_kernel = _WholeRows(logprob._topk_log_softmax_kernel)
+    logprob._ranks_kernel = _WholeRows(logprob._ranks_kernel)
+    penalties._penalties_kernel = _WholeRows(penalties._penalties_kernel)
 
 
 def store_with_any_mask() -> None:
