@@ -13,7 +13,7 @@ from predictor.training.row_table import RowTable
 
 __all__ = ["CHECKPOINT", "assert_forecasts_equal"]
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
+CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-instruct"
 
 
 def published(messages: Sequence[Message]) -> dict[tuple[str, int], tuple[int, np.ndarray]]:

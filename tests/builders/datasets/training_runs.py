@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rescheduler.commands.command_line import main
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "predictor"
+CONFIGS = Path(__file__).parents[3] / "configs" / "predictor"
 
 QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu")
 """No progress bar, and the CPU whatever the machine has, so that runs can be repeated."""

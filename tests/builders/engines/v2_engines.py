@@ -24,7 +24,7 @@ __all__ = ["BATCHED_TOKENS", "V2Engines", "v2_engines"]
 
 BATCHED_TOKENS = 64
 """Prompts are cut, and the cache of 23 blocks holds 736 tokens: some requests are preempted."""
-_BACKEND = Path(__file__).parents[1] / "v2_engines"
+_BACKEND = Path(__file__).parents[2] / "v2_engines"
 _TIMES = BatchTime(constant=0.1, per_new=0.001, per_context=1e-6)
 
 

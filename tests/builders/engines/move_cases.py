@@ -80,7 +80,7 @@ Compared = dict[str, "asyncio.Task[tuple[Generation, Generation]]"]
 
 async def there_and_back(engines: list[Engine], cases: Mapping[str, Case] = CASES) -> Compared:
     """Generate each case without and with moves, some of them at the same time."""
-    places = asyncio.Semaphore(4)
+    places = asyncio.Semaphore(6)
 
     async def compare(case: Case) -> tuple[Generation, Generation]:
         async with places:
