@@ -16,7 +16,7 @@ from rescheduler.learned_router.training import (
     Episodes,
     Job,
     Trained,
-    refuse_other_training,
+    finished_training,
     train_router,
 )
 from rescheduler.simulator.experiments.progress import progress_bar
@@ -45,12 +45,16 @@ def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
         ValueError: a folder has the state of another training.
         KeyboardInterrupt: Ctrl-C; what each has trained by then is kept.
     """
-    if not jobs:
-        return []
-    for job in jobs:
-        refuse_other_training(job)
-    setups = [run_setup(config) for config in jobs[0].configs]
-    RouterVectorEnvironment(setups, jobs[0].router, jobs[0].training.simulations)  # or refuses
+    found = [finished_training(job) for job in jobs]
+    left = [job for job, trained in zip(jobs, found, strict=True) if trained is None]
+    if left:
+        setups = [run_setup(config) for config in left[0].configs]
+        RouterVectorEnvironment(setups, left[0].router, left[0].training.simulations)  # or refuses
+    made = iter(_train_in_pool(left, workers) if left else [])
+    return [trained if trained is not None else next(made) for trained in found]
+
+
+def _train_in_pool(jobs: Sequence[Job], workers: int | None) -> list[Trained]:
     context = multiprocessing.get_context("spawn")
     reports: _Reports = context.SimpleQueue()
     others = set(multiprocessing.active_children())

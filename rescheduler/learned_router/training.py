@@ -32,8 +32,8 @@ __all__ = [
     "Trained",
     "TrainingConfig",
     "Variant",
+    "finished_training",
     "guided",
-    "refuse_other_training",
     "train_router",
 ]
 
@@ -209,14 +209,15 @@ def train_router(
     return made.finished()
 
 
-def refuse_other_training(job: Job) -> None:
-    """Refuse a folder that `train_router` would refuse, before anything runs.
+def finished_training(job: Job) -> Trained | None:
+    """Return what a training yielded that ran to its end, or None.
 
     Raises:
         ValueError: the folder has the state of another training, or a damaged one.
     """
-    if job.saved().exists():
-        _state_of(job)
+    if not job.saved().exists() or _state_of(job)["episode"] < job.training.episodes:
+        return None
+    return _Training(job).finished()
 
 
 class _Training:
