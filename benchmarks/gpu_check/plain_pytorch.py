@@ -27,6 +27,7 @@ __all__ = ["CHECKPOINT", "CURVES_WITHIN", "forecaster", "replayed_capture", "rep
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 _BATCH, _STEPS, _PROMPT = 256, 64, 10
+_STEPS_ON_CPU = 8
 CURVES_WITHIN = 1e-4
 """Of a probability: float32 on both sides, in another order."""
 _GOAL_MS = 0.1
@@ -140,7 +141,7 @@ def replayed_capture(findings: Findings, here: Here) -> None:
     config = RecordConfig(path=str(dataset), dtype="float32", queue_rows=_BATCH * _STEPS)
     replayed = _replay(here, predictor.hidden_size, [Recorder(config, session)])
     rows = load_rows(dataset)
-    findings.require_at_least("rows", len(rows), _BATCH * _STEPS)
+    findings.require_at_least("rows", len(rows), _BATCH * _steps(here))
     number = np.array([int(name) for name in rows.requests.request_id])[rows.request]
     expected = replayed.expected[rows.generated_tokens, number]
     wrong = (torch.from_numpy(rows.vectors()) != expected).any(dim=1)
@@ -156,8 +157,8 @@ def replayed_forecasts(findings: Findings, here: Here) -> None:
     replayed = _replay(
         here, predictor.hidden_size, [made], lambda: arrived.extend(made.take_arrived())
     )
-    arrived += _wait_for(made.take_arrived, _STEPS - len(arrived))
-    findings.require_at_least("steps_forecast", len(arrived), _STEPS)
+    arrived += _wait_for(made.take_arrived, _steps(here) - len(arrived))
+    findings.require_at_least("steps_forecast", len(arrived), _steps(here))
     worst = max(_difference(one, replayed.expected[one.step - 1]) for one in arrived)
     findings.require_at_most("largest_difference", worst, CURVES_WITHIN)
     _note_times(findings, replayed)
@@ -169,6 +170,10 @@ def _predictor() -> SurvivalMLP:
     return predictor
 
 
+def _steps(here: Here) -> int:
+    return _STEPS if here.device == "cuda" else _STEPS_ON_CPU
+
+
 def _replay(
     here: Here,
     hidden_size: int,
@@ -178,13 +183,14 @@ def _replay(
     """Run the model once step by step, then at full speed without and with capture."""
     device = torch.device(here.device)
     model = _RecurrentModel(hidden_size, device)
-    expected = torch.empty(_STEPS, _BATCH, hidden_size)
-    for step in range(_STEPS):
+    steps = _steps(here)
+    expected = torch.empty(steps, _BATCH, hidden_size)
+    for step in range(steps):
         model.step()
         expected[step] = model.hidden.cpu()
     model.begin()
     started = time.perf_counter()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         model.step()
     without_hook = time.perf_counter() - started
     model.begin()
@@ -196,7 +202,7 @@ def _replay(
         return torch.index_select(model.hidden, 0, rows.to(device, non_blocking=True))
 
     started = time.perf_counter()
-    for step in range(_STEPS):
+    for step in range(steps):
         model.step()
         if step:
             for name in names:
@@ -205,12 +211,12 @@ def _replay(
         after_step()
     with_hook = time.perf_counter() - started
     ends = [
-        FinishedRequest(name, "stop", _PROMPT, _STEPS, _STEPS, [0] * _PROMPT, [0] * _STEPS, {})
+        FinishedRequest(name, "stop", _PROMPT, steps, _STEPS, [0] * _PROMPT, [0] * steps, {})
         for name in names
     ]
     hook.step_done((), gather, ends)
     hook.close()
-    return _Replayed(expected, with_hook / _STEPS, without_hook / _STEPS)
+    return _Replayed(expected, with_hook / steps, without_hook / steps)
 
 
 def _add_requests(hook: CaptureHook, count: int) -> list[str]:

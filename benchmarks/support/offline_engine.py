@@ -85,7 +85,7 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
     """
     from transformers import AutoModelForCausalLM
 
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     vectors = torch.from_numpy(rows.vectors())
     cosines, wrong = [], 0
     for request in range(len(rows.requests)):

@@ -35,7 +35,7 @@ def test_what_a_cpu_can_show_passes_and_the_rest_is_not_run(tmp_path: Path) -> N
         "vectors_graphs": "not run",
     }
     measured = found["parts"]["replayed_capture"]["measured"]
-    assert (measured["rows"], measured["rows_of_another_step"]) == (256 * 64, 0)
+    assert (measured["rows"], measured["rows_of_another_step"]) == (256 * 8, 0)
     assert found["parts"]["migration"]["reason"] == "needs a CUDA device"
     assert found["hardware"]["device"] == "cpu"
     assert found["versions"]["torch"] == torch.__version__
@@ -98,5 +98,5 @@ def test_rows_of_another_step_are_found(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch, "index_select", later_rows)
     findings = Findings()
     plain_pytorch.replayed_capture(findings, Here("cpu", tmp_path))
-    assert findings.measured["rows_of_another_step"] == 256 * 64
+    assert findings.measured["rows_of_another_step"] == 256 * 8
     assert len(findings.failures) == 1
