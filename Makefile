@@ -31,8 +31,8 @@ demo: $(INSTALLED)
 	$(BIN)/headway evaluate $(RUN)/dataset $(RUN)/predictor --out $(RUN)/evaluation
 	$(BIN)/headway demo
 
-test: unit
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration tests/unit
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
