@@ -31,6 +31,7 @@ from rescheduler.engines.launch_local import local_deployment
 from rescheduler.openai.event_stream import read_events
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.transfer.control_messages import ControlError
 
 __all__ = ["Soaked", "soak"]
 
@@ -42,7 +43,6 @@ _ENGINE = EngineOptions(
     enforce_eager=True,
 )
 _AT_ONCE = 6
-_SECONDS_BETWEEN_MOVES = 0.25
 _IDLE_SECONDS = 30.0
 _TEXTS = (
     "Once upon a time, in a small village by the sea, there lived a",
@@ -98,7 +98,13 @@ def main() -> None:
     report("migration_soak", figures | moved, options.json)
 
 
-async def soak(engines: Launched, deployment: Deployment, requests: int, seed: int = 1) -> Soaked:
+async def soak(
+    engines: Launched,
+    deployment: Deployment,
+    requests: int,
+    seed: int = 1,
+    seconds_between_moves: float = 0.25,
+) -> Soaked:
     """Generate in peace, then among moves, and compare.
 
     Args:
@@ -106,6 +112,7 @@ async def soak(engines: Launched, deployment: Deployment, requests: int, seed: i
         deployment: without a planner: moves are made here.
         requests: how many.
         seed: of everything that is drawn.
+        seconds_between_moves: a tenth of what a request takes, or less.
     """
     bodies = [_body(number) for number in range(requests)]
     generator = random.Random(seed)
@@ -121,7 +128,9 @@ async def soak(engines: Launched, deployment: Deployment, requests: int, seed: i
                 killing.append(asyncio.create_task(_kill_and_restart(engines)))
 
         started = time.monotonic()
-        moving = asyncio.create_task(_move_at_random(proxy, result.moves, generator))
+        moving = asyncio.create_task(
+            _move_at_random(proxy, result.moves, generator, seconds_between_moves)
+        )
         answers = await _generate_all(deployment, bodies, leaves, half_way)
         result.seconds = time.monotonic() - started
         moving.cancel()
@@ -193,7 +202,9 @@ async def _generate(
                 return
 
 
-async def _move_at_random(proxy: Proxy, moves: dict[str, int], generator: random.Random) -> None:
+async def _move_at_random(
+    proxy: Proxy, moves: dict[str, int], generator: random.Random, seconds: float
+) -> None:
     """Move one running request after the other to another instance, forever."""
     decodes = [state for state in proxy.instances.values() if state.instance.role == "decode"]
 
@@ -210,7 +221,7 @@ async def _move_at_random(proxy: Proxy, moves: dict[str, int], generator: random
             moves[outcome] = moves.get(outcome, 0) + 1
 
     while True:
-        await asyncio.sleep(_SECONDS_BETWEEN_MOVES)
+        await asyncio.sleep(seconds)
         proxy.background(move())
 
 
@@ -222,15 +233,18 @@ async def _kill_and_restart(engines: Launched) -> None:
 
 
 async def _leaked(proxy: Proxy) -> int:
-    """Return how many blocks of the decode instances are not free once leases have ended."""
+    """Return how many blocks are not free once leases have ended; all where none answers."""
     deadline = time.monotonic() + _IDLE_SECONDS
     while True:
         leaked = 0
         for state in proxy.instances.values():
             if state.control is not None:
-                with suppress(TimeoutError):
+                blocks = state.engine.num_blocks if state.engine is not None else 1
+                try:
                     engine = await state.control.state(5)
                     leaked += engine.num_blocks - engine.free_blocks
+                except ControlError:
+                    leaked += blocks
         if leaked == 0 or time.monotonic() > deadline:
             return leaked
         await asyncio.sleep(0.5)

@@ -106,6 +106,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             "engine_steps": self._engine_steps,
             "hook_seconds": self._hook_seconds,
             "process_seconds": time.process_time(),
+            "cudagraph_mode": self.vllm_config.compilation_config.cudagraph_mode.name,
         }
         return status | (self._recorder.status() if self._recorder else {})
 

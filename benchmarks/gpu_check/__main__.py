@@ -33,31 +33,56 @@ from rich.table import Table
 
 from benchmarks.gpu_check.parts import PARTS, Outcome, run_part
 from benchmarks.support.report import arguments, write_report
+from rescheduler.commands.interrupts import ending_signals_raised
 
 
 def main() -> int:
     """Run the parts and report; return the exit status."""
     parser = arguments("whether Headway works on this machine's GPU", quick=False)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is")
+    parser.prog = "python -m benchmarks.gpu_check"
+    parser.epilog = f"parts: {', '.join(PARTS)}"
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        metavar="PART",
+        help="run these; default: all",
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, if there is one")
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here; --device cpu runs what a CPU can show")
-    console = Console()
+    console = Console(markup=False)  # reasons may hold brackets
+    hardware = _hardware(device)
+    outcomes = {name: Outcome("not run", "the check was interrupted") for name in options.only}
+
+    def write(quiet: bool) -> None:
+        figures = {name: outcome.status for name, outcome in outcomes.items()}
+        parts = {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}
+        write_report("gpu_check", figures, options.json, quiet, hardware=hardware, parts=parts)
+
+    try:
+        write(quiet=True)
+    except OSError as error:
+        parser.error(f"--json: {error}")
+    try:
+        with ending_signals_raised():
+            for name in options.only:
+                with console.status(f"{name}, at most {PARTS[name].seconds:.0f} s"):
+                    outcomes[name] = outcome = run_part(name, device)
+                reason = outcome.reason and f": {outcome.reason}"
+                console.print(f"{name}: {outcome.status}{reason}")
+                write(quiet=True)
+    except KeyboardInterrupt:
+        console.print("interrupted")
     table = Table("part", "", "measured")
-    outcomes: dict[str, Outcome] = {}
-    for name in options.only:
-        with console.status(f"{name}, at most {PARTS[name].seconds:.0f} s"):
-            outcomes[name] = run_part(name, device)
-        outcome = outcomes[name]
-        console.print(f"{name}: {outcome.status}{outcome.reason and ': '}{outcome.reason}")
+    for name, outcome in outcomes.items():
         table.add_row(name, outcome.status, _in_words(outcome))
     console.print(table)
-    figures = {name: outcome.status for name, outcome in outcomes.items()}
-    details = {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}
-    write_report("gpu_check", figures, options.json, hardware=_hardware(device), parts=details)
-    return int("failed" in figures.values())
+    write(quiet=False)
+    return int(any(outcome.status == "failed" for outcome in outcomes.values()))
 
 
 def _in_words(outcome: Outcome) -> str:
@@ -72,10 +97,14 @@ def _hardware(device: str) -> dict[str, str]:
     """Describe the device and its driver."""
     if device == "cpu":
         return {"device": "cpu", "processor": platform.processor() or platform.machine()}
-    major, minor = torch.cuda.get_device_capability()
+    try:
+        major, minor = torch.cuda.get_device_capability()
+        memory = torch.cuda.get_device_properties(0).total_memory
+    except RuntimeError as error:
+        return {"device": f"unknown ({error})", "driver": _driver()}
     return {
         "device": torch.cuda.get_device_name(),
-        "memory_gib": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f}",
+        "memory_gib": f"{memory / 2**30:.1f}",
         "compute_capability": f"{major}.{minor}",
         "cuda": torch.version.cuda or "",
         "driver": _driver(),
@@ -88,7 +117,7 @@ def _driver() -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({error})"
-    return done.stdout.split()[0]
+    return (done.stdout.split() or ["unknown"])[0]
 
 
 if __name__ == "__main__":

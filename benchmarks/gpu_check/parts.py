@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 
 from benchmarks.gpu_check import engine_parts, plain_pytorch
 from benchmarks.gpu_check.findings import Findings, Here, NotRunError
@@ -61,16 +62,19 @@ PARTS = {
     "vllm": Part(engine_parts.vllm_imports, 180, on_cpu=True),
     "replayed_capture": Part(plain_pytorch.replayed_capture, 120, on_cpu=True),
     "vectors_eager": Part(_vectors({"enforce_eager": True}), 300, on_cpu=True),
-    "vectors_graphs": Part(_vectors({"async_scheduling": True}, "V2"), 600),
-    "vectors_piecewise": Part(_vectors(_PIECEWISE, "V2"), 600),
+    "vectors_graphs": Part(_vectors({"async_scheduling": True}, "V2", "FULL_AND_PIECEWISE"), 600),
+    "vectors_piecewise": Part(_vectors(_PIECEWISE, "V2", "PIECEWISE"), 600),
     "vectors_sync": Part(_vectors({"async_scheduling": False}, "V2"), 600),
     "vectors_stress": Part(_vectors(engine_parts.STRESS, "V2"), 600),
     "replayed_forecasts": Part(plain_pytorch.replayed_forecasts, 120, on_cpu=True),
     "live_forecasts": Part(engine_parts.live_forecasts, 600, True, _IN_PROCESS),
     "fair_batching": Part(engine_parts.fair_batching, 900, True, _IN_PROCESS),
-    "migration": Part(engine_parts.migration, 900),
+    "migration": Part(engine_parts.migration, 1200),
     "vectors_v1": Part(_vectors({}, "V1"), 600, environment=_V1),
 }
+_EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
+"""Kernels and matrix products in TF32 would let tokens depend on a batch's other requests."""
+_ENDING_SECONDS = 60.0
 _LOGS = Path("runs/gpu_check")
 _PROCESS = {"spawn": SpawnProcess, "fork": ForkProcess}
 
@@ -96,22 +100,32 @@ def run_part(name: str, device: str, context: Literal["spawn", "fork"] = "spawn"
         process.join(part.seconds)
         late = process.is_alive()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+        _end(process)
     result, log = folder / "outcome.json", folder / "printed.log"
-    if result.exists():
-        return msgspec.json.decode(result.read_bytes(), type=Outcome)
     if late:
         return Outcome("failed", f"took more than {part.seconds:.0f} s; see {log}")
+    if result.exists():
+        return msgspec.json.decode(result.read_bytes(), type=Outcome)
     return Outcome("failed", f"ended with status {process.exitcode}; see {log}")
+
+
+def _end(process: SpawnProcess | ForkProcess) -> None:
+    """End a part and whatever it has started."""
+    assert process.pid is not None
+    if process.is_alive():
+        process.terminate()  # engines in sessions of their own are stopped by whoever launched them
+        process.join(_ENDING_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _check(name: str, device: str) -> None:
     """Run a part in this process, and write how it ended."""
     os.setsid()
-    os.environ.update(PARTS[name].environment)
+    os.environ.update(_EXACT_FLOAT32 | PARTS[name].environment)
+    torch.set_float32_matmul_precision("highest")  # images may set another
     folder = (_LOGS / name).resolve()
     with (folder / "printed.log").open("ab") as log:
         os.dup2(log.fileno(), 1)

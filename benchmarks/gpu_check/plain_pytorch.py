@@ -55,6 +55,7 @@ class _RecurrentModel:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 self._step()
             torch.cuda.synchronize(device)
@@ -88,7 +89,8 @@ class _Replayed:
 
     Attributes:
         expected: [n_steps, n_requests, d] hidden states, read one step at a time.
-        seconds_per_step: of the engine's thread with the hook, and without.
+        with_hook: seconds of a step, capture included.
+        without_hook: likewise, without.
     """
 
     expected: torch.Tensor
@@ -192,6 +194,7 @@ def _replay(
     started = time.perf_counter()
     for _ in range(steps):
         model.step()
+    _synchronize(device)
     without_hook = time.perf_counter() - started
     model.begin()
     hook = CaptureHook(1, consumers)
@@ -209,6 +212,7 @@ def _replay(
                 hook.request_scheduled(name, _PROMPT + step - 1, 1, step)
         hook.step_done(names, gather, [])
         after_step()
+    _synchronize(device)
     with_hook = time.perf_counter() - started
     ends = [
         FinishedRequest(name, "stop", _PROMPT, steps, _STEPS, [0] * _PROMPT, [0] * steps, {})
@@ -217,6 +221,11 @@ def _replay(
     hook.step_done((), gather, ends)
     hook.close()
     return _Replayed(expected, with_hook / steps, without_hook / steps)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _add_requests(hook: CaptureHook, count: int) -> list[str]:

@@ -54,11 +54,12 @@ def record(
         use_tqdm=False,
     )
     config = engine.llm_engine.vllm_config
+    (status, *_) = engine.collective_rpc("headway_status")
     seen = {
         "worker_cls": config.parallel_config.worker_cls,
         "workers": config.parallel_config.world_size,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "cudagraph_mode": status["cudagraph_mode"],
         "counters": {
             metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
         },

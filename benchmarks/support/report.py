@@ -36,7 +36,11 @@ def report(name: str, figures: dict[str, float], out: Path | None) -> None:
 
 
 def write_report(
-    name: str, figures: Mapping[str, float | str], out: Path | None, **further: Any
+    name: str,
+    figures: Mapping[str, float | str],
+    out: Path | None,
+    quiet: bool = False,
+    **further: Any,
 ) -> None:
     """Write figures with commit, machine and versions, if asked.
 
@@ -44,6 +48,7 @@ def write_report(
         name: of the benchmark.
         figures: name → value.
         out: file to write; None: nothing is written.
+        quiet: do not print where they are.
         **further: what else the document holds.
     """
     if out is None:
@@ -58,4 +63,5 @@ def write_report(
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(out, json.dumps(document, indent=1) + "\n")
-    print(f"\nwrote {out}")
+    if not quiet:
+        print(f"\nwrote {out}")
