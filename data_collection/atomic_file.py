@@ -5,7 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replace_file", "write_text_atomically"]
+__all__ = ["refuse_unwritable", "replace_file", "write_text_atomically"]
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise now what writing a file after long work would raise.
+
+    Raises:
+        OSError: it is a folder, or its folder does not exist or cannot be written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file")
+    if not os.access(path.parent, os.W_OK):
+        reason = "cannot be written" if path.parent.exists() else "does not exist"
+        raise OSError(f"{path}: its folder {reason}")
 
 
 @contextmanager

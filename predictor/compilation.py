@@ -1,8 +1,11 @@
 """How the hot paths are compiled by numba, and where their machine code is kept."""
 
+import atexit
 import hashlib
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -91,10 +94,7 @@ class SourceLocator:
         if not file.is_file() or not (file.is_relative_to(_ROOT) or any(_imported(file))):
             return None
         locator = cls(py_func, py_file)
-        try:
-            locator.ensure_cache_path()
-        except OSError:
-            return None
+        locator.ensure_cache_path()
         return locator
 
     def ensure_cache_path(self) -> None:
@@ -110,8 +110,7 @@ class SourceLocator:
 
     def get_cache_path(self) -> str:
         """Return the folder of this version of the module."""
-        root = config.CACHE_DIR or Path.home() / ".cache" / "headway" / "numba"
-        return str(Path(root) / self._module / self._digest[:16])
+        return str(_root(config.CACHE_DIR) / self._module / self._digest[:16])
 
     def get_source_stamp(self) -> str:
         """Return what changes when the module or something it imports does."""
@@ -120,6 +119,24 @@ class SourceLocator:
     def get_disambiguator(self) -> str:
         """Return what distinguishes functions of one name."""
         return str(self._line)
+
+
+@cache
+def _root(chosen: str) -> Path:
+    """Return the folder of all machine code: the user's, or one for this process alone.
+
+    Never one of numba's own choice, which would be read again after a change elsewhere.
+    """
+    try:
+        root = Path(chosen) if chosen else Path.home() / ".cache" / "headway" / "numba"
+        root.mkdir(parents=True, exist_ok=True)
+        if os.access(root, os.W_OK):
+            return root
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        pass
+    own = tempfile.mkdtemp(prefix="headway-numba-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return Path(own)
 
 
 @cache

@@ -45,6 +45,17 @@ class Sampling:
     n: int = 1
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what no engine can sample with."""
+        for name, value, wrong, expected in (
+            ("temperature", self.temperature, self.temperature < 0, "0 or more"),
+            ("top_p", self.top_p, not 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("max_tokens", self.max_tokens, self.max_tokens < 1, "1 or more"),
+            ("n", self.n, self.n < 1, "1 or more"),
+        ):
+            if wrong:
+                raise ValueError(f"{name}: {value} is invalid; expected {expected}")
+
 
 @dataclass(frozen=True)
 class RecordOptions:

@@ -171,7 +171,7 @@ class SurvivalForecast:
             right = np.clip(above, 1, len(self.edges) - 1)
             rows = np.arange(len(self))
             high, low = self.survival[rows, right - 1], self.survival[rows, right]
-            drop = np.maximum(high - low, 1e-30)
+            drop = np.where(high > low, high - low, 1.0)
             part = np.clip((high - target) / drop, 0.0, 1.0)
             width = self.edges[right] - self.edges[right - 1]
             reached = self.edges[right - 1] + part * width

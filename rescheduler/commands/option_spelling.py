@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 __all__ = ["normalised"]
 
 _BOOLEANS = {"true", "false", "yes", "no"}
-_WORDS = (list[str], Sequence[str])
 _KEY_VALUE = re.compile(r"[\w.-]+=")
 
 
@@ -44,7 +43,7 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
             result.append(f"{option}={value}")
         elif kind is bool and str(following).lower() not in _BOOLEANS:
             result.append(f"{option}=true")
-        elif kind in _WORDS and following is not None and not following.startswith("["):
+        elif _is_words(kind) and following is not None and not following.startswith("["):
             values = []
             while rest and not rest[0].startswith("-"):
                 values.append(rest.pop(0))
@@ -84,6 +83,15 @@ def _resolved(parser: Any, typed: str) -> tuple[str, Any]:
 
 def _members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _is_words(kind: Any) -> bool:
+    """Return whether a value is a sequence of words."""
+    return any(
+        get_origin(member) in (list, Sequence)
+        and all(item is str or get_origin(item) is Literal for item in get_args(member))
+        for member in _members(kind)
+    )
 
 
 def _is_mapping(kind: Any) -> bool:

@@ -65,7 +65,7 @@ def train_routers(
         router: the task.
         agent: how the network learns.
         training: how long.
-        variants: rewards to train with: baseline, aware, guided; none to train nothing.
+        variants: rewards to train with: baseline, aware, guided; [] to train nothing.
         checkpoints: label -> folders of routers that were trained before, one for each training;
             they are compared too.
         pooled: labels of policies and checkpoints whose requests wait at the router until there

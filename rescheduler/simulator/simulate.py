@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from data_collection.atomic_file import replace_file, write_text_atomically
+from data_collection.atomic_file import refuse_unwritable, replace_file, write_text_atomically
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather
@@ -64,6 +64,7 @@ def simulate(
         out.mkdir(parents=True, exist_ok=True)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
+        refuse_unwritable(json)
     measured: dict[str, list[Figures]] = {label: [] for label in candidates}
     drawn: list[RunResult] = []
     with _requests_file(out / "requests.parquet" if out else None) as append:
@@ -94,13 +95,13 @@ def simulate(
             figures["rescheduling.png"] = draw_rescheduling(drawn, config.cluster.capacity_tokens)
         table = markdown_report(summaries, config, [Path(name) for name in figures])
         write_report(out, {"table.md": table, "results.json": text}, figures)
-    if json is not None:
-        write_text_atomically(json, text)
     console = Console()
     if console.is_terminal:
         console.print(terminal_table(summaries))
     else:
         print(markdown_report(summaries, config))
+    if json is not None:
+        write_text_atomically(json, text)
     for path in filter(None, (json, out)):
         print(f"wrote {path}")
     if interrupted:

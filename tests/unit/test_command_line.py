@@ -3,13 +3,17 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import yaml
 from recorded_dataset import record
 
 from rescheduler.commands.command_line import _VERBS, main
+from rescheduler.commands.option_spelling import normalised
 
 ROOT = Path(__file__).parents[2]
 
@@ -241,3 +245,35 @@ def test_the_models_folder_stands_alone_on_standard_output(
 ) -> None:
     assert main(["model", "smollm2"]) == 0
     assert capsys.readouterr().out == f"{smollm2}\n", "so that $(headway model smollm2) works"
+
+
+def test_lists_of_words_are_typed_as_words() -> None:
+    known = {
+        "--variants": SimpleNamespace(_typehint=Sequence[Literal["a", "b"]]),
+        "--pooled": SimpleNamespace(_typehint=list[str] | None),
+        "--seeds": SimpleNamespace(_typehint=list[int]),
+    }
+    parser = SimpleNamespace(_subcommands_action=None, _option_string_actions=known)
+    typed = ["--variants", "a", "b", "--pooled", "c", "--seeds", "3"]
+    assert normalised(parser, typed) == [
+        '--variants=["a", "b"]',
+        '--pooled=["c"]',
+        "--seeds",
+        "3",
+    ]
+
+
+@pytest.mark.parametrize("option", ["n=0", "temperature=-1", "max_tokens=0", "top_p=1.5"])
+def test_sampling_that_no_engine_can_do_is_refused_before_one_starts(
+    capsys: pytest.CaptureFixture[str], option: str, tmp_path: Path
+) -> None:
+    assert exit_status("collect", str(tmp_path / "dataset"), f"--sampling.{option}") > 0
+    assert f"{option.partition('=')[0]}: " in capsys.readouterr().err
+    assert not (tmp_path / "dataset").exists()
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["simulate", "--json", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err

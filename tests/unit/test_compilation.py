@@ -75,3 +75,13 @@ def test_a_second_clone_of_the_same_sources_compiles_nothing(tmp_path: Path) -> 
     home = tmp_path / "home"
     assert _run(_project(tmp_path / "a", factor=2.0, step=1.0), home) == ["8.0", "False", "0"]
     assert _run(_project(tmp_path / "b", factor=2.0, step=1.0), home) == ["8.0", "True", "1"]
+
+
+def test_without_a_place_for_machine_code_nothing_old_is_run(tmp_path: Path) -> None:
+    """Not even what numba would keep beside the sources."""
+    home = tmp_path / "a file"
+    home.touch()
+    project = _project(tmp_path / "project", factor=2.0, step=1.0)
+    assert _run(project, home) == ["8.0", "False", "0"]
+    _project(project, factor=5.0, step=1.0)
+    assert _run(project, home) == ["20.0", "False", "0"]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from data_collection.atomic_file import refuse_unwritable
 from rescheduler.simulator.advice.cases import ROUTERS, Clock
 from rescheduler.simulator.advice.figure import draw_advice
 from rescheduler.simulator.advice.study import Study
@@ -117,6 +118,9 @@ def advise(
     timing = create_step_time(slots=slots, **config.step_time)
     if out is not None:
         refuse_foreign_folder(out, "advise", "advice.json", overwrite)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        refuse_unwritable(json)
     enough = min(_REQUESTS, int(_TOKENS / recorded.recorded.output.mean()))
     drawn = requests or max(enough, _TURNS * instances * slots)
     study = Study(config, replace(recorded, requests=drawn), timing, sigma, horizon)

@@ -154,3 +154,10 @@ def test_impossible_tokens_are_refused(misuse: object) -> None:
     for forecast in (SurvivalForecast.new([0, 5], [[1, 0]]), PointForecast.new([4])):
         with pytest.raises(ForecastError):
             misuse(forecast)  # type: ignore[operator]
+
+
+def test_quantiles_of_requests_that_have_nearly_surely_ended() -> None:
+    """However small what is left of the curve is, its shape counts."""
+    forecast = SurvivalForecast.new([0, 50, 100], [[1, 1e-34, 1e-36]]).aged(np.array([60]))
+    level = 1 - forecast.at(20)[0]
+    assert forecast.quantile(level) == pytest.approx([20.0])
