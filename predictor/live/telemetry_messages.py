@@ -30,7 +30,8 @@ __all__ = [
 TOPIC = b"headway/1"
 """The first frame of every message: name and version of the schema."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _SCALE = 65_535
 
 
@@ -70,7 +71,7 @@ class RequestForecast(msgspec.Struct, frozen=True, array_like=True):
             ``forecast_at`` is not in it.
     """
 
-    request_id: str
+    request_id: Id
     prompt_tokens: Count
     generated_tokens: Count
     forecast_at: Count
@@ -90,7 +91,7 @@ class FinishedEvent(msgspec.Struct, frozen=True, array_like=True):
         max_tokens: the cap the request asked for.
     """
 
-    request_id: str
+    request_id: Id
     finish_reason: str
     prompt_tokens: Count
     total_tokens: Count

@@ -36,6 +36,7 @@ class LiveForecasts:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
+        self._ended: dict[str, None] = {}  # the latest; what is on its way is not for the next
 
     def refresh(self) -> None:
         """Take over what the engines have published since the last call."""
@@ -47,8 +48,15 @@ class LiveForecasts:
         while sum(map(len, tables.values())) > _KEPT:
             max(tables.values(), key=len).drop_oldest()
 
+    def began(self, request: LiveRequest) -> None:
+        """Expect forecasts of a request, which may have the id of an earlier one."""
+        self._ended.pop(request.external_id, None)
+
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself."""
+        self._ended[request.external_id] = None
+        if len(self._ended) > _KEPT:
+            del self._ended[next(iter(self._ended))]
         for table in self._tables.values():
             table.drop(request.external_id)
         if by_itself:
@@ -83,7 +91,7 @@ class LiveForecasts:
 
     def _take(self, batch: ForecastBatch) -> None:
         """Keep the forecasts of a batch that are newer than what is known of their requests."""
-        newest = np.ones(len(batch.names), dtype=bool)
+        newest = np.array([name not in self._ended for name in batch.names], dtype=bool)
         for table in self._tables.values():
             rows = table.rows(batch.names)
             newest &= (rows < 0) | (batch.context >= table.context[rows])

@@ -1,6 +1,7 @@
 """The socket that engines' telemetry comes through."""
 
 import errno
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.telemetry_messages import TOPIC, TelemetryError
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["TelemetrySubscriber"]
 
@@ -118,7 +121,10 @@ class TelemetrySubscriber:
             if self._socket.poll(_POLL_MS):
                 frames = self._socket.recv_multipart()
                 with self.lock:
-                    self._finished.extend(self.view.receive(frames, time.monotonic()))
+                    try:
+                        self._finished.extend(self.view.receive(frames, time.monotonic()))
+                    except Exception:  # no message may end the thread
+                        logger.exception("a telemetry message failed")
 
     def _close_socket(self) -> None:
         self._socket.close(linger=0)

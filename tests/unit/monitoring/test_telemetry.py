@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -621,3 +622,46 @@ def test_keys_that_cannot_be_used_are_named(
         (folder / name).write_text(content)
     with pytest.raises(TelemetryError, match=message):
         TelemetrySubscriber("tcp://127.0.0.1:5557", keys=folder)
+
+
+@pytest.mark.parametrize("history", [True, False])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"request_id": ""},
+        {"request_id": "9" * 5000 + "_1-0-0123abcd"},
+        {"tokens_left": 2**63},
+        {"prompt_tokens": 2**64 - 1},
+    ],
+)
+def test_values_that_nothing_can_hold_are_malformed(changed: dict[str, Any], history: bool) -> None:
+    engine, view = Engine(), TelemetryView(history=history)
+    begun = engine.start()
+    (forecast,) = begun.requests
+    wrong = msgspec.structs.replace(forecast, **changed)
+    view.receive(frames(msgspec.structs.replace(begun, requests=[wrong])), 0.0)
+    assert view.malformed == 1
+
+
+def test_a_message_that_fails_does_not_end_the_subscription(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TelemetrySubscriber(bind="tcp://127.0.0.1:*") as telemetry:
+        received = telemetry.view.receive
+        fails = [True]
+
+        def failing(message: list[bytes], now: float) -> Any:
+            if fails.pop() if fails else False:
+                raise OverflowError("scripted")
+            return received(message, now)
+
+        monkeypatch.setattr(telemetry.view, "receive", failing)
+        with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+            socket.linger = 0
+            socket.connect(telemetry.endpoints[0])
+            engine, deadline = Engine(), time.monotonic() + 20
+            while not telemetry.view.instances and time.monotonic() < deadline:
+                socket.send_multipart(frames(engine.snapshot()))
+                time.sleep(0.05)
+        assert telemetry.view.instances
+    assert "a telemetry message failed" in caplog.text

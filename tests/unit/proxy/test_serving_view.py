@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,11 +42,6 @@ from rescheduler.transfer.control_messages import EngineState
 EDGES = [0, 10, 100, 1000]
 
 
-@pytest.fixture(scope="session")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-
-
 @pytest.fixture
 def publisher() -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
@@ -69,7 +63,7 @@ def request(
     **body: Any,
 ) -> LiveRequest:
     client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
-    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1, placements or Placements())
+    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, placements or Placements())
     made.begin_prefill(instance("prefill"))
     made.prefilled({}, prompt)
     if at is not None:
@@ -337,3 +331,25 @@ def test_the_cluster_to_warm_up_with_gives_planners_something_to_move(
 @pytest.mark.parametrize("name", ["fcfs", "vllm", "jsq_load", "fast_phi", "bfio", "pab"])
 def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
     assert (create_policy(name).assign(crowded_view()).instance >= 0).all()
+
+
+def test_forecasts_that_come_late_are_not_those_of_the_next_request_of_that_name(
+    tokenizer: Tokenizer,
+) -> None:
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        first, second = request(tokenizer, "r", 500, 5), request(tokenizer, "r", 2, 3)
+        forecasts.began(first)
+        with telemetry.lock:
+            telemetry.view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.9, 0.8, 0.7]), 0.0)
+        forecasts.ended(first, True)
+        forecasts.refresh()
+        forecasts.began(second)
+        assert forecasts.forecast([second]).at(10)[0] > 0.95, "as of any request"
+        with telemetry.lock:
+            telemetry.view.receive(snapshot_of("a", 1, EDGES, r=[1.0, 0.3, 0.2, 0.1]), 0.0)
+        forecasts.refresh()
+        assert forecasts.forecast([request(tokenizer, "r", 10, 5)]).at(10)[0] == pytest.approx(
+            0.3, abs=1e-4
+        )
