@@ -244,5 +244,5 @@ def _table(
 def _on_free_port(deployment: Deployment) -> Deployment:
     """Return a deployment whose proxy is another than the one that may run."""
     (port,) = free_ports(1)
-    proxy = msgspec.structs.replace(deployment.proxy, host="127.0.0.1", port=port)
+    proxy = msgspec.structs.replace(deployment.proxy, host="127.0.0.1", port=port, admin_port=0)
     return msgspec.structs.replace(deployment, proxy=proxy)

@@ -35,8 +35,9 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: unique name; also its name in telemetry.
         role: ``prefill`` or ``decode``; without prefill instances, decode instances prefill too.
         url: of its HTTP server, without a path.
-        control: ZMQ endpoint of its control socket, for decode instances; without it requests
-            are placed there but never moved away alive.
+        control: ZMQ endpoint of its control socket. Without it requests are placed there but
+            never moved away alive, and a prefill instance keeps the blocks of clients that have
+            left until their lease ends.
         telemetry: ZMQ endpoint of its forecasts; None if it publishes none.
         devices: GPUs that `headway launch` gives it, as in ``CUDA_VISIBLE_DEVICES``; None: all.
         data_parallel_rank: its rank in its data-parallel group, where each rank is an instance.
@@ -69,6 +70,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         host: address it listens on; by default this machine only.
         port: 0 takes a free one.
+        admin_port: of this machine, on which `headway drain` reaches the proxy; 0 takes a free one.
         pool: requests that wait for a prefill or a decode instance, at most; beyond it clients
             get 429 with ``Retry-After``.
         prefill_concurrency: requests sent to a prefill instance at a time.
@@ -90,12 +92,27 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         breaker_seconds: until it is probed again; doubles while probes fail, up to 16 times.
         probe_seconds: between two health probes of an instance in service.
         concurrent_migrations: moved at the same time, at most.
-        shutdown_seconds: that running requests have to end after SIGTERM; then they are cancelled.
+        shutdown_seconds: that running requests have to end after SIGTERM; then their streams end
+            with an error event.
+        connections: of clients, at most; None: as many as the limit of open files allows.
+        idle_seconds: for which a connection may be without a request, or a request's headers
+            incomplete.
+        body_seconds: for which a request's body may be incomplete.
         largest_body_mb: largest request body, in MiB.
+        bodies_mb: of all requests that are being served, at most, in MiB; beyond it clients get
+            503 with ``Retry-After``.
+        client_buffer_kb: of an answer, kept for a client that reads slowly, in KiB; then its
+            request waits for it.
+        client_write_seconds: for which a client may take none of its answer; then it is
+            disconnected.
+        forward_priority: let engines see the ``priority`` that clients ask for.
+        engine_key_file: holds the API key of the engines, for probes; None: the environment
+            variable ``VLLM_API_KEY``, if it is set.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    admin_port: Port = 8001
     pool: Positive = 256
     prefill_concurrency: Positive = 4
     ahead: Positive = 32
@@ -114,8 +131,16 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     breaker_seconds: Seconds = 1.0
     probe_seconds: Seconds = 2.0
     concurrent_migrations: Positive = 4
-    shutdown_seconds: Seconds = 10.0
-    largest_body_mb: Positive = 64
+    shutdown_seconds: Seconds = 30.0
+    connections: Positive | None = None
+    idle_seconds: Seconds = 75.0
+    body_seconds: Seconds = 30.0
+    largest_body_mb: Positive = 8
+    bodies_mb: Positive = 512
+    client_buffer_kb: Positive = 256
+    client_write_seconds: Seconds = 60.0
+    forward_priority: bool = False
+    engine_key_file: str | None = None
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -214,6 +239,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return None if self.keys is None else Path(self.keys).expanduser()
 
     @property
+    def admin_url(self) -> str:
+        """Where the operator on this machine reaches the proxy."""
+        return f"http://127.0.0.1:{self.proxy.admin_port}"
+
+    @property
     def proxy_url(self) -> str:
         """Where clients on this machine reach the proxy."""
         host = "127.0.0.1" if self.proxy.host in ("0.0.0.0", "::") else self.proxy.host
@@ -253,8 +283,6 @@ def _check(deployment: Deployment) -> None:
             ):
                 raise DeploymentError(f"{where}.{field}: {value} is also {seen[value]}")
         _check_url(f"{where}.url", instance.url)
-        if instance.role == "prefill" and instance.control is not None:
-            raise DeploymentError(f"{where}.control: only decode instances have control sockets")
         for field in ("control", "telemetry"):
             endpoint = getattr(instance, field)
             if endpoint is None:

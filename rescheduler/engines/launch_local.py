@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -36,20 +36,23 @@ def local_deployment(
         routing: see `Deployment`; None: its default.
         migration: see `Deployment`.
     """
-    ports = iter(free_ports(1 + 3 * prefill + 4 * decode))
+    ports = iter(free_ports(2 + 4 * (prefill + decode)))
     url, endpoint = f"http://{_HOST}:{{}}".format, f"tcp://{_HOST}:{{}}".format
-    proxy = ProxyOptions(port=next(ports))
-    instances = [
-        Instance(f"prefill-{number}", "prefill", url(next(ports)), telemetry=endpoint(next(ports)))
-        for number in range(prefill)
+    proxy = ProxyOptions(port=next(ports), admin_port=next(ports))
+    roles: list[tuple[Literal["prefill", "decode"], int]] = [
+        *(("prefill", number) for number in range(prefill)),
+        *(("decode", number) for number in range(decode)),
     ]
-    for number in range(decode):
-        http, control, telemetry = (next(ports) for _ in range(3))
-        instances.append(
-            Instance(
-                f"decode-{number}", "decode", url(http), endpoint(control), endpoint(telemetry)
-            )
+    instances = [
+        Instance(
+            f"{role}-{number}",
+            role,
+            url(next(ports)),
+            control=endpoint(next(ports)),
+            telemetry=endpoint(next(ports)),
         )
+        for role, number in roles
+    ]
     deployment = Deployment(
         model=model,
         served_model_name=model,

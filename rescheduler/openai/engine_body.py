@@ -29,12 +29,20 @@ _NOT_FOR_RESUMED = (
 )
 
 
-def prefill_body(request: ClientRequest, id: str) -> bytes:
-    """Return what a prefill instance is asked: the prompt's KV cache, and no text."""
-    body = {key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL}
+def prefill_body(request: ClientRequest, id: str, hop: int) -> bytes:
+    """Return what a prefill instance is asked: the prompt's KV cache, and no text.
+
+    Args:
+        request: the client's.
+        id: the migration id.
+        hop: attempts before.
+    """
+    body: dict[str, Any] = {
+        key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL
+    }
     body["max_completion_tokens" if request.chat else "max_tokens"] = 1
     body["stream"] = False
-    headway = {"id": id, "hop": 0, "max_tokens": request.max_tokens}
+    headway = {"id": id, "hop": hop, "max_tokens": request.max_tokens}
     body["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -52,7 +60,7 @@ def decode_body(request: ClientRequest, id: str, hop: int, params: dict[str, Any
         hop: placements on decode instances before.
         params: ``kv_transfer_params`` of the prefill's answer; None: prefill here.
     """
-    body = dict(request.body)
+    body: dict[str, Any] = dict(request.body)
     if request.movable:
         _stream_tokens(request, body)
     if not request.direct:
@@ -79,7 +87,9 @@ def resumed_body(
         params: ``kv_transfer_params`` of the frozen request; None: compute everything again.
     """
     generated = len(output_token_ids)
-    body = {key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED}
+    body: dict[str, Any] = {
+        key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
+    }
     _stream_tokens(request, body)
     transfer = {
         **(params or {}),
@@ -90,8 +100,8 @@ def resumed_body(
     else:
         body["prompt"] = prompt_token_ids + output_token_ids
     if request.max_tokens is not None:
-        completion = request.chat and body.get("max_completion_tokens") is not None
-        body["max_completion_tokens" if completion else "max_tokens"] = (
+        body.pop("max_tokens", None)
+        body["max_completion_tokens" if request.chat else "max_tokens"] = (
             request.max_tokens - generated
         )
     if request.min_tokens:

@@ -1,9 +1,14 @@
-"""What a client asks for."""
+"""What a client asks for.
+
+A body is read no further than the proxy has to: what is only handed on to an engine stays as the
+bytes that came, so that no body keeps the event loop busy for long.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 __all__ = [
     "CHAT",
@@ -18,6 +23,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
+_MOST_OTHER_BYTES = 256 << 10
+_MOST_MESSAGES_BYTES = 1 << 20
 
 
 class RequestRefusedError(Exception):
@@ -41,8 +48,11 @@ class RequestRefusedError(Exception):
 
 _KINDS = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
@@ -62,9 +72,25 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class _Read(msgspec.Struct):
-    """The fields that the proxy itself reads; all others are the engine's."""
+_LARGE = (
+    "prompt",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "prompt_embeds",
+    "suffix",
+    "response_format",
+    "structured_outputs",
+    "logit_bias",
+)
+"""Fields of any size; all others together must be small."""
 
+
+class _Read(msgspec.Struct):
+    """The small fields that the proxy itself reads; all others are the engine's."""
+
+    request_id: str | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     n: int | None = 1
@@ -81,15 +107,32 @@ class _Read(msgspec.Struct):
     echo: bool | None = False
     use_beam_search: bool | None = False
     prompt_logprobs: int | None = None
-    prompt_embeds: Any = None
-    suffix: str | None = None
-    tools: list[Any] | None = None
     include_reasoning: bool | None = True
-    thinking_token_budget: Any = None
+    thinking_token_budget: int | None = None
     watermarking: bool | None = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     vllm_xargs: dict[str, Any] | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+_large = msgspec.json.Decoder(
+    msgspec.defstruct("_Large", [(name, Raw, Raw(b"null")) for name in _LARGE])
+)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_read = msgspec.json.Decoder(_Read)
+_messages = msgspec.json.Decoder(list[_Message])
+_lone = msgspec.json.Decoder(tuple[Raw])
+_READ = _Read.__struct_fields__
+_NOTHING = (b"null", b"[]", b'""')
+_DIGITS = tuple(b"%d" % digit for digit in range(10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +141,10 @@ class ClientRequest:
 
     Attributes:
         path: of the endpoint.
-        body: as it was sent, decoded.
+        body: its fields as they were sent.
+        size: of the body, bytes.
+        request_id: that the client gave it in the body.
+        prompt_ids: how many token ids the prompt has; None if it is no list of them.
         stream: the client reads tokens as they come.
         include_usage: the stream ends with a chunk of token counts.
         keeps_token_ids: the client wants to see token ids.
@@ -114,7 +160,10 @@ class ClientRequest:
     """
 
     path: str
-    body: dict[str, Any]
+    body: dict[str, Raw]
+    size: int
+    request_id: str | None
+    prompt_ids: int | None
     stream: bool
     include_usage: bool
     keeps_token_ids: bool
@@ -138,22 +187,22 @@ class ClientRequest:
         return not self.direct and not self.pinned
 
 
-def read_request(path: str, raw: bytes) -> ClientRequest:
+def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
     """Read a request body.
+
+    Args:
+        path: of the endpoint.
+        raw: the body.
+        priority: whether engines see the client's ``priority``.
 
     Raises:
         RequestRefusedError: no JSON object, a field of another type, or one that only the
             proxy may set.
     """
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from error
-    try:
-        read = msgspec.convert(body, _Read)
-    except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at `$.")
-        raise RequestRefusedError(400, message, at.rstrip("`") or None) from error
+    body = _fields_of(raw)
+    if not priority:
+        body.pop("priority", None)
+    read = _checked({name: body[name] for name in _READ if name in body})
     for field in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(read, field) is not None or field in (read.vllm_xargs or {}):
             raise RequestRefusedError(400, f"`{field}` is set by the proxy; leave it out", field)
@@ -168,6 +217,9 @@ def read_request(path: str, raw: bytes) -> ClientRequest:
     return ClientRequest(
         path=path,
         body=body,
+        size=len(raw),
+        request_id=read.request_id,
+        prompt_ids=_prompt_ids(body.get("prompt")),
         stream=bool(read.stream),
         include_usage=not read.stream or bool(options and options.include_usage),
         keeps_token_ids=bool(read.return_token_ids),
@@ -182,7 +234,43 @@ def read_request(path: str, raw: bytes) -> ClientRequest:
     )
 
 
-def _direct(read: _Read, body: dict[str, Any], chat: bool) -> str:
+def _fields_of(raw: bytes) -> dict[str, Raw]:
+    """Return the fields of a body, each as its bytes.
+
+    Millions of small fields would take seconds to read: so what is not in fields that may be
+    large is weighed first.
+    """
+    try:
+        if len(raw) > _MOST_OTHER_BYTES:
+            large = _large.decode(raw)
+            others = len(raw) - sum(len(getattr(large, name)) for name in _LARGE)
+            if others > _MOST_OTHER_BYTES:
+                raise RequestRefusedError(
+                    400,
+                    f"fields other than {', '.join(_LARGE)} take {others} bytes together, more "
+                    f"than {_MOST_OTHER_BYTES}",
+                )
+        return _fields.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRefusedError(400, f"the body is not a valid JSON object: {error}") from error
+
+
+def _checked(fields: dict[str, Raw]) -> _Read:
+    """Return fields with their types.
+
+    Raises:
+        RequestRefusedError: one of another type.
+    """
+    try:
+        return _read.decode(msgspec.json.encode(fields))
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$.")
+        raise RequestRefusedError(400, message, at.rstrip("`") or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _direct(read: _Read, body: dict[str, Raw], chat: bool) -> str:
     """Return what a request has that needs one engine for prefill and decoding, or ""."""
     reasons = {
         "n": (read.n or 1) != 1,
@@ -190,17 +278,17 @@ def _direct(read: _Read, body: dict[str, Any], chat: bool) -> str:
         "echo": read.echo,
         "use_beam_search": read.use_beam_search,
         "prompt_logprobs": read.prompt_logprobs is not None,
-        "prompt_embeds": read.prompt_embeds is not None,
-        "suffix": read.suffix,
+        "prompt_embeds": _is_given(body.get("prompt_embeds")),
+        "suffix": _is_given(body.get("suffix")),
         "prompt": not chat and _several_prompts(body.get("prompt")),
     }
     return next((field for field, given in reasons.items() if given), "")
 
 
-def _pinned(read: _Read, body: dict[str, Any], chat: bool) -> str:
+def _pinned(read: _Read, body: dict[str, Raw], chat: bool) -> str:
     """Return what a request has whose state would be lost by a move, or ""."""
     reasons = {
-        "tools": read.tools,
+        "tools": _is_given(body.get("tools")),
         "include_reasoning": read.include_reasoning is False,
         "thinking_token_budget": read.thinking_token_budget is not None,
         "watermarking": read.watermarking,
@@ -209,13 +297,45 @@ def _pinned(read: _Read, body: dict[str, Any], chat: bool) -> str:
     return next((field for field, given in reasons.items() if given), "")
 
 
-def _several_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+def _is_given(value: Raw | None) -> bool:
+    """Return whether a field says anything."""
+    return value is not None and (len(value) > 4 or bytes(value) not in _NOTHING)
 
 
-def _has_media(messages: Any) -> bool:
-    if not isinstance(messages, list):
+def _prompt_ids(prompt: Raw | None) -> int | None:
+    """Return how many token ids a prompt has; None if it is no list of them."""
+    if prompt is None or _first_of_list(prompt) not in _DIGITS:
+        return None
+    return bytes(prompt).count(b",") + 1
+
+
+def _several_prompts(prompt: Raw | None) -> bool:
+    if prompt is None or _first_of_list(prompt) in (b"", b"]", *_DIGITS):
         return False
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
+    try:
+        _lone.decode(prompt)
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
+def _first_of_list(value: Raw) -> bytes:
+    """Return the first character inside a list; nothing if it is no list."""
+    start = bytes(memoryview(value)[:64])
+    return start[1:].lstrip()[:1] if start[:1] == b"[" else b""
+
+
+def _has_media(messages: Raw | None) -> bool:
+    """Return whether messages are more than text, or too many to look at."""
+    if messages is None:
+        return False
+    if len(messages) > _MOST_MESSAGES_BYTES:
+        return True
+    try:
+        read = _messages.decode(messages)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
+    parts = (
+        part for message in read if isinstance(message.content, list) for part in message.content
+    )
+    return any(part.type != "text" for part in parts)

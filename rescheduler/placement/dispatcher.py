@@ -11,6 +11,7 @@ import numpy as np
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.guarded_policy import GuardedPolicy
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
@@ -61,7 +62,9 @@ class Dispatcher:
         self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
         self._placements, self._policy = placements, policy
         self._prefills, self._decodes = prefills, decodes
-        self._at_once = JSQLoad() if policy.holds_back() else policy
+        at_once = JSQLoad() if policy.holds_back() else policy
+        self._decides = GuardedPolicy(policy, clock)
+        self._decides_at_once = GuardedPolicy(at_once, clock)
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
         self._for_prefill: deque[tuple[LiveRequest, asyncio.Future[InstanceState | None]]] = deque()
@@ -148,16 +151,12 @@ class Dispatcher:
 
     def compile(self) -> None:
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
-        for policy in (self._policy, self._at_once):
-            policy.assign(crowded_view(len(self._decodes)))
+        for guarded in (self._decides, self._decides_at_once):
+            guarded.policy.assign(crowded_view(len(self._decodes)))
 
     def step_took(self, seconds: float) -> None:
         """Note the time between two tokens of a request."""
         self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
-
-    def any_decode(self) -> InstanceState | None:
-        """Return a decode instance that answers, whether it drains or not."""
-        return next((instance for instance in self._decodes if instance.breaker.closed), None)
 
     def has_another(self, request: LiveRequest) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
@@ -168,10 +167,10 @@ class Dispatcher:
 
         By the policy, or by least KV load where that may hold requests back.
         """
-        return self._choose(requests, self._at_once)
+        return self._choose(requests, self._decides_at_once)
 
     def _choose(
-        self, requests: Sequence[LiveRequest], policy: RoutingPolicy
+        self, requests: Sequence[LiveRequest], policy: GuardedPolicy
     ) -> list[InstanceState | None]:
         """Return where a policy places requests; None for one that has to wait.
 
@@ -195,9 +194,9 @@ class Dispatcher:
         self,
         requests: Sequence[LiveRequest],
         instances: Sequence[InstanceState],
-        policy: RoutingPolicy,
+        policy: GuardedPolicy,
     ) -> list[InstanceState | None]:
-        shown = self._decodes if policy.whole_cluster else instances
+        shown = self._decodes if self._policy.whole_cluster else instances
         view = cluster_view(
             self._placements,
             shown,
@@ -211,14 +210,13 @@ class Dispatcher:
         if len(shown) > len(instances):
             usable = [instance in instances for instance in shown]
             view = replace(view, slots=np.where(usable, view.slots, 0))
-        targets = policy.assign(view).instance.tolist()
-        return [shown[g] if g >= 0 else None for g in targets]
+        return [shown[g] if g >= 0 else None for g in policy.assign(view)]
 
     def _decide(self) -> None:
         self._round_due = False
         self._last_round = self._clock()
         waiting = [request for request, place in self.waiting.items() if not place.done()]
-        placed = self._choose(waiting, self._policy)
+        placed = self._choose(waiting, self._decides)
         for request, instance in zip(waiting, placed, strict=True):
             if instance is not None:
                 self.dispatched += 1

@@ -16,11 +16,12 @@ from rescheduler.placement.request_state import (
     Freezing,
     Frozen,
     IllegalTransitionError,
+    Kept,
     Landing,
-    Leftover,
     Move,
     Params,
     Placed,
+    Prefill,
     Prefilling,
     RequestState,
     Returned,
@@ -78,6 +79,8 @@ class LiveRequest:
         generated_at_move: tokens when it last moved; None if it has not.
         avoid: instances that have just failed it, or turned it away.
         waiting_since: when it began to wait for a decode instance.
+        client_blocks: its tokens wait for its client, which reads too slowly.
+        failed_by: instances that answered it with an error since one last served it.
     """
 
     def __init__(
@@ -102,11 +105,14 @@ class LiveRequest:
         self.generated_at_move: int | None = None
         self.avoid: frozenset[InstanceState] = frozenset()
         self.waiting_since = 0.0
+        self.client_blocks = False
+        self.failed_by: list[InstanceState] = []
         self._placements = placements
         self._state: RequestState = Waiting()
         self._last_token: float | None = None
         self._untracked = 0
         self._rests_until = 0.0
+        self._prefills = 0
 
     @classmethod
     def new(
@@ -117,16 +123,11 @@ class LiveRequest:
         headers: dict[str, str],
         arrived: float,
         tokenizer: Tokenizer,
-        size: int,
         placements: "Placements[LiveRequest]",
     ) -> "LiveRequest":
-        """Return a request whose body has ``size`` bytes."""
+        """Return a request that has just arrived."""
         splicer = StreamSplicer(client, tokenizer)
-        prompt = client.body.get("prompt")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            guess = len(prompt)
-        else:
-            guess = max(1, size // _CHARACTERS_PER_TOKEN)
+        guess = client.prompt_ids or max(1, client.size // _CHARACTERS_PER_TOKEN)
         return cls(id, name, client, headers, arrived, splicer, guess, placements)
 
     @property
@@ -139,7 +140,7 @@ class LiveRequest:
         """Where its instance finds its KV cache; None if the instance computes it."""
         state = self._state
         if isinstance(state, Placed):
-            return state.prefill
+            return state.prefill.params if state.prefill is not None else None
         return state.params if isinstance(state, Landing) else None
 
     @property
@@ -157,6 +158,7 @@ class LiveRequest:
         """Whether it can be moved right now."""
         return (
             isinstance(self._state, Decoding)
+            and not self.client_blocks  # else nobody would read the end of its stream
             and self.client.movable
             and self.splicer.moves
             and self.generated_tokens > 0
@@ -177,18 +179,25 @@ class LiveRequest:
 
     def begin_prefill(self, instance: InstanceState) -> None:
         """Occupy a place on a prefill instance."""
-        self._enter(Prefilling(instance))
+        self._enter(Prefilling(instance, self._prefills))
+        self._prefills += 1
+
+    @property
+    def prefill_hop(self) -> int:
+        """Which attempt to prefill it runs, from 0."""
+        return self._expect(Prefilling).hop
 
     def prefilled(self, params: Params, prompt_tokens: int) -> None:
         """Leave the prefill instance, which keeps the blocks for a decode instance."""
-        self._expect(Prefilling)
+        state = self._expect(Prefilling)
         self.prompt_tokens = prompt_tokens
-        self._enter(Waiting(params))
+        self._enter(Waiting(Prefill(Kept(state.instance, state.hop), params)))
 
-    def prefill_failed(self) -> None:
-        """Leave a prefill instance that has failed."""
-        self._expect(Prefilling)
+    def prefill_failed(self) -> Kept:
+        """Leave a prefill instance that has failed; return what it may keep nevertheless."""
+        state = self._expect(Prefilling)
         self._enter(Waiting())
+        return Kept(state.instance, state.hop)
 
     def place(self, instance: InstanceState) -> None:
         """Occupy a place on the decode instance that the routing policy chose."""
@@ -230,14 +239,14 @@ class LiveRequest:
         """Begin to move: its source is being asked to freeze it."""
         source = self._expect(Decoding).instance
         loop = asyncio.get_running_loop()
-        move = Move(source, target, loop.create_future(), loop.create_future())
+        move = Move(source, self.hop, target, loop.create_future(), loop.create_future())
         self._enter(Freezing(move))
         return move
 
     async def freeze_answered(self) -> None:
         """Wait while it is `Freezing`."""
         if isinstance(self._state, Freezing):
-            await self._state.move.answered
+            await asyncio.shield(self._state.move.answered)  # others wait for it, too
 
     def is_freezing(self, move: Move) -> bool:
         """Return whether it still waits for the source's answer to this freeze."""
@@ -281,8 +290,8 @@ class LiveRequest:
         self.avoid |= {state.instance}
         self._enter(Waiting(state.prefill))
 
-    def fail(self, unsent: bool) -> Leftover:
-        """Leave the instance that has failed; return what engines still keep for it.
+    def fail(self, unsent: bool) -> Kept | None:
+        """Leave the instance that has failed; return what another one keeps in vain.
 
         A request whose target has generated nothing goes back to its source, if that is in
         service: its prefix cache still holds nearly all of it.
@@ -299,21 +308,18 @@ class LiveRequest:
             returns = source.breaker.closed
             self.hop += returns
             self._enter(Returned(source) if returns else Waiting())
-            return Leftover(source if unsent and not state.accepted else None)
-        self._enter(Waiting(state.prefill if unsent and isinstance(state, Placed) else None))
-        return Leftover(state.move.source if isinstance(state, (Frozen, Unanswered)) else None)
+            return Kept(source, state.move.hop) if unsent and not state.accepted else None
+        if unsent and isinstance(state, Placed):
+            self._enter(Waiting(state.prefill))
+            return None
+        self._enter(Waiting())
+        return _kept(state)
 
-    def finish(self) -> Leftover:
-        """End, whether well or not; return what engines still keep for it."""
+    def finish(self) -> Kept | None:
+        """End, whether well or not; return what an instance keeps in vain."""
         state = self._state
         self._enter(Finished())
-        if isinstance(state, Waiting):
-            return Leftover(prefill=state.prefill)
-        if isinstance(state, (Frozen, Unanswered)):
-            return Leftover(kept_at=state.move.source)
-        if isinstance(state, Landing) and not state.accepted:
-            return Leftover(kept_at=state.move.source)
-        return Leftover()
+        return _kept(state)
 
     @property
     def _name(self) -> str:
@@ -340,6 +346,23 @@ class LiveRequest:
             before.move.landed.set_result(
                 isinstance(before, Landing) and isinstance(state, Decoding)
             )
+
+
+def _kept(state: RequestState) -> Kept | None:
+    """Return what an instance keeps of a request that ends, or fails, in this state.
+
+    An engine that has accepted a request sees to the blocks that it pulls. One that has not may
+    still pull them for a request that nobody reads and that leaves nothing in its prefix cache.
+    """
+    if isinstance(state, Prefilling):
+        return Kept(state.instance, state.hop)
+    if isinstance(state, (Waiting, Placed)):
+        return state.prefill.kept if state.prefill is not None else None
+    if isinstance(state, (Frozen, Unanswered)) or (
+        isinstance(state, Landing) and not state.accepted
+    ):
+        return Kept(state.move.source, state.move.hop)
+    return None
 
 
 def _instance(state: RequestState) -> InstanceState | None:

@@ -14,10 +14,11 @@ __all__ = [
     "Freezing",
     "Frozen",
     "IllegalTransitionError",
+    "Kept",
     "Landing",
-    "Leftover",
     "Move",
     "Placed",
+    "Prefill",
     "Prefilling",
     "RequestState",
     "Returned",
@@ -40,6 +41,7 @@ class Move:
 
     Attributes:
         source: instance that the request leaves.
+        hop: placement that it leaves.
         target: instance that it goes to.
         answered: done once it is known whether the source has frozen the request, or that the
             source does not answer.
@@ -47,9 +49,36 @@ class Move:
     """
 
     source: InstanceState
+    hop: int
     target: InstanceState
     answered: asyncio.Future[None]
     landed: asyncio.Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an instance keeps of a request, perhaps in vain.
+
+    Attributes:
+        instance: that keeps its KV blocks.
+        hop: placement of the request there.
+    """
+
+    instance: InstanceState
+    hop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prefill that is done.
+
+    Attributes:
+        kept: its blocks.
+        params: for a decode instance to pull them with.
+    """
+
+    kept: Kept
+    params: Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +86,23 @@ class Waiting:
     """On no instance: new, waiting for an instance, or backing off after a failure.
 
     Attributes:
-        prefill: parameters of its prefill, whose blocks a prefill instance keeps; None before
-            the prefill, or if the decode instance computes it.
+        prefill: done on a prefill instance; None before, or if the decode instance computes it.
     """
 
-    prefill: Params | None = None
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """Being prefilled on a prefill instance."""
+    """Being prefilled on a prefill instance.
+
+    Attributes:
+        instance: prefill instance.
+        hop: attempts before.
+    """
 
     instance: InstanceState
+    hop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +111,11 @@ class Placed:
 
     Attributes:
         instance: decode instance.
-        prefill: parameters of its prefill, until the instance has accepted them.
+        prefill: done on a prefill instance, until the decode instance has accepted the request.
     """
 
     instance: InstanceState
-    prefill: Params | None
+    prefill: Prefill | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +207,6 @@ TRANSITIONS: Mapping[type[RequestState], tuple[type[RequestState], ...]] = {
     Finished: (),
 }
 """The states that may follow each state; `docs/transfer.md` draws them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """What engines still keep for a request that no longer needs it.
-
-    Attributes:
-        kept_at: source that keeps its frozen KV cache; None if there is none.
-        prefill: parameters of a prefill that no decode instance will pull; None likewise.
-    """
-
-    kept_at: InstanceState | None = None
-    prefill: Params | None = None
 
 
 def check_transition(old: RequestState, new: RequestState) -> None:

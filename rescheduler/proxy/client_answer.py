@@ -1,9 +1,11 @@
 """The answer to a client: a stream of events, or one document."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 
 from aiohttp import web
 
+from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import ClientRequest, error_body
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import DONE, event
@@ -11,30 +13,43 @@ from rescheduler.openai.openai_stream import DONE, event
 __all__ = ["ClientAnswer", "ClientGoneError"]
 
 _EVENTS = "text/event-stream; charset=utf-8"
+_MARGIN = 16 << 10
+"""Bytes that a slow client has to take before its deadline."""
 
 
 class ClientGoneError(Exception):
-    """Raised when the client has closed its connection."""
+    """Raised when the client has closed its connection, or has stopped reading."""
 
 
 class ClientAnswer:
     """Writes what a request generates, in the shape that its client asked for.
 
     Nothing is sent before the first chunk, so that what fails until then still has an HTTP
-    status of its own.
+    status of its own. A client that reads slowly has ``client_buffer_kb`` of its answer kept for
+    it, and the engine goes on meanwhile; one that takes nothing for ``client_write_seconds`` is
+    disconnected.
 
     Args:
         http: the client's request.
         request: what it asks for.
         headers: of the answer.
+        options: how much is kept for a slow client, and for how long.
     """
 
     def __init__(
-        self, http: web.Request, request: ClientRequest, headers: Mapping[str, str]
+        self,
+        http: web.Request,
+        request: ClientRequest,
+        headers: Mapping[str, str],
+        options: ProxyOptions,
     ) -> None:
         self._http, self._headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._collector = None if request.stream else ResponseCollector(request)
+        self._seconds = options.client_write_seconds
+        if http.transport is not None:
+            most = max(2 * _MARGIN, options.client_buffer_kb << 10)
+            http.transport.set_write_buffer_limits(high=most, low=most - _MARGIN)
 
     @property
     def begun(self) -> bool:
@@ -59,15 +74,12 @@ class ClientAnswer:
         Raises:
             ClientGoneError: nobody reads them.
         """
-        try:
-            if self._stream is None:
-                self._stream = web.StreamResponse(
-                    headers={**self._headers, "Content-Type": _EVENTS, "Cache-Control": "no-cache"}
-                )
-                await self._stream.prepare(self._http)
-            await self._stream.write(data)
-        except (ConnectionError, RuntimeError) as error:
-            raise ClientGoneError(str(error)) from error
+        if self._stream is None:
+            self._stream = web.StreamResponse(
+                headers={**self._headers, "Content-Type": _EVENTS, "Cache-Control": "no-cache"}
+            )
+            await self._in_time(self._stream.prepare(self._http))
+        await self._in_time(self._stream.write(data))
 
     async def finish(self) -> web.StreamResponse:
         """Return the whole answer.
@@ -76,7 +88,7 @@ class ClientAnswer:
             ClientGoneError: nobody reads it.
         """
         if self._collector is not None:
-            return self.document(200, self._collector.response())
+            return await self.document(200, self._collector.response())
         await self.write(event(DONE))
         return await self._end()
 
@@ -89,10 +101,9 @@ class ClientAnswer:
     ) -> web.StreamResponse:
         """Return an error: an HTTP status, or the last event of a stream that has begun."""
         if self._stream is None:
-            answer = self.document(status, body)
             if retry_after is not None:
-                answer.headers["Retry-After"] = str(retry_after)
-            return answer
+                self._headers["Retry-After"] = str(retry_after)
+            return await self.document(status, body)
         await self.write(event(body) + event(DONE))
         return await self._end()
 
@@ -100,16 +111,40 @@ class ClientAnswer:
         """Return an error of the proxy's own."""
         return await self.fail(status, error_body(status, message))
 
-    def document(self, status: int, body: bytes) -> web.Response:
-        """Return one JSON document."""
-        return web.Response(
+    async def document(self, status: int, body: bytes) -> web.StreamResponse:
+        """Send one JSON document.
+
+        Raises:
+            ClientGoneError: nobody reads it.
+        """
+        self._stream = web.Response(
             status=status, body=body, headers=self._headers, content_type="application/json"
         )
+        await self._in_time(self._stream.prepare(self._http))
+        return await self._end()
 
     async def _end(self) -> web.StreamResponse:
         assert self._stream is not None
+        await self._in_time(self._stream.write_eof())
+        transport = self._http.transport
+        if transport is not None and transport.get_write_buffer_size():
+            self._stream.force_close()  # or a client that never reads keeps its connection
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._seconds, transport.abort)
+        return self._stream
+
+    async def _in_time(self, written: Awaitable[object]) -> None:
+        """Wait until bytes are written, or kept for the client.
+
+        Raises:
+            ClientGoneError: the client has closed its connection, or takes nothing.
+        """
         try:
-            await self._stream.write_eof()
+            async with asyncio.timeout(self._seconds):
+                await written
+        except TimeoutError as error:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            raise ClientGoneError(f"it has read nothing for {self._seconds:g} s") from error
         except (ConnectionError, RuntimeError) as error:
             raise ClientGoneError(str(error)) from error
-        return self._stream

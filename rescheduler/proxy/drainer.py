@@ -63,7 +63,10 @@ class Drainer:
             await asyncio.sleep(_SECONDS)
             for instance in self._decodes:
                 if instance.draining:
-                    self._move_away(instance)
+                    try:
+                        self._move_away(instance)
+                    except Exception:
+                        logger.exception("%s: draining failed", instance.name)
 
     def _move_away(self, instance: InstanceState) -> None:
         now = asyncio.get_running_loop().time()

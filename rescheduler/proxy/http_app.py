@@ -1,25 +1,23 @@
 """The proxy's HTTP endpoints."""
 
 import asyncio
-import ipaddress
 import logging
 import re
-from typing import Any
 
-import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
+    ClientRequest,
     RequestRefusedError,
     read_request,
 )
-from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
+from rescheduler.proxy.http_errors import answer_errors
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.proxy.request_bodies import RequestBodies
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
 
 __all__ = ["http_app"]
@@ -31,10 +29,11 @@ _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
 def http_app(proxy: Proxy) -> web.Application:
-    """Return the application: OpenAI's endpoints, health, metrics, and draining."""
+    """Return the application: OpenAI's endpoints, health and metrics."""
     endpoints = _Endpoints(proxy)
     largest = proxy.deployment.proxy.largest_body_mb << 20
-    app = web.Application(client_max_size=largest, middlewares=[_refuse])
+    app = web.Application(client_max_size=largest, middlewares=[answer_errors])
+    app.on_response_prepare.append(endpoints.close_when_ending)
     app.add_routes(
         [
             web.post(COMPLETIONS, endpoints.generate),
@@ -43,9 +42,6 @@ def http_app(proxy: Proxy) -> web.Application:
             web.get("/health", endpoints.health),
             web.get("/ready", endpoints.ready),
             web.get("/metrics", endpoints.metrics),
-            web.get("/admin/instances", endpoints.instances),
-            web.post("/admin/drain/{instance}", endpoints.drain),
-            web.post("/admin/undrain/{instance}", endpoints.undrain),
         ]
     )
     return app
@@ -53,27 +49,39 @@ def http_app(proxy: Proxy) -> web.Application:
 
 class _Endpoints:
     def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+        self._proxy, self._options = proxy, proxy.deployment.proxy
+        self._bodies = RequestBodies(self._options)
+
+    async def close_when_ending(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Let no connection live on when the proxy does not."""
+        del http
+        if self._proxy.ending:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """Answer ``/v1/completions`` or ``/v1/chat/completions``."""
         path = http.path
         try:
-            raw = await http.read()
-            client = read_request(path, raw)
+            if self._proxy.ending:
+                raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             self._proxy.dispatcher.admit()
-        except web.HTTPRequestEntityTooLarge:
-            raise RequestRefusedError(413, "the body is too large") from None
+            with self._bodies.held(http):
+                raw = await self._bodies.read(http)
+                client = read_request(path, raw, self._options.forward_priority)
+                return await self._answered(http, client)
         except RequestRefusedError as error:
             outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
             self._proxy.metrics.requests.labels(path, outcome).inc()
             raise
-        name = http.headers.get("X-Request-Id") or client.body.get("request_id")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+
+    async def _answered(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
+        name = http.headers.get("X-Request-Id") or client.request_id
+        if name is None or not _NAME.fullmatch(name):
             name = None
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
-        request = self._proxy.new_request(client, name, headers, len(raw))
-        answer = ClientAnswer(http, client, {"X-Request-Id": request.name})
+        request = self._proxy.new_request(client, name, headers)
+        answer = ClientAnswer(http, client, {"X-Request-Id": request.name}, self._options)
         outcome = "client_gone"
         try:
             response, outcome = await self._generated(request, answer)
@@ -97,20 +105,27 @@ class _Endpoints:
             return failed, f"rejected_{error.status}"
         except UpstreamError as error:
             logger.error("request %s failed: %s", request.id, error)
-            return await answer.fail_with(502, f"the engines failed: {error}"), "failed"
+            return await answer.fail_with(502, "the engines failed to serve it"), "failed"
+        except asyncio.CancelledError:
+            if not self._proxy.cutting:
+                raise
+            return await answer.fail_with(503, "the service is shutting down"), "cut"
         except ClientGoneError:
             raise asyncio.CancelledError from None
 
     async def models(self, http: web.Request) -> web.Response:
         """Answer ``/v1/models`` as a decode instance does."""
-        del http
+        headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         failure = "no decode instance is in service"
         for instance in self._proxy.instances.values():
             if instance.instance.role != "decode" or not instance.breaker.closed:
                 continue
             try:
-                seconds = self._proxy.deployment.proxy.control_seconds
-                body = await self._proxy.upstream.get(instance.instance, "/v1/models", seconds)
+                body = await self._proxy.upstream.get(instance.instance, "/v1/models", headers)
+            except EngineRefusedError as error:
+                return web.Response(
+                    status=error.status, body=error.body, content_type="application/json"
+                )
             except UpstreamError as error:
                 failure = str(error)
                 continue
@@ -123,7 +138,7 @@ class _Endpoints:
         return web.Response()
 
     async def ready(self, http: web.Request) -> web.Response:
-        """Return 200 if a decode instance is in service, else 503."""
+        """Return 200 if new requests are served, else 503."""
         del http
         return web.Response(status=200 if self._proxy.ready else 503)
 
@@ -134,77 +149,3 @@ class _Endpoints:
             body=self._proxy.metrics.text(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
-
-    async def instances(self, http: web.Request) -> web.Response:
-        """List the instances."""
-        _refuse_remote(http)
-        listed = [self._described(instance) for instance in self._proxy.instances.values()]
-        return _json({"instances": listed})
-
-    async def drain(self, http: web.Request) -> web.Response:
-        """Begin to drain an instance."""
-        instance = self._named(http)
-        self._proxy.drainer.drain(instance)
-        return _json(self._described(instance))
-
-    async def undrain(self, http: web.Request) -> web.Response:
-        """Let requests come to an instance again."""
-        instance = self._named(http)
-        self._proxy.drainer.undrain(instance)
-        return _json(self._described(instance))
-
-    def _named(self, http: web.Request) -> InstanceState:
-        _refuse_remote(http)
-        name = http.match_info["instance"]
-        instance = self._proxy.instances.get(name)
-        if instance is None:
-            known = ", ".join(self._proxy.instances)
-            raise RequestRefusedError(404, f"no instance {name!r}; there are: {known}")
-        return instance
-
-    def _described(self, instance: InstanceState) -> dict[str, Any]:
-        requests = self._proxy.placements.on(instance)
-        return {
-            "name": instance.name,
-            "role": instance.instance.role,
-            "url": instance.instance.url,
-            "state": instance.breaker.state.value,
-            "draining": instance.draining,
-            "requests": len(requests),
-            "movable": sum(request.can_move for request in requests),
-            "context_tokens": sum(r.prompt_tokens + r.generated_tokens for r in requests),
-        }
-
-
-def _refuse_remote(http: web.Request) -> None:
-    """Draining is for this machine only, wherever the proxy listens.
-
-    Raises:
-        RequestRefusedError: the request comes from another machine.
-    """
-    try:
-        local = ipaddress.ip_address(http.remote or "").is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise RequestRefusedError(403, "/admin answers to this machine only")
-
-
-@web.middleware
-async def _refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a refusal in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except RequestRefusedError as error:
-        return _refused(error)
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _refused(error: RequestRefusedError) -> web.Response:
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return web.Response(
-        status=error.status, body=error.body, headers=headers, content_type="application/json"
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.request_state import Move
+from rescheduler.placement.request_state import Kept, Move
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
@@ -49,7 +49,13 @@ class Migrator:
             source = request.instance
             if source is None or source is target or not request.can_move:
                 return "gone"
-            outcome = await self._move(request, source, target)
+            begun = await self._move(request, source, target)
+            if isinstance(begun, Move):  # other moves need not wait for a client or an engine
+                await asyncio.wait([begun.landed], timeout=self._options.moved_token_seconds)
+        if isinstance(begun, str):
+            outcome = begun
+        else:
+            outcome = "moved" if await asyncio.shield(begun.landed) else "rolled_back"
         if outcome != "moved":
             request.rest(asyncio.get_running_loop().time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
@@ -64,13 +70,14 @@ class Migrator:
         )
         return outcome
 
-    def release(self, source: InstanceState, id: str) -> None:
-        """Free, in the background, the KV cache that a source keeps for no target any more."""
-        self._background(self._release(source, id))
+    def release(self, kept: Kept, id: str) -> None:
+        """Free, in the background, what an instance keeps of a request in vain."""
+        self._background(self._release(kept, id))
 
     async def _move(
         self, request: LiveRequest, source: InstanceState, target: InstanceState
-    ) -> str:
+    ) -> Move | str:
+        """Freeze a request; return its move once it is frozen, or why it is not."""
         if not await self._has_room(request, target):
             return "no_room"
         if request.instance is not source or not request.can_move:
@@ -88,10 +95,10 @@ class Migrator:
             logger.warning("%s: %s", request.id, error)
             return await self._after_silence(request, source, move)
         if not request.is_freezing(move):
-            self.release(source, request.id)
+            self.release(Kept(source, move.hop), request.id)
             return "ended"
         request.frozen(frozen.output_token_ids, frozen.params)
-        return "moved" if await move.landed else "rolled_back"
+        return move
 
     async def _after_silence(self, request: LiveRequest, source: InstanceState, move: Move) -> str:
         """After a freeze without an answer: take it back, or wait how the stream ends."""
@@ -106,7 +113,7 @@ class Migrator:
         elif request.is_freezing(move):
             request.unanswered()
         elif not unfrozen:
-            self.release(source, request.id)  # frozen after all, perhaps
+            self.release(Kept(source, move.hop), request.id)  # frozen after all, perhaps
         return "no_answer"
 
     async def _has_room(self, request: LiveRequest, target: InstanceState) -> bool:
@@ -127,9 +134,10 @@ class Migrator:
             and state.running < state.max_num_seqs
         )
 
-    async def _release(self, source: InstanceState, id: str) -> None:
-        if source.control is not None:
+    async def _release(self, kept: Kept, id: str) -> None:
+        control = kept.instance.control
+        if control is not None:
             try:
-                await source.control.release(id, self._options.control_seconds)
+                await control.release(id, kept.hop, self._options.control_seconds)
             except ControlError as error:  # then its time to live ends
-                logger.warning("%s: %s", source.name, error)
+                logger.warning("%s: %s", kept.instance.name, error)

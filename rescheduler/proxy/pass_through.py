@@ -11,6 +11,7 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer
+from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
 
@@ -27,14 +28,20 @@ class PassThrough:
         flow: of the requests that move, for what is the same.
         upstream: connections to the engines.
         dispatcher: chooses the instance.
+        outliers: learns which instances serve, and which do not.
         options: deadlines and attempts.
     """
 
     def __init__(
-        self, flow: RequestFlow, upstream: Upstream, dispatcher: Dispatcher, options: ProxyOptions
+        self,
+        flow: RequestFlow,
+        upstream: Upstream,
+        dispatcher: Dispatcher,
+        outliers: OutlierDetection,
+        options: ProxyOptions,
     ) -> None:
         self._flow, self._upstream = flow, upstream
-        self._dispatcher, self._options = dispatcher, options
+        self._dispatcher, self._outliers, self._options = dispatcher, outliers, options
 
     async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
         """Generate a request to its end; cancel it when the client leaves.
@@ -55,11 +62,11 @@ class PassThrough:
                 except EngineFullError as error:
                     self._flow.turned_away(request, instance, error)
                 except UpstreamError as error:
-                    self._flow.failed(instance, error)
+                    self._outliers.failed(request, instance, error)
                     failures += 1
-                    if answer.begun or failures >= self._options.attempts:
+                    if answer.begun or self._flow.gives_up(request, failures):
                         raise
-                    request.fail(error.unsent)
+                    self._flow.free(request, request.fail(error.unsent))
                     self._dispatcher.wake()
                     await self._flow.back_off(failures)
         finally:
@@ -75,13 +82,13 @@ class PassThrough:
                 await self._relay(request, instance, body, answer)
                 response = await answer.finish_raw()
             else:
-                response = answer.document(200, await self._whole(request, instance, body))
+                response = await answer.document(200, await self._whole(request, instance, body))
         except TimeoutError as error:
             raise UpstreamError(instance.instance, "no token in time") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
-        instance.breaker.succeeded()
+        self._outliers.succeeded(request, instance)
         return response
 
     async def _relay(
@@ -93,6 +100,7 @@ class PassThrough:
             response = await self._open(request, instance, body)
             try:
                 async for data in response.content.iter_any():
+                    time.reschedule(None)  # a slow client is not the engine's fault
                     request.untracked_tokens(data.count(b"data: "), loop.time())
                     await answer.write(data)
                     time.reschedule(loop.time() + options.token_seconds)

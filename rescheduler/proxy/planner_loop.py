@@ -59,7 +59,10 @@ class PlannerLoop:
         """Plan forever."""
         while True:
             await asyncio.sleep(self._seconds)
-            self.plan()
+            try:
+                self.plan()
+            except Exception:
+                logger.exception("planning by %s failed", self._policy.name)
 
     def plan(self) -> None:
         """Plan once, and begin the moves."""

@@ -4,9 +4,10 @@ import asyncio
 import logging
 
 from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.proxy.upstream import Upstream, UpstreamError
+from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 
 __all__ = ["Prober"]
@@ -49,14 +50,18 @@ class Prober:
     async def probe(self, instance: InstanceState) -> None:
         """Probe an instance once."""
         try:
-            await self._upstream.get(instance.instance, "/health", self._options.control_seconds)
+            await self._upstream.get(instance.instance, "/health")
             if not instance.breaker.closed:
                 await self._upstream.generate_one(instance.instance, self._model)
                 instance.breaker.succeeded()
                 logger.info("%s: in service again", instance.name)
-        except UpstreamError as error:
+        except RequestRefusedError as error:  # nobody can be asked now
+            logger.warning("%s: not probed: %s", instance.name, error)
+            return
+        except (UpstreamError, EngineRefusedError) as error:
             now = asyncio.get_running_loop().time()
-            if instance.breaker.failed(now, certain=error.unsent):
+            unsent = isinstance(error, UpstreamError) and error.unsent
+            if instance.breaker.failed(now, certain=unsent):
                 logger.warning("%s; out of service", error)
             return
         if instance.control is not None:

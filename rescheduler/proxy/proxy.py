@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.deployment import Deployment, DeploymentError, ProxyOptions
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.dispatcher import Dispatcher
@@ -21,6 +23,7 @@ from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.proxy.drainer import Drainer
 from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.planner_loop import PlannerLoop
 from rescheduler.proxy.prober import Prober
@@ -58,6 +61,8 @@ class Proxy:
         drainer: empties instances.
         migrator: moves requests.
         running: requests that have arrived and not ended.
+        ending: no new ones are taken.
+        cutting: those that run are being ended.
 
     Raises:
         DeploymentError: unknown policy, or one whose forecasts no instance publishes.
@@ -68,6 +73,8 @@ class Proxy:
         self.deployment, self._tokenizer = deployment, tokenizer
         self._policy, self._planner = _policies(deployment)
         self.running = 0
+        self.ending = self.cutting = False
+        self._handlers: set[asyncio.Task[Any]] = set()
         self._stack = AsyncExitStack()
         self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,7 +98,7 @@ class Proxy:
             self._forecasts = LiveForecasts(telemetry)
             if self._policy.needs_budget:
                 budgets = PrefillBudgets(telemetry)
-        self.upstream = Upstream(options)
+        self.upstream = Upstream(options, _engine_key(options))
         self._stack.push_async_callback(self.upstream.close)
         self.dispatcher = Dispatcher(
             self.placements,
@@ -105,10 +112,13 @@ class Proxy:
         )
         self.metrics = ProxyMetrics(self.placements, states, self.dispatcher)
         self.migrator = Migrator(options, self.metrics, self.background)
+        outliers = OutlierDetection(states, self.metrics)
         self.flow = RequestFlow(
-            self.upstream, self.dispatcher, self.migrator, self.metrics, options, self.background
+            self.upstream, self.dispatcher, outliers, self.migrator, self.metrics, options
         )
-        self.pass_through = PassThrough(self.flow, self.upstream, self.dispatcher, options)
+        self.pass_through = PassThrough(
+            self.flow, self.upstream, self.dispatcher, outliers, options
+        )
         self.drainer = Drainer(
             self.placements, self._decodes, self.dispatcher, self.migrator, self.background
         )
@@ -116,8 +126,8 @@ class Proxy:
 
     @property
     def ready(self) -> bool:
-        """Whether a decode instance is in service."""
-        return any(instance.available for instance in self._decodes)
+        """Whether new requests are served."""
+        return not self.ending and any(instance.available for instance in self._decodes)
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""
@@ -164,7 +174,7 @@ class Proxy:
         self._loops.append(task)
 
     def new_request(
-        self, client: ClientRequest, name: str | None, headers: dict[str, str], size: int
+        self, client: ClientRequest, name: str | None, headers: dict[str, str]
     ) -> LiveRequest:
         """Return a request that has just arrived.
 
@@ -172,16 +182,21 @@ class Proxy:
             client: what is asked for.
             name: that the client gave it.
             headers: that engines get.
-            size: of its body, bytes.
         """
         id = uuid.uuid4().hex
         name = name or id
         headers = {**headers, "X-Request-Id": name}
         now = asyncio.get_running_loop().time()
         self.running += 1
-        return LiveRequest.new(
-            id, name, client, headers, now, self._tokenizer, size, self.placements
-        )
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+        tokenizer, placements = self._tokenizer, self.placements
+        request = LiveRequest.new(id, name, client, headers, now, tokenizer, placements)
+        if self._forecasts is not None:
+            self._forecasts.began(request)
+        return request
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
@@ -189,6 +204,15 @@ class Proxy:
         self.metrics.requests.labels(request.client.path, outcome).inc()
         if self._forecasts is not None:
             self._forecasts.ended(request, outcome == "ok")
+
+    async def cut(self) -> None:
+        """End all requests that still run, each with an error that its client sees."""
+        self.cutting = True
+        handlers = list(self._handlers)
+        for task in handlers:
+            task.cancel()
+        if handlers:
+            await asyncio.wait(handlers, timeout=_FREEING_SECONDS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -202,6 +226,23 @@ class Proxy:
             self._planner[0].plan(crowded_view())
 
 
+def _engine_key(options: ProxyOptions) -> str | None:
+    """Return the API key of the engines, if they have one.
+
+    Raises:
+        DeploymentError: its file cannot be read, or is empty.
+    """
+    if options.engine_key_file is None:
+        return os.environ.get("VLLM_API_KEY") or None
+    try:
+        key = Path(options.engine_key_file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"proxy.engine_key_file: {error}") from error
+    if not key:
+        raise DeploymentError(f"proxy.engine_key_file: {options.engine_key_file} is empty")
+    return key
+
+
 def _policies(
     deployment: Deployment,
 ) -> tuple[RoutingPolicy, tuple[MigrationPolicy, float] | None]:
@@ -209,6 +250,8 @@ def _policies(
     forecasts = any(i.telemetry for i in deployment.decode)
     try:
         policy = create_policy(**deployment.routing)
+        if deployment.routing.get("solver") == "exact":
+            raise ValueError("solver: exact may take seconds, for which every stream would wait")
         policy.refuse_other_cluster(len(deployment.decode))
     except ValueError as error:
         raise DeploymentError(f"routing: {error}") from error

@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,8 +13,9 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.request_state import Landing, Leftover, Prefilling, Returned, Waiting
+from rescheduler.placement.request_state import Kept, Landing, Returned, Waiting
 from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
 from rescheduler.proxy.upstream import (
@@ -39,24 +38,24 @@ class RequestFlow:
     Args:
         upstream: connections to the engines.
         dispatcher: chooses instances.
+        outliers: learns which instances serve, and which do not.
         migrator: of which requests are moved meanwhile.
         metrics: counts tokens and times.
         options: deadlines and attempts.
-        background: runs what must not wait for its caller.
     """
 
     def __init__(
         self,
         upstream: Upstream,
         dispatcher: Dispatcher,
+        outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
         options: ProxyOptions,
-        background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._upstream, self._dispatcher, self._migrator = upstream, dispatcher, migrator
-        self._metrics, self._options, self._background = metrics, options, background
-        self._relay = TokenRelay(dispatcher, migrator, metrics, options)
+        self._upstream, self._dispatcher, self._outliers = upstream, dispatcher, outliers
+        self._migrator, self._metrics, self._options = migrator, metrics, options
+        self._relay = TokenRelay(dispatcher, outliers, migrator, metrics, options)
         self._random = random.Random()
 
     async def run(self, request: LiveRequest, send: Send) -> None:
@@ -74,65 +73,54 @@ class RequestFlow:
             self.leave(request)
 
     async def prefill(self, request: LiveRequest) -> None:
-        """Prefill a request, unless its decode instance has to do it."""
+        """Prefill a request, unless its decode instance has to do it.
+
+        That also does it for an instance that answers with an error, or where two fail.
+        """
         if request.client.direct:
             return
-        body = prefill_body(request.client, request.id)
         for attempt in range(_PREFILL_ATTEMPTS):
             if attempt:
                 await self.back_off(attempt)
             instance = await self._dispatcher.take_prefill(request)
             if instance is None:
                 return
-            call = asyncio.ensure_future(
-                self._upstream.prefill(
+            body = prefill_body(request.client, request.id, request.prefill_hop)
+            try:
+                params, tokens = await self._upstream.prefill(
                     instance.instance, request.client.path, body, request.headers
                 )
-            )
-            try:
-                request.prefilled(*await asyncio.shield(call))
             except UpstreamError as error:
-                self.failed(instance, error)
-                request.prefill_failed()
-            except asyncio.CancelledError:
-                self._background(self._end_prefill(request, call))
-                raise
+                self._outliers.failed(request, instance, error)
+                self.free(request, request.prefill_failed())
+                if error.answered:
+                    return
             except EngineRefusedError:
                 request.prefill_failed()
                 raise
             else:
-                instance.breaker.succeeded()
+                request.prefilled(params, tokens)
+                self._outliers.succeeded(request, instance)
                 return
             finally:
                 self._dispatcher.wake()
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""
-        if not isinstance(request.state, Prefilling):  # else `_end_prefill` does it
-            self._free(request, request.finish())
-            self._dispatcher.wake()
+        self.free(request, request.finish())
+        self._dispatcher.wake()
 
-    async def _end_prefill(
-        self, request: LiveRequest, call: asyncio.Future[tuple[dict[str, Any], int]]
-    ) -> None:
-        """End a request whose client has left during its prefill, when that is answered.
+    def free(self, request: LiveRequest, kept: Kept | None) -> None:
+        """Free, in the background, what an instance keeps in vain."""
+        if kept is not None:
+            self._migrator.release(kept, request.id)
 
-        An engine keeps the blocks of a finished prefill until its lease ends, also if nobody
-        has read the answer. So the answer is read, and the blocks are freed. Until then the
-        request keeps its place on the prefill instance, which is busy with it.
+    def gives_up(self, request: LiveRequest, failures: int) -> bool:
+        """Return whether a request that has failed so often in a row is not tried again.
+
+        One that instances answer with an error is tried twice: it may be the cause.
         """
-        try:
-            request.prefilled(*await call)
-        except (UpstreamError, EngineRefusedError):
-            request.prefill_failed()
-        self.leave(request)
-
-    def failed(self, instance: InstanceState, error: UpstreamError) -> None:
-        """Note that a call to an instance failed."""
-        self._metrics.failures.labels(instance.name).inc()
-        now = asyncio.get_running_loop().time()
-        out = instance.breaker.failed(now, certain=error.unsent)
-        logger.warning("%s%s", error, "; out of service" if out else "")
+        return failures >= self._options.attempts or len(request.failed_by) > 1
 
     def turned_away(
         self, request: LiveRequest, instance: InstanceState, error: EngineFullError
@@ -168,9 +156,9 @@ class RequestFlow:
                 if isinstance(error, EngineFullError) and not request.generated_tokens:
                     self.turned_away(request, instance, error)
                     continue
-                self.failed(instance, error)
+                self._outliers.failed(request, instance, error)
                 failures = 1 if request.generated_tokens > before else failures + 1
-                if failures >= self._options.attempts:
+                if self.gives_up(request, failures):
                     raise
                 await self._after_failure(request, error, failures)
 
@@ -179,21 +167,13 @@ class RequestFlow:
     ) -> None:
         """Have a request go on after an instance failed: at the source of its move, or anywhere."""
         self._metrics.recomputed.labels(error.instance).inc()
-        self._free(request, request.fail(error.unsent))
+        self.free(request, request.fail(error.unsent))
         if isinstance(request.state, Returned):
             return
         if request.generated_tokens:
             request.splicer.cut()
         self._dispatcher.wake()
         await self.back_off(failures)
-
-    def _free(self, request: LiveRequest, leftover: Leftover) -> None:
-        """Free, in the background, what engines keep in vain."""
-        if leftover.kept_at is not None:
-            self._migrator.release(leftover.kept_at, request.id)
-        decode = self._dispatcher.any_decode()
-        if leftover.prefill is not None and decode is not None:
-            self._background(self._upstream.discard(decode.instance, leftover.prefill))
 
     async def _segment(self, request: LiveRequest, instance: InstanceState, send: Send) -> bool:
         """Decode on one instance; return whether the request has ended, or else it goes on.

@@ -5,20 +5,17 @@ import logging
 import signal
 from pathlib import Path
 
-from aiohttp import web
 from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.proxy.http_app import http_app
+from rescheduler.proxy.listeners import Listeners
 from rescheduler.proxy.proxy import Proxy
 
 __all__ = ["load_tokenizer", "serve"]
 
 logger = logging.getLogger("headway.serve")
-
-_CLEANUP_SECONDS = 2.0
 
 
 def serve(config: Deployment, verbose: bool = False) -> None:
@@ -65,44 +62,31 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 async def _serve(deployment: Deployment, tokenizer: Tokenizer) -> None:
-    options = deployment.proxy
     proxy = Proxy(deployment, tokenizer)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    runner = web.AppRunner(
-        http_app(proxy),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=_CLEANUP_SECONDS,
-    )
+    listeners = Listeners(proxy)
     try:
         await proxy.start()
-        await runner.setup()
-        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            raise DeploymentError(
-                f"proxy.port: cannot listen on {options.host}:{options.port}: {error.strerror}"
-            ) from error
-        address = runner.addresses[0]
-        print(f"serving on http://{address[0]}:{address[1]}", flush=True)
+        await listeners.start()
+        print(f"serving on {listeners.url}", flush=True)
         await ended.wait()
-        await _finish(proxy, site)
+        await _finish(proxy, listeners)
     finally:
-        await runner.cleanup()
+        await listeners.close()
         await proxy.close()
 
 
-async def _finish(proxy: Proxy, site: web.TCPSite) -> None:
-    """Take no more connections, and wait for running requests."""
+async def _finish(proxy: Proxy, listeners: Listeners) -> None:
+    """Take no more requests, and wait for those that run."""
     seconds = proxy.deployment.proxy.shutdown_seconds
     logger.info("ending: %d requests run, %g s to finish", proxy.running, seconds)
-    await site.stop()
+    await listeners.stop()
     deadline = asyncio.get_running_loop().time() + seconds
     while proxy.running and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
     if proxy.running:
-        logger.warning("%d requests are cancelled", proxy.running)
+        logger.warning("%d requests are cut", proxy.running)
+        await proxy.cut()

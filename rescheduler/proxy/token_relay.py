@@ -13,8 +13,9 @@ from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chun
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.request_state import Frozen, Unanswered
+from rescheduler.placement.request_state import Frozen, Kept, Unanswered
 from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
 
@@ -50,6 +51,7 @@ class TokenRelay:
 
     Args:
         dispatcher: learns how long a decode step takes.
+        outliers: learns which instances serve.
         migrator: releases what a source keeps in vain.
         metrics: counts tokens and times.
         options: deadlines.
@@ -58,11 +60,12 @@ class TokenRelay:
     def __init__(
         self,
         dispatcher: Dispatcher,
+        outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
         options: ProxyOptions,
     ) -> None:
-        self._dispatcher, self._migrator = dispatcher, migrator
+        self._dispatcher, self._outliers, self._migrator = dispatcher, outliers, migrator
         self._metrics, self._options = metrics, options
 
     async def relay(self, stream: EngineStream, send: Send) -> bool:
@@ -93,7 +96,9 @@ class TokenRelay:
             finally:
                 # Also before an error: what is counted as generated must have been sent.
                 if passed:
+                    stream.request.client_blocks = True  # while this waits
                     await send(passed)
+                    stream.request.client_blocks = False
             stream.deadline.reschedule(loop.time() + self._options.token_seconds)
         if not stream.finished:
             raise UpstreamError(stream.instance.instance, "its stream ended before the request")
@@ -124,9 +129,10 @@ class TokenRelay:
             code = chunk.error.get("code")
             if isinstance(code, int) and 400 <= code < 500:
                 raise EngineRefusedError(code, msgspec.json.encode({"error": chunk.error}))
-            raise UpstreamError(instance, str(chunk.error.get("message")))
+            raise UpstreamError(instance, str(chunk.error.get("message")), answered=True)
         if chunk.finish_reason in ("abort", "error"):
-            raise UpstreamError(instance, f"it ended the request: {chunk.finish_reason}")
+            reason = f"it ended the request: {chunk.finish_reason}"
+            raise UpstreamError(instance, reason, answered=True)
 
     def _token(self, stream: EngineStream, tokens: int) -> None:
         """Note that tokens came."""
@@ -134,7 +140,7 @@ class TokenRelay:
         arrival = stream.request.token(now)
         self._metrics.tokens.inc(tokens)
         if arrival.first:
-            stream.instance.breaker.succeeded()
+            self._outliers.succeeded(stream.request, stream.instance)
         if arrival.waited is None:
             self._metrics.first_token.observe(now - stream.request.arrived)
         elif arrival.landed:
@@ -174,7 +180,7 @@ class TokenRelay:
                 len(splicer.output_token_ids),
             )
         request.give_back()
-        self._migrator.release(state.move.source, request.id)
+        self._migrator.release(Kept(state.move.source, state.move.hop), request.id)
         return True
 
     def _limit(self, request: LiveRequest) -> int | None:

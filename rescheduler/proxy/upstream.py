@@ -1,21 +1,31 @@
 """HTTP to the engines: every call ends in an answer, or in an error that says what to do."""
 
 import asyncio
+import errno
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
 import aiohttp
 import msgspec
 
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
 
 __all__ = ["EngineFullError", "EngineRefusedError", "Upstream", "UpstreamError"]
 
-_NO_MODEL = "headway-discards-a-prefill"
 _KEPT_SECONDS = 3.0  # vLLM closes idle connections after 5
 _FULL = 429
 _RETRIED = (408, 425)  # the engine's own trouble, not the request's
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any]
+    usage: _Usage
 
 
 class UpstreamError(Exception):
@@ -25,11 +35,14 @@ class UpstreamError(Exception):
         instance: that failed.
         reason: what happened.
         unsent: the request never reached it.
+        answered: it answered with an error, perhaps because of the request.
     """
 
-    def __init__(self, instance: Instance, reason: str, unsent: bool = False) -> None:
+    def __init__(
+        self, instance: Instance, reason: str, unsent: bool = False, answered: bool = False
+    ) -> None:
         super().__init__(f"{instance.name}: {reason}")
-        self.instance, self.unsent = instance.name, unsent
+        self.instance, self.unsent, self.answered = instance.name, unsent, answered
 
 
 class EngineFullError(UpstreamError):
@@ -63,10 +76,12 @@ class Upstream:
 
     Args:
         options: the deadlines.
+        key: API key of the engines, for the proxy's own calls; None: they need none.
     """
 
-    def __init__(self, options: ProxyOptions) -> None:
+    def __init__(self, options: ProxyOptions, key: str | None = None) -> None:
         self._options = options
+        self._own_headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
@@ -86,11 +101,12 @@ class Upstream:
             EngineFullError: it has too much to do.
             UpstreamError: no connection, or the engine's own trouble.
             EngineRefusedError: the request is wrong.
+            RequestRefusedError: 503, this process can open no more connections.
         """
         try:
             response = await self._post(instance, path, body, headers)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UpstreamError(instance, f"cannot connect: {error}", unsent=True) from error
+            _cannot_connect(instance, error)
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
         if response.status == 200:
@@ -105,7 +121,8 @@ class Upstream:
             seconds = response.headers.get("Retry-After", "")
             raise EngineFullError(instance, int(seconds) if seconds.isdecimal() else 1)
         if response.status >= 500 or response.status in _RETRIED:
-            raise UpstreamError(instance, f"HTTP {response.status}: {answer[:300]!r}")
+            reason = f"HTTP {response.status}: {answer[:300]!r}"
+            raise UpstreamError(instance, reason, answered=True)
         raise EngineRefusedError(response.status, answer)
 
     async def _post(
@@ -141,62 +158,78 @@ class Upstream:
             raise UpstreamError(instance, f"no prefill within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
-        params, usage = answer.get("kv_transfer_params"), answer.get("usage")
-        if not isinstance(params, dict) or not isinstance(usage, dict):
-            raise UpstreamError(
-                instance, "its answer has no kv_transfer_params: does it run with a KV connector?"
-            )
-        return params, int(usage.get("prompt_tokens", 0))
+        try:
+            read = msgspec.convert(answer, _PrefillAnswer)
+        except msgspec.ValidationError as error:
+            reason = f"its answer to a prefill is wrong: {error}; does it run with a KV connector?"
+            raise UpstreamError(instance, reason) from error
+        return read.kv_transfer_params, read.usage.prompt_tokens
 
     async def generate_one(self, instance: Instance, model: str) -> None:
-        """Have an engine generate one token.
+        """Have an engine generate one token, or refuse to for want of a key.
 
         Raises:
-            UpstreamError: it did not, in time.
+            UpstreamError: it did neither, in time.
+            RequestRefusedError: 503, this process can open no more connections.
         """
         body = msgspec.json.encode({"model": model, "prompt": "1", "max_tokens": 1})
         try:
             async with asyncio.timeout(self._options.token_seconds):
-                async with await self.open(instance, COMPLETIONS, body, {}) as response:
+                opened = self.open(instance, COMPLETIONS, body, self._own_headers)
+                async with await opened as response:
                     await response.read()
         except TimeoutError as error:
             raise UpstreamError(instance, "it generates no token") from error
-        except (aiohttp.ClientError, OSError, EngineRefusedError) as error:
+        except EngineRefusedError as error:
+            if error.status not in (401, 403):
+                raise UpstreamError(instance, f"refuses a probe: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
 
-    async def get(self, instance: Instance, path: str, timeout: float) -> bytes:
+    async def get(
+        self, instance: Instance, path: str, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         """Return what an engine answers to a GET.
 
+        Args:
+            instance: the engine.
+            path: what it is asked for.
+            headers: a client's; None: the proxy asks for itself.
+
         Raises:
-            UpstreamError: no answer in time, or not 200.
+            UpstreamError: no answer in time, or one of its own trouble.
+            EngineRefusedError: the request is wrong, or not allowed.
+            RequestRefusedError: 503, this process can open no more connections.
         """
+        timeout = self._options.control_seconds
+        url = instance.url.rstrip("/") + path
+        if headers is None:
+            headers = self._own_headers
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.get(instance.url.rstrip("/") + path) as response,
+                self._session.get(url, headers=headers) as response,
             ):
                 answer = await response.read()
         except TimeoutError as error:
             raise UpstreamError(instance, f"{path}: no answer within {timeout:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamError(instance, f"cannot connect: {error}", unsent=True) from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            _cannot_connect(instance, error)
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{path}: {error}") from error
+        if 400 <= response.status < 500:
+            raise EngineRefusedError(response.status, answer)
         if response.status != 200:
             raise UpstreamError(instance, f"{path}: HTTP {response.status}")
         return answer
 
-    async def discard(self, instance: Instance, params: dict[str, Any]) -> None:
-        """Free what a prefill instance keeps for a request that will not be decoded.
 
-        A decode instance is sent a request that it refuses for its model's name: stock vLLM
-        then has the prefill instance free the blocks. If that fails too, their time to
-        live ends.
-        """
-        body = {"model": _NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-        try:
-            async with asyncio.timeout(self._options.control_seconds):
-                response = await self.open(instance, COMPLETIONS, msgspec.json.encode(body), {})
-                response.close()
-        except (UpstreamError, EngineRefusedError, TimeoutError):
-            return
+def _cannot_connect(
+    instance: Instance, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
+) -> NoReturn:
+    """Raise what a failed connection means: the engine does not listen, or nobody can connect."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _NO_DESCRIPTORS:
+        raise RequestRefusedError(
+            503, "too many connections are open; try again later", retry_after=1
+        ) from error
+    raise UpstreamError(instance, f"cannot connect: {error}", unsent=True) from error

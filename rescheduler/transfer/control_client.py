@@ -94,13 +94,18 @@ class ControlClient:
         reply = await self._ask(Unfreeze(number=next(self._numbers), id=id), timeout)
         return self._expected(reply, Unfrozen).done
 
-    async def release(self, id: str, timeout: float) -> bool:
-        """Free what is kept of a frozen request, and return whether there was anything.
+    async def release(self, id: str, hop: int, timeout: float) -> bool:
+        """Free what is kept of a request, now and later; return whether there was anything.
+
+        Args:
+            id: the migration id.
+            hop: placement that is over, and so are those before it.
+            timeout: seconds.
 
         Raises:
             ControlError: no answer in time.
         """
-        reply = await self._ask(Release(number=next(self._numbers), id=id), timeout)
+        reply = await self._ask(Release(number=next(self._numbers), id=id, hop=hop), timeout)
         return self._expected(reply, Released).done
 
     async def snapshot(self, id: str, timeout: float) -> Snapshot:

@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-TOPIC = b"headway-control/1"
+TOPIC = b"headway-control/2"
 """The first frame of every message: name and version of the schema."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -69,9 +69,16 @@ class Unfreeze(_Message, frozen=True, kw_only=True, tag="unfreeze"):
 
 
 class Release(_Message, frozen=True, kw_only=True, tag="release"):
-    """Free what is kept of a frozen request that no engine will ask for."""
+    """Free what is kept of a request that no engine will ask for, and keep nothing of it later.
+
+    Attributes:
+        id: the request's migration id.
+        hop: placement that is over, and so are those before it; one that still runs or is yet to
+            arrive keeps nothing when it ends.
+    """
 
     id: Id
+    hop: Count
 
 
 class TakeSnapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
@@ -109,7 +116,7 @@ class Unfrozen(_Message, frozen=True, kw_only=True, tag="unfrozen"):
 
 
 class Released(_Message, frozen=True, kw_only=True, tag="released"):
-    """Whether there was something to free."""
+    """Whether something was kept."""
 
     done: bool
 
@@ -200,5 +207,5 @@ def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
         )
     try:
         return decoder.decode(frames[1])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: UTF-8
         raise ControlError(f"invalid control message: {error}") from error

@@ -114,13 +114,17 @@ class ControlServer:
 
     def _receive(self, frames: list[bytes]) -> None:
         peer, *message = frames
+        number = 0
         try:
             command = decode_command(message)
+            number = command.number
+            answer = self._answer(command)
         except ControlError as error:
             logger.warning("control socket: refused a message: %s", error)
-            self._socket.send_multipart([peer, *encode(Refused(number=0, reason=str(error)))])
-            return
-        answer = self._answer(command)
+            answer = Refused(number=number, reason=str(error))
+        except Exception:  # no message may end the thread
+            logger.exception("control socket: a command failed")
+            answer = Refused(number=number, reason="it failed; see the engine's log")
         if answer is None:
             self._commands.put(Asked(peer, command))
         else:

@@ -22,6 +22,7 @@ from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
 from rescheduler.transfer.control_messages import (
     Command,
+    ControlError,
     EngineState,
     Freeze,
     Frozen,
@@ -42,6 +43,10 @@ from rescheduler.transfer.sampling_state import restore_request, restores_runner
 __all__ = ["RELEASED", "TAILS", "MigratingScheduler", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED_SECONDS = 120.0
+"""For which a request that is over may still be on its way here."""
+_MOST_REMEMBERED = 4096
 
 RELEASED = "headway_released"
 """Attribute of the connector's metadata: ids whose blocks the workers shall let go."""
@@ -111,7 +116,8 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._requests: dict[str, Request] = {}  # those that can move, by migration id
         self._params: dict[str, MigrationParams] = {}
         self._freezes: dict[str, _Freeze] = {}
-        self._kept: dict[str, str] = {}
+        self._kept: dict[str, tuple[int, str]] = {}  # hop and the engine's id, by migration id
+        self._over: dict[str, tuple[int, float]] = {}  # hop and until when, by migration id
         self._pinned: dict[str, list[Any]] = {}
         self._snapshots = 0
         self._taken: deque[tuple[int, Asked, Snapshot]] = deque()
@@ -179,8 +185,18 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if params is not None and self._requests.get(params.id) is request:
             del self._requests[params.id]
         freeze = self._freezes.pop(name, None)
+        if params is not None and self._is_over(params):
+            if freeze is not None:
+                self._reply(freeze.asked, _not_frozen(freeze.asked, "it was released"))
+            self._reqs_not_processed.add(name)
+            self._reqs_need_save.pop(name, None)
+            self._stop_heartbeat(name)
+            return False, None
         if freeze is None:
-            return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+            keeps, remote = super().request_finished(request, block_ids)
+            if keeps and params is not None:
+                self._kept[params.id] = params.hop, name
+            return keeps, remote
         assert params is not None
         if request.status != RequestStatus.FINISHED_LENGTH_CAPPED:
             self._reqs_not_processed.add(name)
@@ -192,7 +208,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             request.num_tokens - 1, request.num_computed_tokens - request.num_in_flight_tokens
         )
         deadline = self._keep(name)
-        self._kept[params.id] = name
+        self._kept[params.id] = params.hop, name
         remote = self._remote_params(name, block_ids[0], tokens, deadline)
         reply = Frozen(
             number=freeze.asked.command.number,
@@ -230,7 +246,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 connector_output.finished_sending.discard(name)
                 self._manager.block_pool.free_blocks(reversed(self._pinned.pop(name)))
         sent = connector_output.finished_sending or ()
-        for id, name in list(self._kept.items()):
+        for id, (_, name) in list(self._kept.items()):
             if name in sent:
                 del self._kept[id]
 
@@ -264,10 +280,13 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         number = command.number
         if isinstance(command, GetState):
             return self._state(number)
-        if isinstance(command, Release):
-            return None if command.id in self._kept else Released(number=number, done=False)
         if command.id in self._requests:
             return None
+        if isinstance(command, Release):
+            if command.id in self._kept:
+                return None
+            self._remember_over(command)
+            return Released(number=number, done=False)
         if isinstance(command, Unfreeze):
             return Unfrozen(number=number, done=False)
         return NotFrozen(number=number, reason=f"no request {command.id} runs here")
@@ -282,11 +301,32 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if isinstance(command, Unfreeze):
             return Unfrozen(number=command.number, done=self._unfreeze(command.id))
         if isinstance(command, Release):
-            name = self._kept.pop(command.id, None)
-            if name is not None:
-                self._released.add(name)
-            return Released(number=command.number, done=name is not None)
+            return Released(number=command.number, done=self._release(command))
         return self._state(command.number)
+
+    def _release(self, command: Release) -> bool:
+        """Free what is kept; return whether there was anything."""
+        self._remember_over(command)
+        hop, name = self._kept.get(command.id, (command.hop + 1, ""))
+        if hop > command.hop:
+            return False
+        del self._kept[command.id]
+        self._released.add(name)
+        return True
+
+    def _remember_over(self, command: Release) -> None:
+        """Remember that placements are over, in either thread."""
+        now = time.monotonic()
+        if len(self._over) >= _MOST_REMEMBERED:
+            for id, (_, until) in list(self._over.items()):
+                if until < now:
+                    self._over.pop(id, None)
+        self._over[command.id] = command.hop, now + _REMEMBERED_SECONDS
+
+    def _is_over(self, params: MigrationParams) -> bool:
+        """Return whether nobody will ask for what this placement leaves."""
+        hop, until = self._over.get(params.id, (-1, 0.0))
+        return params.hop <= hop and time.monotonic() < until
 
     def _freeze(self, asked: Asked, command: Freeze) -> Reply | None:
         request = self._requests.get(command.id)
@@ -402,6 +442,8 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         }
 
     def _state(self, number: int) -> EngineState:
+        if self._manager is None:
+            raise ControlError("the engine is still starting")
         pool = self._manager.block_pool
         scheduler = self.vllm_config.scheduler_config
         live = [request.status for request in list(self._live.values())]

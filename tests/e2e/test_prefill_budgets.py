@@ -29,7 +29,8 @@ def replicas(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     batching = {"profile": str(profile), "admission": True, "recalibrate": False}
     engine = replace(ENGINE, batching=batching)
     described = local_deployment("smollm2", engine, prefill=0, routing={"name": "pab"})
-    described = replace(described, proxy=replace(PATIENT, port=described.proxy.port))
+    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
+    described = replace(described, proxy=replace(PATIENT, **ports))
     config = folder / "deployment.yaml"
     write_deployment(described, config)
     with launched(described, folder / "logs") as running:

@@ -19,6 +19,7 @@ from running_deployment import RunningDeployment
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.event_stream import read_events
+from rescheduler.proxy.admin_token import admin_token
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = [
@@ -140,7 +141,7 @@ class Client:
         return chunks
 
     async def instances(self) -> dict[str, dict[str, Any]]:
-        async with self.session.get(self.proxy + "/admin/instances") as response:
+        async with self._admin("GET", "instances") as response:
             return {one["name"]: one for one in (await response.json())["instances"]}
 
     async def busy(self) -> str | None:
@@ -150,8 +151,14 @@ class Client:
         return next(decodes, None)
 
     async def admin(self, what: str, instance: str) -> None:
-        async with self.session.post(f"{self.proxy}/admin/{what}/{instance}") as response:
+        async with self._admin("POST", f"{what}/{instance}") as response:
             assert response.status == 200, await response.text()
+
+    def _admin(self, method: str, path: str) -> Any:
+        token = admin_token(self.deployment.proxy.admin_port)
+        headers = {"Authorization": f"Bearer {token}"}
+        url = f"{self.deployment.admin_url}/admin/{path}"
+        return self.session.request(method, url, headers=headers)
 
     async def leave(self) -> None:
         """Have the only request move to another decode instance, and wait until it has."""
@@ -180,7 +187,7 @@ class Client:
 
     async def idle(self) -> None:
         """Wait until no engine holds anything."""
-        controls = [ControlClient(one.control) for one in self.deployment.decode if one.control]
+        controls = [ControlClient(one.control) for one in self.deployment.instances if one.control]
         try:
             while True:
                 states = [await control.state(120) for control in controls]

@@ -86,6 +86,10 @@ class ScriptedEngine:
         breaks_after_the_end: its connection breaks right after a request's last token.
         never_freezes: says "not frozen".
         lies: reports a token more than it gave, when it freezes.
+        answers_late: gives no answer to a prefill that is done.
+        poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
+        key: API key that requests must have; empty: none.
+        padding: bytes added to every chunk.
         kept: tokens kept for other engines, by id.
         bodies: every request body.
         pulled: requests whose context came from elsewhere.
@@ -106,6 +110,11 @@ class ScriptedEngine:
     breaks_after_the_end: bool = False
     never_freezes: bool = False
     lies: bool = False
+    answers_late: bool = False
+    poisoned: str = ""
+    key: str = ""
+    padding: int = 0
+    over: dict[str, int] = field(default_factory=dict)
     kept: dict[str, list[int]] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -127,12 +136,9 @@ class ScriptedEngine:
         await site.start()
         self.port = self._runner.addresses[0][1]
         self.engines[self.name] = self
-        self._control = None
-        endpoint = None
-        if self.role == "decode":
-            self._control = ControlServer("tcp://127.0.0.1:*", None, self._answer)
-            endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
-            self._commands = asyncio.get_running_loop().create_task(self._obey())
+        self._control: ControlServer | None = ControlServer("tcp://127.0.0.1:*", None, self._answer)
+        endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
+        self._commands = asyncio.get_running_loop().create_task(self._obey())
         return Instance(self.name, self.role, f"http://127.0.0.1:{self.port}", endpoint)
 
     async def stop(self) -> None:
@@ -153,23 +159,28 @@ class ScriptedEngine:
         return web.Response(status=self.fails if self.fails >= 500 else 200)
 
     async def _models(self, http: web.Request) -> web.Response:
+        if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         self.bodies.append(body)
-        if self.fails and (self.fails != 429 or body.get("model") == "m"):
+        if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if self.poisoned and self.poisoned in json.dumps(body.get("prompt")):
+            return web.json_response({"error": {"message": "scripted"}}, status=500)
+        if self.fails:
             answer = {"error": {"message": "scripted"}}
             return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
         params = body.get("kv_transfer_params") or {}
         if body.get("model") != "m":
-            self._free(params)
             error = {"message": f"no model {body.get('model')}", "code": 404, "param": "model"}
             return web.json_response({"error": error}, status=404)
         chat = http.path.endswith("chat/completions")
         context = self._context(body, params, chat)
         if params.get("do_remote_decode"):
-            return await self._prefill(context)
+            return await self._prefill(context, params["headway"])
         headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
         if params.get("do_remote_prefill"):
             source = self.engines.get(params["remote_engine_id"])
@@ -199,11 +210,14 @@ class ScriptedEngine:
         prompt = body["prompt"]
         return list(prompt) if isinstance(prompt, list) else self.tokenizer.encode(prompt).ids
 
-    async def _prefill(self, context: list[int]) -> web.Response:
+    async def _prefill(self, context: list[int], headway: dict[str, Any]) -> web.Response:
         while self.hangs:
             await asyncio.sleep(0.01)
-        id = uuid4().hex
-        self.kept[id] = context
+        id = headway["id"]
+        if self.over.get(id, -1) < headway["hop"]:
+            self.kept[id] = context
+        while self.answers_late:
+            await asyncio.sleep(0.01)
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -212,10 +226,6 @@ class ScriptedEngine:
         }
         usage = {"prompt_tokens": len(context), "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
-
-    def _free(self, params: dict[str, Any]) -> None:
-        if params.get("do_remote_prefill"):
-            self.engines[params["remote_engine_id"]].kept.pop(params["remote_request_id"], None)
 
     async def _next(self, running: Running) -> int:
         while self.hangs or (self.stalls_at and len(running.output) >= self.stalls_at):
@@ -254,7 +264,8 @@ class ScriptedEngine:
         await response.prepare(http)
 
         async def write(chunk: dict[str, Any], more: bytes = b"") -> None:
-            data = json.dumps({**head, **chunk}, separators=(",", ":"))
+            padding = {"padding": "x" * self.padding} if self.padding else {}
+            data = json.dumps({**head, **chunk, **padding}, separators=(",", ":"))
             await response.write(f"data: {data}\n\n".encode() + more)
 
         if chat:
@@ -350,6 +361,7 @@ class ScriptedEngine:
                 running.freezing = running.left = None
             self._reply(asked, Unfrozen(number=0, done=done))
         elif isinstance(command, Release):
+            self.over[command.id] = command.hop
             done = self.kept.pop(command.id, None) is not None
             self._reply(asked, Released(number=0, done=done))
 

@@ -16,7 +16,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDepl
     """One prefill and two decode engines with a small KV cache, and no proxy."""
     folder = tmp_path_factory.mktemp("deployment")
     described = local_deployment("smollm2", ENGINE)
-    described = replace(described, proxy=replace(PATIENT, port=described.proxy.port))
+    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
+    described = replace(described, proxy=replace(PATIENT, **ports))
     config_path = folder / "deployment.yaml"
     write_deployment(described, config_path)
     with launched(described, folder / "logs") as running:

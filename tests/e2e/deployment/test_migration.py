@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import (
@@ -18,7 +19,9 @@ from moving import (
     place,
     until_frozen,
 )
+from running_deployment import RunningDeployment
 
+from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 
@@ -166,11 +169,61 @@ def test_what_is_kept_is_released_on_demand(on_engines: Run) -> None:
         generation = await until_frozen(engines[0])
         state = await engines[0].control.state(PATIENCE)
         assert state.frozen == [generation.id] and state.free_blocks < state.num_blocks
-        assert await engines[0].control.release(generation.id, PATIENCE) is True
+        assert await engines[0].control.release(generation.id, 0, PATIENCE) is True
         assert (await idle_state(engines[0])).free_blocks == state.num_blocks
-        assert await engines[0].control.release(generation.id, PATIENCE) is False
+        assert await engines[0].control.release(generation.id, 0, PATIENCE) is False
 
     on_engines(work)
+
+
+@pytest.mark.parametrize("when", ["kept", "running", "on its way"])
+def test_a_prefill_that_nobody_decodes_is_released(
+    deployment: RunningDeployment, when: str
+) -> None:
+    """As when its client leaves; the next attempt at the same request is spared."""
+    (prefill,) = deployment.deployment.prefill
+    id = f"left {when}"
+
+    async def ask(session: aiohttp.ClientSession, hop: int) -> None:
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = GREEDY | {"model": "smollm2", "prompt": STORY * 20, "max_tokens": 1}
+        body["kv_transfer_params"] = params | {"headway": {"id": id, "hop": hop}}
+        async with session.post(prefill.url + "/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async def work(session: aiohttp.ClientSession, control: ControlClient) -> None:
+        if when == "on its way":
+            assert await control.release(id, 0, PATIENCE) is False
+        asking = asyncio.create_task(ask(session, 0))
+        if when == "running":
+            while not (await control.state(PATIENCE)).running:
+                await asyncio.sleep(0.001)
+            await control.release(id, 0, PATIENCE)
+        await asking
+        if when == "kept":
+            assert (await control.state(PATIENCE)).frozen == [id]
+            assert await control.release(id, 0, PATIENCE) is True
+        await freed(control)
+        await ask(session, 1)
+        assert (await control.state(PATIENCE)).frozen == [id]
+        assert await control.release(id, 1, PATIENCE) is True
+        await freed(control)
+
+    async def freed(control: ControlClient) -> None:
+        async with asyncio.timeout(20):  # a lease takes 30 s
+            while (state := await control.state(PATIENCE)).free_blocks < state.num_blocks:
+                await asyncio.sleep(0.05)
+        assert state.frozen == []
+
+    async def connected() -> None:
+        control = ControlClient(str(prefill.control))
+        try:
+            async with aiohttp.ClientSession() as session:
+                await work(session, control)
+        finally:
+            control.close()
+
+    asyncio.run(connected())
 
 
 def test_what_is_kept_expires_and_is_not_read_then(on_engines: Run) -> None:
@@ -236,7 +289,7 @@ def test_a_client_that_leaves_during_a_freeze_frees_everything(on_engines: Run) 
                 await freezing
             except NotFrozenError:
                 continue
-            assert await engines[0].control.release(generation.id, PATIENCE)
+            assert await engines[0].control.release(generation.id, 0, PATIENCE)
 
     on_engines(work)
 
@@ -272,7 +325,7 @@ def test_unknown_and_outdated_ids_are_refused(on_engines: Run) -> None:
         with pytest.raises(NotFrozenError, match="no request nobody"):
             await control.snapshot("nobody", PATIENCE)
         assert await control.unfreeze("nobody", PATIENCE) is False
-        assert await control.release("nobody", PATIENCE) is False
+        assert await control.release("nobody", 0, PATIENCE) is False
         generation, asked = Generation(), False
         path, sent = place(GREEDY, generation, {}, 3, False)
         async for chunk in engines[0].stream(path, sent):

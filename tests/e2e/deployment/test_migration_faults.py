@@ -99,7 +99,7 @@ def test_an_engine_that_dies_costs_a_computation_at_most(
         assert after["local_compute"] - before.get("local_compute", 0) > 1
         await finish(survivor, BODY, to_it, {}, 2)
         assert to_it.tokens == plain.tokens
-        await survivor.control.release(to_it.id, PATIENCE)  # unless it has expired
+        await survivor.control.release(to_it.id, 0, PATIENCE)  # unless it has expired
         await asyncio.to_thread(deployment.launched.restart, "decode-1")
 
     on_engines(work)

@@ -286,7 +286,9 @@ def test_a_full_pool_is_429_with_a_time_to_try_again(
 ) -> None:
     del proxy  # it is idle
     port = deployment.deployment.proxy.port + 500
-    with served(deployment, tmp_path, pool=1, prefill_concurrency=1, port=port) as small:
+    with served(
+        deployment, tmp_path, pool=1, prefill_concurrency=1, port=port, admin_port=port + 50
+    ) as small:
 
         async def work(client: Client) -> None:
             body = {**GREEDY, "max_tokens": 4, "prompt": STORY * 20}
@@ -307,7 +309,9 @@ def impatient_proxy(
     deadlines = {"connect_seconds": 2.0, "freeze_seconds": 5.0, "control_seconds": 5.0}
     deadlines |= {"token_seconds": 5.0, "moved_token_seconds": 10.0}
     port = deployment.deployment.proxy.port + 501
-    with served(deployment, tmp_path_factory.mktemp("proxy"), port=port, **deadlines) as running:
+    ports = {"port": port, "admin_port": port + 50}
+    folder = tmp_path_factory.mktemp("proxy")
+    with served(deployment, folder, **ports, **deadlines) as running:
         yield running
 
 

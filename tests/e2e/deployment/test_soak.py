@@ -13,7 +13,8 @@ def test_no_token_is_lost_or_changed_among_random_moves(
     deployment: RunningDeployment,
 ) -> None:
     described = deployment.deployment
-    described = replace(described, proxy=ProxyOptions(port=described.proxy.port))
+    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
+    described = replace(described, proxy=ProxyOptions(**ports))
     result = asyncio.run(soak(deployment.launched, described, 8, seed=3))
     assert (result.lost, result.changed, result.leaked_blocks) == (0, 0, 0)
     assert result.kills == 1

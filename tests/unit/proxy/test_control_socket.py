@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.live.curve_keys import create_keys
@@ -43,7 +43,7 @@ from rescheduler.transfer.migration_params import ConnectorConfig, connector_con
 MESSAGES: list[Command | Reply] = [
     Freeze(number=1, id="a", hop=0),
     Unfreeze(number=2, id="a"),
-    Release(number=3, id="a"),
+    Release(number=3, id="a", hop=2),
     TakeSnapshot(number=4, id="a"),
     GetState(number=5),
     Frozen(number=6, output_token_ids=[3, 1], params={"remote_block_ids": [[4, 7]]}),
@@ -81,9 +81,26 @@ def test_a_malformed_command_says_what_is_wrong(frames: list[bytes], said: str) 
         decode_command(frames)
 
 
-@given(st.binary(max_size=200))
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A message of which some bytes are others."""
+    payload = bytearray(encode(draw(st.sampled_from(MESSAGES)))[1])
+    for _ in range(draw(st.integers(1, 4))):
+        payload[draw(st.integers(0, len(payload) - 1))] = draw(st.integers(0, 255))
+    return bytes(payload)
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200) | damaged())
 def test_no_bytes_raise_anything_else(payload: bytes) -> None:
-    with contextlib.suppress(ControlError):
+    for decode in (decode_command, decode_reply):
+        with contextlib.suppress(ControlError):
+            decode([TOPIC, payload])
+
+
+def test_an_id_that_is_no_utf8_is_refused() -> None:
+    payload = encode(Release(number=1, id="aaaa", hop=0))[1].replace(b"aaaa", b"\xff" * 4)
+    with pytest.raises(ControlError, match="invalid control message"):
         decode_command([TOPIC, payload])
 
 
@@ -101,6 +118,8 @@ class Engine:
         self._steps.start()
 
     def answer(self, command: Command) -> Reply | None:
+        if isinstance(command, GetState):
+            raise RuntimeError("scripted")
         if isinstance(command, Release):
             return Released(number=command.number, done=False)
         return None
@@ -156,7 +175,7 @@ async def test_replies_find_the_calls_they_belong_to(client: ControlClient) -> N
 async def test_what_needs_no_scheduler_does_not_reach_it(
     engine: Engine, client: ControlClient
 ) -> None:
-    assert await client.release("gone", 5) is False
+    assert await client.release("gone", 0, 5) is False
     assert engine.carried_out == []
 
 
@@ -186,7 +205,7 @@ async def test_a_command_does_not_wait_for_an_engine_that_starts_later() -> None
         with pytest.raises(ControlError, match="no answer"):
             await client.freeze("runs", 0, 0.2)
         server = ControlServer(client.endpoint, None, answer)
-        await client.release("gone", 30)
+        await client.release("gone", 0, 30)
         server.close()
     assert [type(command) for command in arrived] == [Release]
 
@@ -200,7 +219,34 @@ async def test_a_malformed_message_is_refused_and_the_server_goes_on(
         assert peer.poll(5000)
         assert isinstance(decode_reply(peer.recv_multipart()), Refused)
         peer.close(linger=0)
-    assert await client.release("gone", 5) is False
+    assert await client.release("gone", 0, 5) is False
+
+
+async def test_a_command_that_fails_is_refused_and_the_server_goes_on(
+    client: ControlClient,
+) -> None:
+    with pytest.raises(ControlError, match="it failed; see the engine's log"):
+        await client.state(5)
+    assert await client.release("gone", 0, 5) is False
+
+
+async def test_a_reply_that_is_damaged_does_not_end_the_client() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        with connected(f"tcp://127.0.0.1:{port}") as client:
+            for reply in (b"\xff", encode(Unfrozen(number=0, done=True))[1]):
+                asking = asyncio.create_task(client.unfreeze("a", 0.5 if reply == b"\xff" else 30))
+                peer, *frames = await asyncio.to_thread(engine.recv_multipart)
+                number = decode_command(frames).number
+                if reply != b"\xff":
+                    reply = encode(Unfrozen(number=number, done=True))[1]
+                engine.send_multipart([peer, TOPIC, reply])
+                if reply == b"\xff":
+                    with pytest.raises(ControlError, match="no answer"):
+                        await asking
+                else:
+                    assert await asking is True
+        engine.close(linger=0)
 
 
 async def test_a_closed_client_ends_its_calls(engine: Engine, client: ControlClient) -> None:

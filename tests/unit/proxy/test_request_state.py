@@ -24,8 +24,8 @@ from rescheduler.placement.request_state import (
     Freezing,
     Frozen,
     IllegalTransitionError,
+    Kept,
     Landing,
-    Leftover,
     Move,
     Placed,
     Prefilling,
@@ -47,7 +47,7 @@ def instance(name: str, role: str = "decode") -> InstanceState:
 def new_request(name: str, placements: Placements[LiveRequest]) -> LiveRequest:
     client = read_request(COMPLETIONS, b'{"prompt": "a"}')
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-    return LiveRequest.new(name, name, client, {}, 0.0, tokenizer, 1, placements)
+    return LiveRequest.new(name, name, client, {}, 0.0, tokenizer, placements)
 
 
 @settings(deadline=None, max_examples=150)
@@ -62,17 +62,19 @@ async def live(data: st.DataObject) -> None:
     prefill, decodes = instance("prefill", "prefill"), [instance(name) for name in "abc"]
     requests = [new_request(name, placements) for name in ("r1", "r2")]
     moves: list[tuple[LiveRequest, Move]] = []
-    kept: dict[LiveRequest, InstanceState | None] = {}  # None: by the prefill instance
+    kept: dict[LiveRequest, Kept] = {}
 
-    def free(request: LiveRequest, leftover: Leftover) -> None:
-        if leftover.prefill is not None:
-            assert kept.pop(request) is None
-        if leftover.kept_at is not None:  # perhaps, after a freeze without an answer
-            assert kept.pop(request, leftover.kept_at) is leftover.kept_at
+    def free(request: LiveRequest, freed: Kept | None) -> None:
+        if freed is not None:  # perhaps in vain: after a freeze without an answer, in a prefill
+            assert kept.pop(request, freed) == freed
 
     def prefilled(request: LiveRequest) -> None:
+        kept[request] = Kept(prefill, request.prefill_hop)
         request.prefilled(PARAMS, 7)
-        kept[request] = None
+
+    def prefill_failed(request: LiveRequest) -> None:
+        hop = request.prefill_hop
+        assert request.prefill_failed() == Kept(prefill, hop)
 
     def accepted(request: LiveRequest) -> None:
         request.accepted()
@@ -82,7 +84,8 @@ async def live(data: st.DataObject) -> None:
         moves.append((request, request.freeze(data.draw(st.sampled_from(decodes)))))
 
     def frozen(request: LiveRequest) -> None:
-        kept[request] = request.instance
+        assert request.instance is not None
+        kept[request] = Kept(request.instance, request.hop)
         request.frozen([1, 2], PARAMS)
 
     def give_back(request: LiveRequest) -> None:
@@ -94,14 +97,13 @@ async def live(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             for one in decodes:
                 one.breaker.failed(0.0, certain=True)
+        landing = isinstance(request.state, Landing)
         free(request, request.fail(unsent))
-        if not unsent:
+        if landing and not unsent:
             kept.pop(request, None)  # whether the instance has it nobody knows: a lease ends
 
     def finish(request: LiveRequest) -> None:
-        waits = not isinstance(request.state, Placed)
         free(request, request.finish())
-        assert kept.pop(request, None) is None or waits
         assert request not in kept
 
     def token(request: LiveRequest) -> None:
@@ -116,7 +118,7 @@ async def live(data: st.DataObject) -> None:
 
     events: dict[type[RequestState], list[Callable[[LiveRequest], object]]] = {
         Waiting: [lambda r: r.begin_prefill(prefill), place, finish],
-        Prefilling: [prefilled, LiveRequest.prefill_failed, finish],
+        Prefilling: [prefilled, prefill_failed, finish],
         Placed: [accepted, token, LiveRequest.turned_away, fail, finish],
         Returned: [accepted, token, fail, finish],
         Decoding: [freeze, token, fail, finish],
@@ -187,7 +189,7 @@ async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() 
         request.land()
         if not in_service:
             source.breaker.failed(0.0, certain=True)
-        assert request.fail(unsent=True) == Leftover(kept_at=source)
+        assert request.fail(unsent=True) == Kept(source, 0)
         assert request.state == (Returned(source) if in_service else Waiting())
         assert request.avoid == {target}
         assert move.landed.result() is False
@@ -199,3 +201,18 @@ def test_the_diagram_shows_every_state_and_every_transition() -> None:
     allowed = [(a.__name__, b.__name__) for a, after in TRANSITIONS.items() for b in after]
     assert sorted(drawn) == sorted(allowed + ends)
     assert set(TRANSITIONS) == set(get_args(RequestState))
+
+
+async def test_a_client_that_leaves_during_a_freeze_disturbs_nobody_else() -> None:
+    request = new_request("r", Placements())
+    request.place(instance("a"))
+    request.token(0.0)
+    move = request.freeze(instance("b"))
+    waiting = asyncio.create_task(request.freeze_answered())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not move.answered.done()
+    request.finish()
+    assert move.answered.done()
+    assert move.landed.result() is False

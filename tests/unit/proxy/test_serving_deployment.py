@@ -87,11 +87,6 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
             "control: 'tcp://10.0.0.1:5'}]",
             r"instances\[1\].control: .*headway keys",
         ),
-        (
-            "model: m\ninstances: [{name: p, role: prefill, url: 'http://h:1', "
-            f"control: 'tcp://127.0.0.1:5'}}, {DECODE}]",
-            r"instances\[0\].control: only decode",
-        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name_and_field(

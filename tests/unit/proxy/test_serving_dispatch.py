@@ -56,7 +56,7 @@ def requests(
 ) -> list[LiveRequest]:
     client = read_request(COMPLETIONS, b'{"prompt": "a"}')
     return [
-        LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, 1, placements) for i in range(n)
+        LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, placements) for i in range(n)
     ]
 
 

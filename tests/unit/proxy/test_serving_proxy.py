@@ -3,182 +3,12 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
 import pytest
-from aiohttp import web
-from scripted_engine import ScriptedEngine, reference
+from scripted_cluster import PROMPT, cluster, text_of, tokens_of, until
+from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
-
-from rescheduler.engines.deployment import Deployment, ProxyOptions
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.proxy.http_app import http_app
-from rescheduler.proxy.proxy import Proxy
-
-PROMPT = "Tell me of a river"
-
-OPTIONS = ProxyOptions(
-    port=0,
-    pool=64,
-    pool_seconds=60.0,
-    prefill_seconds=60.0,
-    first_token_seconds=60.0,
-    token_seconds=60.0,
-    freeze_seconds=60.0,
-    control_seconds=60.0,
-    moved_token_seconds=60.0,
-    backoff_seconds=0.01,
-    breaker_seconds=0.2,
-    probe_seconds=0.1,
-    shutdown_seconds=1.0,
-)
-
-
-@dataclass
-class Cluster:
-    """A proxy and its engines, in one event loop."""
-
-    engines: dict[str, ScriptedEngine]
-    proxy: Proxy
-    url: str
-    session: aiohttp.ClientSession
-    tokenizer: Tokenizer
-
-    @property
-    def decodes(self) -> list[ScriptedEngine]:
-        return [engine for engine in self.engines.values() if engine.role == "decode"]
-
-    def source_and_target(self) -> tuple[ScriptedEngine, ScriptedEngine]:
-        """Return the decode engine that runs the only request, and another one."""
-        source = next(engine for engine in self.decodes if engine.running)
-        return source, next(engine for engine in self.decodes if engine is not source)
-
-    def expected(self, tokens: int, prompt: str = PROMPT) -> list[int]:
-        return reference(self.tokenizer.encode(prompt).ids, tokens)
-
-    async def post(self, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-        async with self.session.post(self.url + path, json=body) as response:
-            return response.status, await response.json(), response.headers
-
-    async def stream(
-        self,
-        body: dict[str, Any],
-        at: Callable[[int], Awaitable[None]] | None = None,
-        path: str = "/v1/completions",
-    ) -> list[dict[str, Any]]:
-        """Chunks of a stream; ``at`` is called with how many tokens have come."""
-        chunks: list[dict[str, Any]] = []
-        tokens, done = 0, False
-        asked = {"model": "m", "stream": True, "return_token_ids": True, **body}
-        async with self.session.post(self.url + path, json=asked) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: [DONE]"):
-                    done = True
-                elif line.startswith(b"data: "):
-                    chunk = json.loads(line[6:])
-                    chunks.append(chunk)
-                    tokens += len(tokens_of([chunk]))
-                    if at is not None and "error" not in chunk and tokens_of([chunk]):
-                        await at(tokens)
-        assert done
-        return chunks
-
-    def live(self) -> LiveRequest:
-        """The only request."""
-        (request,) = [
-            request
-            for instance in self.proxy.instances.values()
-            for request in self.proxy.placements.on(instance)
-        ]
-        return request
-
-    async def move(self) -> str:
-        """Move the only request to another decode instance."""
-        request = self.live()
-        target = next(
-            instance
-            for instance in self.proxy.instances.values()
-            if instance.instance.role == "decode" and instance is not request.instance
-        )
-        return await self.proxy.migrator.move(request, target, "test")
-
-    async def idle(self) -> None:
-        """Nothing is left anywhere, neither with the proxy nor with an engine."""
-        async with asyncio.timeout(60):
-            while (
-                any(
-                    self.proxy.placements.on(instance) for instance in self.proxy.instances.values()
-                )
-                or any(engine.running or engine.kept for engine in self.engines.values())
-                or self.proxy.running
-                or self.proxy.dispatcher.waiting
-                or self.proxy.dispatcher.waiting_for_prefill
-            ):
-                await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a test needs, however busy the machine is."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def tokens_of(chunks: list[dict[str, Any]]) -> list[int]:
-    choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
-    return [token for choice in choices for token in choice.get("token_ids") or []]
-
-
-def text_of(chunks: list[dict[str, Any]]) -> str:
-    choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
-    return "".join(
-        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-        for choice in choices
-    )
-
-
-@pytest.fixture(scope="session")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-
-
-@asynccontextmanager
-async def cluster(
-    tokenizer: Tokenizer, decodes: int = 2, migration: Any = None, **options: Any
-) -> AsyncIterator[Cluster]:
-    engines: dict[str, ScriptedEngine] = {}
-    instances = [await ScriptedEngine("prefill-0", "prefill", tokenizer, engines).start()]
-    for i in range(decodes):
-        instances.append(await ScriptedEngine(f"decode-{i}", "decode", tokenizer, engines).start())
-    deployment = Deployment(
-        model="m",
-        instances=instances,
-        migration=migration,
-        proxy=msgspec.structs.replace(OPTIONS, **options),
-    )
-    proxy = Proxy(deployment, tokenizer)
-    await proxy.start()
-    runner = web.AppRunner(http_app(proxy), handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        async with aiohttp.ClientSession() as session:
-            made = Cluster(engines, proxy, url, session, tokenizer)
-            yield made
-            await made.idle()
-    finally:
-        await runner.cleanup()
-        await proxy.close()
-        for engine in engines.values():
-            await engine.stop()
 
 
 async def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(
@@ -649,26 +479,23 @@ async def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokeni
         bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 300} for i in range(8)]
         streams = [asyncio.create_task(it.stream(body)) for body in bodies]
         await until(lambda: sum(len(engine.bodies) for engine in it.decodes) == 8)
-        async with it.session.post(it.url + "/admin/drain/decode-0") as response:
-            instance = await response.json()
+        _, instance = await it.admin("POST", "drain/decode-0")
         assert instance["draining"]
         assert instance["requests"] > 0
         async with asyncio.timeout(20):
             while instance["requests"]:
                 await asyncio.sleep(0.02)
-                async with it.session.get(it.url + "/admin/instances") as response:
-                    instance = (await response.json())["instances"][1]
+                instance = (await it.admin("GET", "instances"))[1]["instances"][1]
         assert not all(stream.done() for stream in streams)
         before = len(it.engines["decode-0"].bodies)
         await it.stream({"prompt": PROMPT, "max_tokens": 3})
         assert len(it.engines["decode-0"].bodies) == before
         for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
             assert tokens_of(chunks) == it.expected(300, body["prompt"])
-        async with it.session.post(it.url + "/admin/undrain/decode-0") as response:
-            assert not (await response.json())["draining"]
-        async with it.session.post(it.url + "/admin/drain/nobody") as response:
-            assert response.status == 404
-            assert "decode-0" in (await response.json())["error"]["message"]
+        assert not (await it.admin("POST", "undrain/decode-0"))[1]["draining"]
+        status, answer = await it.admin("POST", "drain/nobody")
+        assert status == 404
+        assert "decode-0" in answer["error"]["message"]
 
 
 async def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
@@ -678,8 +505,7 @@ async def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
 
         async def at(tokens: int) -> None:
             if tokens == 5:
-                async with it.session.post(it.url + "/admin/drain/decode-0"):
-                    pass
+                await it.admin("POST", "drain/decode-0")
 
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 60}, at)
         assert tokens_of(chunks) == it.expected(60)
@@ -688,14 +514,12 @@ async def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
 async def test_the_planner_moves_requests_from_a_crowded_instance(tokenizer: Tokenizer) -> None:
     planner = {"name": "star", "prediction": False, "interval_seconds": 0.05}
     async with cluster(tokenizer, migration=planner) as it:
-        async with it.session.post(it.url + "/admin/drain/decode-1"):
-            pass
+        await it.admin("POST", "drain/decode-1")
         bodies = [{"prompt": f"{PROMPT} {i} " * (9 - i), "max_tokens": 400} for i in range(8)]
         streams = [asyncio.create_task(it.stream(body)) for body in bodies]
         await until(lambda: len(it.engines["decode-0"].bodies) == 8)
         assert not it.engines["decode-1"].running
-        async with it.session.post(it.url + "/admin/undrain/decode-1"):
-            pass
+        await it.admin("POST", "undrain/decode-1")
         for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
             assert tokens_of(chunks) == it.expected(400, body["prompt"])
         assert it.engines["decode-1"].pulled > 0

@@ -32,7 +32,7 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
     asked = request(
         prompt="a", max_tokens=50, min_tokens=9, stop=["b"], stream=True, seed=3, logprobs=2
     )
-    body = body_of(prefill_body(asked, "id"))
+    body = body_of(prefill_body(asked, "id", 0))
     assert body == {
         "model": "m",
         "prompt": "a",
@@ -45,21 +45,21 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
             "headway": {"id": "id", "hop": 0, "max_tokens": 50},
         },
     }
-    chat = body_of(prefill_body(request(CHAT, messages=[], max_tokens=7), "id"))
+    chat = body_of(prefill_body(request(CHAT, messages=[], max_tokens=7), "id", 0))
     assert chat["max_completion_tokens"] == 1
     assert "max_tokens" not in chat
 
 
 @given(
     st.dictionaries(
-        st.sampled_from(["temperature", "user", "metadata", "x_new_field", "guided", "priority"]),
+        st.sampled_from(["temperature", "user", "metadata", "x_new_field", "guided", "seed"]),
         st.one_of(st.integers(-5, 5), st.text(max_size=5), st.lists(st.booleans(), max_size=2)),
     )
 )
 def test_fields_that_the_proxy_does_not_know_pass_as_they_are(extra: dict[str, Any]) -> None:
     asked = request(prompt="a", **extra)
     for raw in (
-        prefill_body(asked, "id"),
+        prefill_body(asked, "id", 0),
         decode_body(asked, "id", 0, PARAMS),
         resumed_body(asked, "id", 1, [1], [2], PARAMS),
     ):
@@ -174,3 +174,46 @@ def test_a_body_that_means_nothing_is_refused_by_field(raw: bytes, param: str | 
     error = body_of(caught.value.body)["error"]
     assert (error["code"], error["param"]) == (400, param)
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "a", ' + b", ".join(b'"%d": 1' % i for i in range(50_000)) + b"}",
+        b'{"prompt": "a", "stop": [' + b'"", ' * 100_000 + b'""]}',
+        b"{" + b'"prompt": "a", ' * 50_000 + b'"prompt": "a"}',
+    ],
+)
+def test_many_small_fields_are_refused_before_they_are_read(raw: bytes) -> None:
+    with pytest.raises(RequestRefusedError, match=r"take \d+ bytes together") as caught:
+        read_request(COMPLETIONS, raw)
+    assert caught.value.status == 400
+
+
+def test_a_long_prompt_is_not_read_but_handed_on() -> None:
+    ids = list(range(200_000))
+    asked = request(prompt=ids)
+    assert asked.movable
+    assert asked.prompt_ids == len(ids)
+    assert body_of(decode_body(asked, "id", 0, None))["prompt"] == ids
+    nested = request(prompt=[[]] * 500_000)
+    assert nested.direct == "prompt"
+
+
+def test_more_messages_than_anyone_looks_at_do_not_move() -> None:
+    long = [{"role": "user", "content": "a" * 900_000}]
+    assert request(CHAT, messages=long).movable
+    assert request(CHAT, messages=[*long, *long]).pinned == "messages"
+
+
+@pytest.mark.parametrize("messages", [3, "text", [{"content": 3}], [[]]])
+def test_messages_of_another_shape_are_the_engines_to_refuse(messages: Any) -> None:
+    asked = request(CHAT, messages=messages)
+    assert body_of(decode_body(asked, "id", 0, None))["messages"] == messages
+
+
+def test_a_priority_is_forwarded_only_where_the_operator_says_so() -> None:
+    raw = b'{"prompt": "a", "priority": -5}'
+    assert "priority" not in body_of(decode_body(read_request(COMPLETIONS, raw), "id", 0, None))
+    forwarded = read_request(COMPLETIONS, raw, priority=True)
+    assert body_of(decode_body(forwarded, "id", 0, None))["priority"] == -5

@@ -1,7 +1,6 @@
 """One stream out of several engines': no token lost, repeated or changed."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,6 @@ PROMPT = "Tell me"
 texts = st.text(st.sampled_from("ab c🤦🏽é漢\n"), min_size=1, max_size=30)
 cuts = st.lists(st.integers(1, 40), max_size=3, unique=True).map(sorted)
 quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="session")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
 
 
 def spliced(

@@ -1,0 +1,189 @@
+"""A proxy, in the test's own event loop, before scripted engines."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+from scripted_engine import ScriptedEngine, reference
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Deployment, ProxyOptions
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.listeners import Listeners
+from rescheduler.proxy.proxy import Proxy
+
+__all__ = ["OPTIONS", "PROMPT", "Cluster", "cluster", "text_of", "tokens_of", "until"]
+
+PROMPT = "Tell me of a river"
+
+OPTIONS = ProxyOptions(
+    port=0,
+    admin_port=0,
+    pool=64,
+    pool_seconds=60.0,
+    prefill_seconds=60.0,
+    first_token_seconds=60.0,
+    token_seconds=60.0,
+    freeze_seconds=60.0,
+    control_seconds=60.0,
+    moved_token_seconds=60.0,
+    backoff_seconds=0.01,
+    breaker_seconds=0.2,
+    probe_seconds=0.1,
+    shutdown_seconds=1.0,
+)
+
+
+@dataclass
+class Cluster:
+    """A proxy and its engines, in one event loop."""
+
+    engines: dict[str, ScriptedEngine]
+    proxy: Proxy
+    listeners: Listeners
+    session: aiohttp.ClientSession
+    tokenizer: Tokenizer
+
+    @property
+    def url(self) -> str:
+        return self.listeners.url
+
+    @property
+    def decodes(self) -> list[ScriptedEngine]:
+        return [engine for engine in self.engines.values() if engine.role == "decode"]
+
+    def source_and_target(self) -> tuple[ScriptedEngine, ScriptedEngine]:
+        """Return the decode engine that runs the only request, and another one."""
+        source = next(engine for engine in self.decodes if engine.running)
+        return source, next(engine for engine in self.decodes if engine is not source)
+
+    def expected(self, tokens: int, prompt: str = PROMPT) -> list[int]:
+        return reference(self.tokenizer.encode(prompt).ids, tokens)
+
+    async def post(self, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+        async with self.session.post(self.url + path, json=body) as response:
+            return response.status, await response.json(), response.headers
+
+    async def stream(
+        self,
+        body: dict[str, Any],
+        at: Callable[[int], Awaitable[None]] | None = None,
+        path: str = "/v1/completions",
+    ) -> list[dict[str, Any]]:
+        """Chunks of a stream; ``at`` is called with how many tokens have come."""
+        chunks: list[dict[str, Any]] = []
+        tokens, done = 0, False
+        asked = {"model": "m", "stream": True, "return_token_ids": True, **body}
+        async with self.session.post(self.url + path, json=asked) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
+                    done = True
+                elif line.startswith(b"data: "):
+                    chunk = json.loads(line[6:])
+                    chunks.append(chunk)
+                    tokens += len(tokens_of([chunk]))
+                    if at is not None and "error" not in chunk and tokens_of([chunk]):
+                        await at(tokens)
+        assert done
+        return chunks
+
+    def live(self) -> LiveRequest:
+        """The only request."""
+        (request,) = [
+            request
+            for instance in self.proxy.instances.values()
+            for request in self.proxy.placements.on(instance)
+        ]
+        return request
+
+    async def move(self) -> str:
+        """Move the only request to another decode instance."""
+        request = self.live()
+        target = next(
+            instance
+            for instance in self.proxy.instances.values()
+            if instance.instance.role == "decode" and instance is not request.instance
+        )
+        return await self.proxy.migrator.move(request, target, "test")
+
+    async def admin(self, method: str, path: str) -> Any:
+        """What the operator's listener answers."""
+        headers = {"Authorization": f"Bearer {self.listeners.admin_token}"}
+        url = f"{self.listeners.admin_url}/admin/{path}"
+        async with self.session.request(method, url, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def idle(self) -> None:
+        """Nothing is left anywhere, neither with the proxy nor with an engine."""
+        async with asyncio.timeout(60):
+            while (
+                any(
+                    self.proxy.placements.on(instance) for instance in self.proxy.instances.values()
+                )
+                or any(engine.running or engine.kept for engine in self.engines.values())
+                or self.proxy.running
+                or self.proxy.dispatcher.waiting
+                or self.proxy.dispatcher.waiting_for_prefill
+            ):
+                await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a test needs, however busy the machine is."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def tokens_of(chunks: list[dict[str, Any]]) -> list[int]:
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
+    return [token for choice in choices for token in choice.get("token_ids") or []]
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", [])]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in choices
+    )
+
+
+@asynccontextmanager
+async def cluster(
+    tokenizer: Tokenizer,
+    decodes: int = 2,
+    migration: Any = None,
+    routing: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Cluster]:
+    engines: dict[str, ScriptedEngine] = {}
+    instances = [await ScriptedEngine("prefill-0", "prefill", tokenizer, engines).start()]
+    for i in range(decodes):
+        instances.append(await ScriptedEngine(f"decode-{i}", "decode", tokenizer, engines).start())
+    deployment = Deployment(
+        model="m",
+        instances=instances,
+        migration=migration,
+        routing=routing or {"name": "jsq_load"},
+        proxy=msgspec.structs.replace(OPTIONS, **options),
+    )
+    proxy = Proxy(deployment, tokenizer)
+    await proxy.start()
+    listeners = Listeners(proxy)
+    await listeners.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            made = Cluster(engines, proxy, listeners, session, tokenizer)
+            yield made
+            await made.idle()
+    finally:
+        await listeners.close()
+        await proxy.close()
+        for engine in engines.values():
+            await engine.stop()

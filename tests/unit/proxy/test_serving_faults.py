@@ -1,0 +1,463 @@
+"""What one client, or one ordinary setting, must not do to the service."""
+
+import asyncio
+import gzip
+import io
+import json
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
+from tokenizers import Tokenizer
+
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.placement.guarded_policy import GuardedPolicy
+from rescheduler.placement.warm_up import crowded_view
+from rescheduler.proxy import upstream
+from rescheduler.proxy.proxy import Proxy
+from rescheduler.routing.policy import create_policy
+
+BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+LONG: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5000, "stream": True}
+PADDING = 20_000
+INSTANCES = [Instance("decode-0", "decode", "http://127.0.0.1:1")]
+
+
+@asynccontextmanager
+async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
+    """A client that asks and does not read."""
+    host, port = it.url.removeprefix("http://").split(":")
+    with closing(socket.socket()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+        sent = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(sent)}\r\n\r\n"
+        await asyncio.get_running_loop().sock_sendall(client, head.encode() + sent)
+        yield
+
+
+def in_service(it: Cluster) -> bool:
+    return all(instance.breaker.closed for instance in it.proxy.instances.values())
+
+
+async def test_engines_with_a_key_are_probed_with_the_proxys_and_asked_with_the_clients(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    async with cluster(tokenizer, engine_key_file=str(key)) as it:
+        for engine in it.engines.values():
+            engine.key = "s3cret"
+        decode = it.proxy.instances["decode-0"]
+        decode.breaker.failed(asyncio.get_running_loop().time(), certain=True)
+        await until(lambda: decode.breaker.closed)
+        own = {"Authorization": "Bearer s3cret"}
+        assert (await it.post(BODY))[0] == 401
+        async with it.session.get(it.url + "/v1/models") as response:
+            assert response.status == 401
+        async with it.session.get(it.url + "/v1/models", headers=own) as response:
+            assert response.status == 200
+        async with it.session.post(it.url + "/v1/completions", json=BODY, headers=own) as response:
+            assert response.status == 200
+        assert in_service(it)
+
+
+async def test_a_probe_that_is_not_allowed_shows_an_engine_that_works(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        it.engines["decode-0"].key = "unknown to the proxy"
+        decode = it.proxy.instances["decode-0"]
+        decode.breaker.failed(asyncio.get_running_loop().time(), certain=True)
+        await until(lambda: decode.breaker.closed)
+
+
+async def test_a_key_file_that_cannot_be_read_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    options = ProxyOptions(engine_key_file=str(tmp_path / "none"))
+    with pytest.raises(DeploymentError, match="engine_key_file"):
+        Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
+
+
+@pytest.mark.parametrize("pinned", [{}, {"tools": [{"type": "function"}]}])
+async def test_clients_that_do_not_read_are_disconnected_and_no_engine_is_blamed(
+    tokenizer: Tokenizer, pinned: dict[str, Any]
+) -> None:
+    async with cluster(
+        tokenizer, token_seconds=1.0, client_write_seconds=3.0, client_buffer_kb=64
+    ) as it:
+        for engine in it.decodes:
+            engine.padding = PADDING
+        async with stalled(it, LONG | pinned), stalled(it, LONG | pinned):
+            await until(lambda: it.proxy.running == 2)
+            await until(lambda: it.proxy.running == 0)
+            await it.idle()
+            assert in_service(it)
+            status, _, _ = await it.post(BODY)
+            assert status == 200
+
+
+async def test_a_client_that_reads_slowly_loses_nothing_and_keeps_its_engine_only_while_it_decodes(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, client_buffer_kb=4096) as it:
+        for engine in it.decodes:
+            engine.padding = 5000
+        read = asyncio.Event()
+
+        async def at(tokens: int) -> None:
+            if tokens == 1:
+                instances = it.proxy.instances.values()
+                await until(lambda: not any(it.proxy.placements.on(one) for one in instances))
+                read.set()
+
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
+        assert read.is_set()
+        assert tokens_of(chunks) == it.expected(300)
+
+
+async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, concurrent_migrations=1, client_buffer_kb=64) as it:
+        for engine in it.decodes:
+            engine.padding = PADDING
+        async with stalled(it, LONG):
+            await until(lambda: it.proxy.running == 1 and it.live().client_blocks)
+            blocked = it.live()
+            assert not blocked.can_move
+            assert await it.move() == "gone"
+
+            async def at(tokens: int) -> None:
+                if tokens == 10:
+                    instances = it.proxy.instances.values()
+                    on = {r: i for i in instances for r in it.proxy.placements.on(i)}
+                    (other,) = on.keys() - {blocked}
+                    target = next(
+                        i for i in instances if i is not on[other] and i.instance.role == "decode"
+                    )
+                    moving = it.proxy.migrator.move(other, target, "test")
+                    outcomes.append(asyncio.create_task(moving))
+
+            outcomes: list[asyncio.Task[str]] = []
+            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
+            assert tokens_of(chunks) == it.expected(40)
+            assert await outcomes[0] == "moved"
+
+
+async def test_poison_is_tried_twice_and_takes_no_instance_out_of_service(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, breaker_failures=1) as it:
+        for engine in it.decodes:
+            engine.poisoned = "POISON"
+        for number in range(6):
+            status, answer, _ = await it.post({**BODY, "prompt": f"POISON {number}"})
+            assert status == 502
+            told = json.dumps(answer)
+            assert not any(name in told for name in (*it.engines, "127.0.0.1", "scripted"))
+            assert in_service(it)
+        asked = [body["prompt"] for engine in it.decodes for body in engine.bodies]
+        assert [asked.count(f"POISON {number}") for number in range(6)] == [2] * 6
+        it.engines["prefill-0"].poisoned = "POISON"
+        assert (await it.post({**BODY, "prompt": "POISON"}))[0] == 502
+        assert in_service(it)
+        assert (await it.post(BODY))[0] == 200
+
+
+async def test_an_instance_whose_errors_others_do_not_make_leaves_service(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, breaker_failures=2, probe_seconds=60.0) as it:
+        it.engines["decode-0"].poisoned = PROMPT
+        for _ in range(8):
+            assert (await it.post(BODY))[0] == 200
+        assert not it.proxy.instances["decode-0"].breaker.closed
+        assert it.proxy.instances["decode-1"].breaker.closed
+
+
+async def test_half_of_the_instances_stay_in_service_whatever_requests_see(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, decodes=3, breaker_failures=1, attempts=4) as it:
+        for engine in it.decodes:
+            engine.breaks_at = 1
+        for _ in range(3):
+            assert (await it.post(BODY))[0] == 502
+        closed = [it.proxy.instances[engine.name].breaker.closed for engine in it.decodes]
+        assert sum(closed) >= 2
+
+
+async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, largest_body_mb=1) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+        async with it.session.post(it.url + "/v1/completions", data=chunked(2_000_000)) as response:
+            assert response.status == 413
+            assert "larger than 1 MiB" in (await response.json())["error"]["message"]
+
+
+async def chunked(size: int) -> AsyncIterator[bytes]:
+    for _ in range(size // 50_000):
+        yield b" " * 50_000
+
+
+async def test_bodies_have_a_deadline_and_a_budget(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, largest_body_mb=2, bodies_mb=3, body_seconds=1.0) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n{"
+        )
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        second = io.BytesIO(json.dumps({**BODY, "prompt": "a" * 1_500_000}).encode())
+        async with it.session.post(it.url + "/v1/completions", data=second) as response:
+            assert response.status == 503
+            assert "too many large" in (await response.json())["error"]["message"]
+            assert response.headers["Retry-After"] == "1"
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await until(lambda: it.proxy.running == 0)
+        assert (await it.post(BODY))[0] == 200
+
+
+async def test_a_connection_without_a_request_is_closed(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, idle_seconds=0.5) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
+
+
+async def test_connections_beyond_the_most_are_refused(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, connections=2) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        two = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        await until(lambda: it.listeners.connections == 2)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+        for _, one in [*two, (reader, writer)]:
+            one.close()
+        await until(lambda: it.listeners.connections == 0)
+        assert (await it.post(BODY))[0] == 200
+
+
+async def test_a_body_that_cannot_be_decompressed_is_the_clients_fault(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        damaged = gzip.compress(json.dumps(BODY).encode())[:-20] + b"x" * 20
+        headers = {"Content-Encoding": "gzip", "Connection": "close"}
+        for data in (b"no gzip", damaged):
+            async with it.session.post(
+                it.url + "/v1/completions", data=data, headers=headers
+            ) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/completions", 405)]
+)
+async def test_every_error_has_openais_shape(
+    tokenizer: Tokenizer, method: str, path: str, status: int
+) -> None:
+    async with (
+        cluster(tokenizer) as it,
+        it.session.request(method, it.url + path) as response,
+    ):
+        assert response.status == status
+        assert (await response.json())["error"]["code"] == status
+
+
+async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "_KEPT_SECONDS", 0.01)  # else a kept connection serves
+    async with cluster(tokenizer, probe_seconds=60.0) as it:
+        async with it.session.get(it.url + "/health"):
+            pass  # this connection is kept
+        connector = it.proxy.upstream._session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        await until(lambda: not connector._conns)
+        await asyncio.sleep(0.2)  # both ends are closed now
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held: list[int] = []
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (max(int(file.name) for file in Path("/proc/self/fd").iterdir()) + 30, limit[1]),
+        )
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            status, answer, headers = await it.post(BODY)
+        finally:
+            for one in held:
+                os.close(one)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            await asyncio.sleep(1.2)  # then listeners that could not accept try again
+        assert status == 503
+        assert "too many connections" in answer["error"]["message"]
+        assert headers["Retry-After"] == "1"
+        assert in_service(it)
+        assert (await it.post(BODY))[0] == 200
+
+
+@pytest.mark.parametrize("leaves", ["before the prefill's answer", "before decoding"])
+async def test_a_client_that_leaves_leaves_no_blocks_behind(
+    tokenizer: Tokenizer, leaves: str
+) -> None:
+    async with cluster(tokenizer) as it:
+        prefill = it.engines["prefill-0"]
+        prefill.answers_late = leaves == "before the prefill's answer"
+        for engine in it.decodes:
+            engine.hangs = True
+        asking = asyncio.create_task(it.post(BODY))
+        await until(lambda: bool(prefill.kept))
+        if not prefill.answers_late:
+            await until(lambda: it.live().instance is not None and it.live().hop == 0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await it.idle()
+
+
+async def test_a_prefill_that_arrives_after_its_client_has_left_keeps_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        prefill = it.engines["prefill-0"]
+        prefill.hangs = True
+        asking = asyncio.create_task(it.post(BODY))
+        await until(lambda: bool(prefill.bodies))
+        id = prefill.bodies[0]["kv_transfer_params"]["headway"]["id"]
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: id in prefill.over)
+        prefill.hangs = False
+        await it.idle()
+
+
+async def test_a_prefill_that_takes_too_long_is_released_and_tried_again(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, prefill_seconds=1.0) as it:
+        prefill = it.engines["prefill-0"]
+        prefill.answers_late = True
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 5})
+        assert tokens_of(chunks) == it.expected(5)
+        hops = [body["kv_transfer_params"]["headway"]["hop"] for body in prefill.bodies]
+        assert hops == [0, 1], "a release of the first attempt spares the second"
+        await until(lambda: not prefill.kept)
+
+
+@pytest.mark.parametrize("how", ["answers 500", "does not listen"])
+async def test_a_prefill_that_no_decode_instance_takes_is_released(
+    tokenizer: Tokenizer, how: str
+) -> None:
+    async with cluster(tokenizer, attempts=2, probe_seconds=60.0) as it:
+        for engine in it.decodes:
+            if how == "answers 500":
+                engine.fails = 500
+            else:
+                await engine.stop()
+        status, _, _ = await it.post(BODY)
+        assert status == 502
+        assert it.engines["prefill-0"].bodies
+        await it.idle()
+        for engine in it.decodes:
+            if how != "answers 500":
+                await engine.start()
+
+
+async def test_a_proxy_that_ends_refuses_requests_and_says_so_in_streams_that_it_cuts(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        cut: list[dict[str, Any]] = []
+
+        async def at(tokens: int) -> None:
+            if tokens == 5:
+                await it.listeners.stop()
+                async with kept.get(it.url + "/ready") as response:
+                    assert response.status == 503
+                    assert response.headers["Connection"] == "close"
+                cutting.append(asyncio.create_task(it.proxy.cut()))
+
+        cutting: list[asyncio.Task[None]] = []
+        async with aiohttp.ClientSession() as kept:
+            async with kept.get(it.url + "/health"):
+                pass
+            cut = await it.stream({"prompt": PROMPT, "max_tokens": 5000}, at)
+        *passed, error = cut
+        assert tokens_of(passed) == it.expected(len(tokens_of(passed)))
+        assert error["error"]["code"] == 503
+        assert "shutting down" in error["error"]["message"]
+        await cutting[0]
+
+
+async def test_the_operators_listener_wants_a_token_and_the_clients_has_no_such_thing(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        async with it.session.post(it.url + "/admin/drain/decode-0") as response:
+            assert response.status == 404
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}):
+            async with it.session.post(
+                it.listeners.admin_url + "/admin/drain/decode-0", headers=headers
+            ) as response:
+                assert response.status == 401
+        assert not it.proxy.instances["decode-0"].draining
+        assert (await it.admin("POST", "drain/decode-0"))[0] == 200
+
+
+@pytest.mark.parametrize("how", ["raises", "is slow"])
+def test_a_policy_that_fails_is_replaced_for_a_while(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, computed = 0.0, 0.0
+    view = crowded_view(3)
+    policy = create_policy("random", seed=3)
+    calls = 0
+
+    class Failing(type(policy)):  # type: ignore[misc]
+        def assign(self, view: ClusterView) -> Assignment:
+            nonlocal calls, computed
+            calls += 1
+            computed += 0.3
+            if how == "raises":
+                raise ZeroDivisionError("scripted")
+            return policy.assign(view)
+
+    guarded = GuardedPolicy(Failing(), lambda: now, lambda: computed)
+    by_load = create_policy("jsq_load").assign(view).instance.tolist()
+    with caplog.at_level(logging.ERROR):
+        first = guarded.assign(view)
+    assert first == (by_load if how == "raises" else policy.assign(view).instance.tolist())
+    (record,) = caplog.records
+    assert "by least load instead" in record.getMessage()
+    now = 29.0
+    assert guarded.assign(view) == by_load
+    assert calls == 1
+    now = 31.0
+    guarded.assign(view)
+    assert calls == 2
+
+
+async def test_a_solver_that_takes_seconds_is_refused_live(tokenizer: Tokenizer) -> None:
+    routing = {"name": "bfio", "solver": "exact"}
+    with pytest.raises(DeploymentError, match="exact may take seconds"):
+        Proxy(Deployment(model="m", instances=INSTANCES, routing=routing), tokenizer)
