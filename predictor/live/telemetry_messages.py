@@ -112,7 +112,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: Count
-    epoch: Count
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     seq: Count
     step: Count
     time: float

@@ -79,8 +79,8 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
     },
     "Serve": {
         "launch": _Verb("rescheduler.engines.launch:launch", "start a deployment's engines"),
-        "serve": _Verb("rescheduler.proxy.serve:serve", "serve a deployment at one address"),
-        "drain": _Verb("rescheduler.proxy.drain:drain", "drain an instance"),
+        "serve": _Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
+        "drain": _Verb("rescheduler.serving.drain:drain", "drain an instance"),
         "watch": _Verb(
             "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"
         ),

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.proxy.listeners import Listeners
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.proxy.serve import load_tokenizer
+from rescheduler.serving.listeners import Listeners
+from rescheduler.serving.serve import load_tokenizer
 
 __all__ = ["proxy_running"]
 

@@ -1,1 +1,1 @@
-"""One OpenAI-compatible address in front of a deployment."""
+"""Requests on their way through a deployment's engines, and their moves between them."""

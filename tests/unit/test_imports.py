@@ -7,7 +7,11 @@ import predictor
 
 
 def test_routing_the_proxy_and_the_simulator_load_no_pytorch() -> None:
-    modules = ("rescheduler.proxy.serve", "rescheduler.simulator.simulate", "rescheduler.migration")
+    modules = (
+        "rescheduler.serving.serve",
+        "rescheduler.simulator.simulate",
+        "rescheduler.migration",
+    )
     loads = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
     assert found.stdout == "False\n", found.stderr

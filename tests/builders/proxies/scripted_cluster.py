@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.proxy.listeners import Listeners
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.serving.listeners import Listeners
 
 __all__ = ["OPTIONS", "PROMPT", "Cluster", "cluster", "text_of", "tokens_of", "until"]
 

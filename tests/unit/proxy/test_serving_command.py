@@ -17,7 +17,7 @@ import pytest
 
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import read_deployment
-from rescheduler.proxy.admin_token import TOKEN_VARIABLE
+from rescheduler.serving.admin_token import TOKEN_VARIABLE
 
 DEPLOYMENT = """\
 model: smollm2

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.proxy.listeners import Listeners
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.serving.listeners import Listeners
 
 __all__ = ["load_tokenizer", "serve"]
 

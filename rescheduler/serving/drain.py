@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.proxy.admin_token import TOKEN_VARIABLE, admin_token
+from rescheduler.serving.admin_token import TOKEN_VARIABLE, admin_token
 
 __all__ = ["drain"]
 

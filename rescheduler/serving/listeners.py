@@ -8,10 +8,10 @@ import socket
 from aiohttp import web
 
 from rescheduler.engines.deployment import DeploymentError
-from rescheduler.proxy.admin_app import admin_app
-from rescheduler.proxy.admin_token import create_admin_token
-from rescheduler.proxy.http_app import http_app
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.serving.admin_app import admin_app
+from rescheduler.serving.admin_token import create_admin_token
+from rescheduler.serving.http_app import http_app
 
 __all__ = ["Listeners"]
 

@@ -15,10 +15,10 @@ from rescheduler.openai.openai_request import (
 )
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
-from rescheduler.proxy.http_errors import answer_errors
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.proxy.request_bodies import RequestBodies
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
+from rescheduler.serving.http_errors import answer_errors
+from rescheduler.serving.request_bodies import RequestBodies
 
 __all__ = ["http_app"]
 

@@ -9,8 +9,8 @@ from aiohttp.typedefs import Handler
 
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.proxy.http_errors import answer_errors
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.serving.http_errors import answer_errors
 
 __all__ = ["admin_app"]
 

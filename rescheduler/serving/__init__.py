@@ -1,0 +1,1 @@
+"""`headway serve` as a command: its listeners, endpoints and limits."""
