@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["refuse_unwritable", "replace_file", "write_text_atomically"]
+__all__ = ["create_private_folder", "refuse_unwritable", "replace_file", "write_text_atomically"]
+
+
+def create_private_folder(path: Path) -> None:
+    """Create a folder that only its owner can look into; leave one that exists as it is."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def refuse_unwritable(path: Path) -> None:

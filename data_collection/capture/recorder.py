@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data_collection.atomic_file import replace_file
+from data_collection.atomic_file import create_private_folder, replace_file
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
 from data_collection.capture.request_ids import parse_request_id
@@ -87,7 +87,8 @@ class Recorder:
         if any((self._dataset / "sessions").glob("*.json")):
             for earlier in read_sessions(self._dataset):
                 session.refuse_mixing(earlier)
-        (self._dataset / "data").mkdir(parents=True, exist_ok=True)
+        create_private_folder(self._dataset)
+        (self._dataset / "data").mkdir(exist_ok=True)
         session.write(self._dataset)
         write_card(self._dataset)
         self._schema = rows_schema(session.hidden_size, session.dtype)

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from data_collection.atomic_file import replace_file
+from data_collection.atomic_file import create_private_folder, replace_file
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     DatasetError,
@@ -39,7 +39,8 @@ def merge(datasets: list[Path], out: Path) -> None:
     shards = _shards(datasets)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        (temporary / "data").mkdir(parents=True)
+        create_private_folder(temporary)
+        (temporary / "data").mkdir()
         for name, source in shards.items():
             with replace_file(temporary / "data" / name) as copy:
                 shutil.copyfile(source, copy)

@@ -5,7 +5,7 @@ bytes that came, so that no body keeps the event loop busy for long.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -13,15 +13,42 @@ from msgspec import Raw
 __all__ = [
     "CHAT",
     "COMPLETIONS",
+    "FORWARDED",
+    "NOT_SERVED",
     "ClientRequest",
     "RequestRefusedError",
     "error_body",
+    "read_forwarded",
     "read_request",
 ]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
+FORWARDED = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+"""Further endpoints of vLLM: one decode instance answers, chosen by the routing policy."""
+NOT_SERVED = {
+    "/v1/responses/{id}": "a response is not kept: no instance knows those of the others",
+    "/v1/responses/{id}/cancel": "close the connection to cancel a response",
+    "/v1/audio/transcriptions": "forms are not routed; ask an engine directly",
+    "/v1/audio/translations": "forms are not routed; ask an engine directly",
+}
+"""Endpoints of vLLM that the proxy does not have, and why."""
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 _MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20
@@ -52,6 +79,7 @@ _KINDS = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    501: "NotImplementedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
@@ -75,6 +103,13 @@ class _StreamOptions(msgspec.Struct):
 _LARGE = (
     "prompt",
     "messages",
+    "input",
+    "instructions",
+    "system",
+    "tokens",
+    "text_1",
+    "text_2",
+    "query",
     "tools",
     "documents",
     "chat_template",
@@ -115,6 +150,23 @@ class _Read(msgspec.Struct):
     vllm_xargs: dict[str, Any] | None = None
 
 
+class _ReadForwarded(msgspec.Struct):
+    """The fields that the proxy reads of the other endpoints."""
+
+    request_id: str | None = None
+    stream: bool | None = False
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    background: bool | None = False
+    previous_response_id: str | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+Fields = TypeVar("Fields", _Read, _ReadForwarded)
+
+
 class _Part(msgspec.Struct):
     type: str = "text"
 
@@ -127,10 +179,8 @@ _large = msgspec.json.Decoder(
     msgspec.defstruct("_Large", [(name, Raw, Raw(b"null")) for name in _LARGE])
 )
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_read = msgspec.json.Decoder(_Read)
 _messages = msgspec.json.Decoder(list[_Message])
 _lone = msgspec.json.Decoder(tuple[Raw])
-_READ = _Read.__struct_fields__
 _NOTHING = (b"null", b"[]", b'""')
 _DIGITS = tuple(b"%d" % digit for digit in range(10))
 
@@ -202,10 +252,7 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
     body = _fields_of(raw)
     if not priority:
         body.pop("priority", None)
-    read = _checked({name: body[name] for name in _READ if name in body})
-    for field in ("kv_transfer_params", "ec_transfer_params"):
-        if getattr(read, field) is not None or field in (read.vllm_xargs or {}):
-            raise RequestRefusedError(400, f"`{field}` is set by the proxy; leave it out", field)
+    read = _checked(body, _Read)
     chat = path == CHAT
     direct, pinned = _direct(read, body, chat), _pinned(read, body, chat)
     maximum = read.max_tokens
@@ -234,6 +281,45 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
     )
 
 
+def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
+    """Read the body of a request that one decode instance answers as a whole.
+
+    Args:
+        path: one of `FORWARDED`.
+        raw: the body.
+        priority: whether engines see the client's ``priority``.
+
+    Raises:
+        RequestRefusedError: as for `read_request`, or it needs a response of another instance.
+    """
+    body = _fields_of(raw)
+    if not priority:
+        body.pop("priority", None)
+    read = _checked(body, _ReadForwarded)
+    for field in ("background", "previous_response_id"):
+        if getattr(read, field):
+            why = "responses are not kept where every instance can find them"
+            raise RequestRefusedError(400, f"`{field}` is not supported: {why}", field)
+    return ClientRequest(
+        path=path,
+        body=body,
+        size=len(raw),
+        request_id=read.request_id,
+        prompt_ids=None,
+        stream=bool(read.stream),
+        include_usage=False,
+        keeps_token_ids=False,
+        max_tokens=read.max_output_tokens or read.max_tokens,
+        min_tokens=0,
+        stop=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
+        direct="path",
+        pinned="",
+    )
+
+
 def _fields_of(raw: bytes) -> dict[str, Raw]:
     """Return the fields of a body, each as its bytes.
 
@@ -255,19 +341,24 @@ def _fields_of(raw: bytes) -> dict[str, Raw]:
         raise RequestRefusedError(400, f"the body is not a valid JSON object: {error}") from error
 
 
-def _checked(fields: dict[str, Raw]) -> _Read:
-    """Return fields with their types.
+def _checked(body: dict[str, Raw], kind: type[Fields]) -> Fields:
+    """Return the fields that the proxy reads.
 
     Raises:
-        RequestRefusedError: one of another type.
+        RequestRefusedError: one of another type, or one that only the proxy may set.
     """
+    fields = {name: body[name] for name in kind.__struct_fields__ if name in body}
     try:
-        return _read.decode(msgspec.json.encode(fields))
+        read = msgspec.json.decode(msgspec.json.encode(fields), type=kind)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at `$.")
         raise RequestRefusedError(400, message, at.rstrip("`") or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from error
+    for field in ("kv_transfer_params", "ec_transfer_params"):
+        if getattr(read, field) is not None or field in (read.vllm_xargs or {}):
+            raise RequestRefusedError(400, f"`{field}` is set by the proxy; leave it out", field)
+    return read
 
 
 def _direct(read: _Read, body: dict[str, Raw], chat: bool) -> str:

@@ -220,9 +220,9 @@ class Dispatcher:
         for request, instance in zip(waiting, placed, strict=True):
             if instance is not None:
                 self.dispatched += 1
-                if self._budgets is not None:
-                    self._budgets.spend(instance, request.prompt_tokens)
                 request.place(instance)
+                if self._budgets is not None:
+                    self._budgets.spend(instance, request)
                 self.waiting.pop(request).set_result(instance)
         if self.waiting and self._policy.decide_every() > 0:
             self.wake()

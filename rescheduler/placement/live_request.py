@@ -79,6 +79,7 @@ class LiveRequest:
         generated_at_move: tokens when it last moved; None if it has not.
         avoid: instances that have just failed it, or turned it away.
         waiting_since: when it began to wait for a decode instance.
+        on_its_way: its decode instance has not accepted it yet.
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
     """
@@ -105,6 +106,7 @@ class LiveRequest:
         self.generated_at_move: int | None = None
         self.avoid: frozenset[InstanceState] = frozenset()
         self.waiting_since = 0.0
+        self.on_its_way = False
         self.client_blocks = False
         self.failed_by: list[InstanceState] = []
         self._placements = placements
@@ -203,11 +205,12 @@ class LiveRequest:
         """Occupy a place on the decode instance that the routing policy chose."""
         prefill = self._expect(Waiting).prefill
         self.hop += 1
+        self.on_its_way = True
         self._enter(Placed(instance, prefill))
 
     def accepted(self) -> None:
         """Note that its instance has accepted it, and so sees to the blocks kept elsewhere."""
-        state = self._state
+        state, self.on_its_way = self._state, False
         if isinstance(state, Landing):
             self._enter(replace(state, accepted=True))
         elif not isinstance(state, Returned):
@@ -333,6 +336,7 @@ class LiveRequest:
     def _enter(self, state: RequestState) -> None:
         """Go to another state: the only place where a request's state changes."""
         check_transition(self._state, state)
+        self.on_its_way = self.on_its_way and isinstance(state, Placed)
         before, self._state = self._state, state
         self.instance = _instance(state)
         self.destination = (

@@ -6,16 +6,18 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["PrefillBudgets"]
 
 
 class PrefillBudgets:
-    """The engines' prefill budgets, less the prompts sent to each since its last report.
+    """The engines' prefill budgets, less the prompts that an engine's report cannot know of.
 
-    An engine reckons its budget with its first step. Until then it counts as having as much as the
-    one that has most.
+    Those are the prompts sent to it since its last report, and those that were still on their way
+    when it came. An engine reckons its budget with its first step. Until then it counts as having
+    as much as the one that has most.
 
     Source: FairBatching (Lyu et al. 2025), §3.4.
 
@@ -26,7 +28,7 @@ class PrefillBudgets:
     def __init__(self, telemetry: TelemetrySubscriber) -> None:
         self._telemetry = telemetry
         self._seen: dict[str, tuple[int, int]] = {}
-        self._spent: dict[str, int] = {}
+        self._sent: dict[str, dict[LiveRequest, int]] = {}
 
     def left(self, instances: Sequence[InstanceState]) -> npt.NDArray[np.float64]:
         """Return the budgets of some instances now, [G], in tokens."""
@@ -36,14 +38,20 @@ class PrefillBudgets:
                 snapshot = view.epoch, view.snapshot_seq
                 if self._seen.get(key.name) != snapshot:
                     self._seen[key.name] = snapshot
-                    self._spent[key.name] = 0
+                    sent = self._sent.get(key.name, {})
+                    self._sent[key.name] = {
+                        request: tokens for request, tokens in sent.items() if request.on_its_way
+                    }
                 if view.gauges.prefill_budget is not None:
                     budget[key.name] = view.gauges.prefill_budget
         most = max(budget.values(), default=0.0)
         return np.array(
-            [budget.get(one.name, most) - self._spent.get(one.name, 0) for one in instances]
+            [
+                budget.get(one.name, most) - sum(self._sent.get(one.name, {}).values())
+                for one in instances
+            ]
         )
 
-    def spend(self, instance: InstanceState, tokens: int) -> None:
-        """Count a prompt that is being sent to an instance."""
-        self._spent[instance.name] = self._spent.get(instance.name, 0) + tokens
+    def spend(self, instance: InstanceState, request: LiveRequest) -> None:
+        """Count the prompt of a request that is being sent to an instance."""
+        self._sent.setdefault(instance.name, {})[request] = request.prompt_tokens

@@ -9,8 +9,11 @@ from aiohttp import web
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
+    FORWARDED,
+    NOT_SERVED,
     ClientRequest,
     RequestRefusedError,
+    read_forwarded,
     read_request,
 )
 from rescheduler.placement.live_request import LiveRequest
@@ -38,6 +41,8 @@ def http_app(proxy: Proxy) -> web.Application:
         [
             web.post(COMPLETIONS, endpoints.generate),
             web.post(CHAT, endpoints.generate),
+            *(web.post(path, endpoints.generate) for path in FORWARDED),
+            *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
             web.get("/v1/models", endpoints.models),
             web.get("/health", endpoints.health),
             web.get("/ready", endpoints.ready),
@@ -60,7 +65,7 @@ class _Endpoints:
             response.force_close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """Answer ``/v1/completions`` or ``/v1/chat/completions``."""
+        """Answer a request that an engine has to work for."""
         path = http.path
         try:
             if self._proxy.ending:
@@ -68,7 +73,8 @@ class _Endpoints:
             self._proxy.dispatcher.admit()
             with self._bodies.held(http):
                 raw = await self._bodies.read(http)
-                client = read_request(path, raw, self._options.forward_priority)
+                read = read_forwarded if path in FORWARDED else read_request
+                client = read(path, raw, self._options.forward_priority)
                 return await self._answered(http, client)
         except RequestRefusedError as error:
             outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
@@ -112,6 +118,12 @@ class _Endpoints:
             return await answer.fail_with(503, "the service is shutting down"), "cut"
         except ClientGoneError:
             raise asyncio.CancelledError from None
+
+    async def not_served(self, http: web.Request) -> web.Response:
+        """Say why an endpoint of vLLM is not one of the proxy."""
+        resource = http.match_info.route.resource
+        assert resource is not None
+        raise RequestRefusedError(501, f"{http.path}: {NOT_SERVED[resource.canonical]}")
 
     async def models(self, http: web.Request) -> web.Response:
         """Answer ``/v1/models`` as a decode instance does."""

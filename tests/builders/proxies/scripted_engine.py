@@ -128,6 +128,8 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/responses", self._respond)
+        app.router.add_post("/tokenize", self._respond)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -162,6 +164,21 @@ class ScriptedEngine:
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        """Answer what the proxy only forwards."""
+        body = await http.json()
+        self.bodies.append(body)
+        if self.fails:
+            return web.json_response({"error": {"message": "scripted"}}, status=self.fails)
+        if not body.get("stream"):
+            return web.json_response({"asked": body, "path": http.path})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for number in range(3):
+            await response.write(f'event: a.delta\ndata: {{"n": {number}}}\n\n'.encode())
+            await asyncio.sleep(self.token_seconds)
+        return response
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -293,3 +294,11 @@ def test_vectors_are_stored_as_they_were_captured(tmp_path: Path) -> None:
     recorder.close()
     stored = rows_of(tmp_path)["hidden_state"].combine_chunks().flatten().to_numpy()
     np.testing.assert_array_equal(stored.reshape(2, D), vectors[::-1])
+
+
+def test_a_new_dataset_is_for_its_owner_only(tmp_path: Path) -> None:
+    recorder_in(tmp_path / "new").close()
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir(mode=0o755)
+    recorder_in(tmp_path / "shared").close()
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755, "as it was chosen"

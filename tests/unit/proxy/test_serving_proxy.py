@@ -565,3 +565,41 @@ async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: To
 async def test_models_are_those_of_the_engines(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it, it.session.get(it.url + "/v1/models") as response:
         assert (await response.json())["data"][0]["id"] == "m"
+
+
+async def test_other_endpoints_are_one_instances_and_come_back_byte_for_byte(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        asked = {"model": "m", "input": ["a", {"b": 1}], "max_output_tokens": 9}
+        status, answer, _ = await it.post(asked, "/v1/responses")
+        assert (status, answer) == (200, {"asked": asked, "path": "/v1/responses"})
+        async with it.session.post(it.url + "/v1/responses", json=asked | {"stream": True}) as got:
+            assert got.content_type == "text/event-stream"
+            events = "".join(f'event: a.delta\ndata: {{"n": {n}}}\n\n' for n in range(3))
+            assert (await got.read()).decode() == events
+        status, answer, _ = await it.post({"prompt": "a"}, "/tokenize")
+        assert (status, answer["asked"]) == (200, {"prompt": "a"})
+        assert it.engines["prefill-0"].bodies == []
+        it.decodes[0].fails = it.decodes[1].fails = 404
+        status, answer, _ = await it.post({"model": "m"}, "/v1/responses")
+        assert (status, answer) == (404, {"error": {"message": "scripted"}})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        ("/v1/responses", {"background": True}, 400, "`background` is not supported"),
+        ("/v1/responses", {"previous_response_id": "r"}, 400, "`previous_response_id` is not"),
+        ("/v1/responses", {"kv_transfer_params": {}}, 400, "set by the proxy"),
+        ("/v1/responses/abc", {}, 501, "a response is not kept"),
+        ("/v1/audio/transcriptions", {}, 501, "forms are not routed"),
+    ],
+)
+async def test_what_is_not_served_says_why(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, told: str
+) -> None:
+    async with cluster(tokenizer) as it:
+        got, answer, _ = await it.post(body, path)
+        assert (got, answer["error"]["code"]) == (status, status)
+        assert told in answer["error"]["message"]

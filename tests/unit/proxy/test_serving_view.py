@@ -273,8 +273,8 @@ def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer) -> None:
         assert at == pytest.approx(expected, abs=1e-5)
 
 
-def test_prefill_budgets_are_spent_until_an_engine_publishes_its_next(
-    publisher: "zmq.Socket[bytes]",
+def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
+    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
 ) -> None:
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     instances = [instance("a"), instance("b")]
@@ -295,6 +295,13 @@ def test_prefill_budgets_are_spent_until_an_engine_publishes_its_next(
     with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
         budgets = PrefillBudgets(telemetry)
 
+        def spend(at: InstanceState, tokens: int, accepted: bool) -> LiveRequest:
+            sent = request(tokenizer, f"{tokens}", tokens, 0, at)
+            budgets.spend(at, sent)
+            if accepted:
+                sent.accepted()
+            return sent
+
         def publish(snapshot: Snapshot) -> None:
             deadline = time.monotonic() + 20
             while time.monotonic() < deadline:
@@ -308,14 +315,17 @@ def test_prefill_budgets_are_spent_until_an_engine_publishes_its_next(
 
         assert budgets.left(instances).tolist() == [0.0, 0.0]
         publish(published)
-        budgets.spend(instances[0], 30)
-        budgets.spend(instances[0], 40)
-        assert budgets.left(instances).tolist() == [100.5, 100.5]  # spent before it published
-        budgets.spend(instances[0], 30)
-        budgets.spend(instances[0], 90)
-        budgets.spend(instances[1], 20)
+        spend(instances[0], 30, accepted=True)
+        spend(instances[0], 40, accepted=True)
+        assert budgets.left(instances).tolist() == [100.5, 100.5]  # accepted before it published
+        spend(instances[0], 30, accepted=True)
+        late = spend(instances[0], 90, accepted=False)
+        spend(instances[1], 20, accepted=True)
         assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
-        publish(msgspec.structs.replace(published, seq=1, gauges=Gauges(prefill_budget=-3.0)))
+        publish(msgspec.structs.replace(published, seq=1, gauges=Gauges(prefill_budget=97.0)))
+        assert budgets.left(instances).tolist() == [7.0, 77.0], "one is still on its way"
+        late.accepted()
+        publish(msgspec.structs.replace(published, seq=2, gauges=Gauges(prefill_budget=-3.0)))
         assert budgets.left(instances).tolist() == [-3.0, -23.0]
 
 
