@@ -162,17 +162,32 @@ def load_rows(dataset: Path) -> RowTable:
     Raises:
         DatasetError: the folder is no dataset, has no rows, or a shard is damaged.
     """
-    from datasets import load_dataset
-
     session = read_sessions(dataset)[-1]
-    tables = []
-    for kind, files in (("rows", rows_files(dataset)), ("requests", requests_files(dataset))):
+    shards = {"rows": rows_files(dataset), "requests": requests_files(dataset)}
+    for kind, files in shards.items():
         if not files:
             raise DatasetError(f"{dataset}: no data/{kind}-*.parquet, nothing was recorded yet")
         _check_shards(files)
-        loaded = load_dataset("parquet", data_files=[str(file) for file in files], split="train")
-        tables.append(loaded.data)
-    rows, requests = tables
+    try:
+        return _joined(dataset, session, *(_read(files) for files in shards.values()))
+    except DatasetError:
+        raise
+    except Exception as error:  # a damaged page, or other columns: there are many kinds
+        raise DatasetError(
+            f"{dataset}: a shard cannot be read ({type(error).__name__}: {error}); "
+            "`headway dataset validate` lists what is wrong"
+        ) from error
+
+
+def _read(files: Sequence[Path]) -> Any:
+    """Return the Arrow table of some shards; its buffers stay on the disk."""
+    from datasets import load_dataset
+
+    return load_dataset("parquet", data_files=[str(file) for file in files], split="train").data
+
+
+def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTable:
+    """Return rows with their requests."""
     hidden = rows.column("hidden_state")
     width = hidden.type.list_size
     chunks = [chunk.flatten().to_numpy().reshape(-1, width) for chunk in hidden.chunks]

@@ -1,5 +1,7 @@
 import json
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from data_collection.dataset.dataset_schema import (
 from data_collection.dataset.inspect_dataset import inspect
 from data_collection.dataset.merge_datasets import merge
 from data_collection.dataset.validate_dataset import validate
+from predictor.training.row_table import load_rows
 
 ROWS_PER_DATASET = sum(-(-int(total) // 20) for total in np.linspace(1, 100, 20).astype(int))
 
@@ -312,3 +315,18 @@ def test_requests_are_followed_from_batch_to_batch(
     shard = rows_files(dataset)[-1]
     change_shard(shard, lambda table: table.take(list(reversed(range(table.num_rows)))))
     assert "generated_tokens falls within a request" in problems(dataset)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_anywhere_in_a_shard_is_read_or_named(
+    dataset: Path, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    generator = random.Random(seed)
+    shard = generator.choice([*rows_files(dataset), *requests_files(dataset)])
+    content = bytearray(shard.read_bytes())
+    for _ in range(generator.randint(1, 8)):
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    shard.write_bytes(content)
+    with suppress(DatasetError):
+        load_rows(dataset)
