@@ -71,8 +71,8 @@ def evaluate(
     for name in chosen:
         if name not in COMPARATORS:
             raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
-    predictor = load_predictor(checkpoint)
     table = load_rows(dataset)
+    predictor = load_predictor(checkpoint)
     predictor.refuse_other_model(table.session)
     trained = predictor.provenance
     seed = trained.get("split_seed", 0) if split_seed is None else split_seed
