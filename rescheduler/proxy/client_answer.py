@@ -13,6 +13,7 @@ from rescheduler.openai.openai_stream import DONE, event
 __all__ = ["ClientAnswer", "ClientGoneError"]
 
 _EVENTS = "text/event-stream; charset=utf-8"
+_POLL_SECONDS = 0.05
 _MARGIN = 16 << 10
 """Bytes that a slow client has to take before its deadline."""
 
@@ -126,12 +127,28 @@ class ClientAnswer:
     async def _end(self) -> web.StreamResponse:
         assert self._stream is not None
         await self._in_time(self._stream.write_eof())
-        transport = self._http.transport
-        if transport is not None and transport.get_write_buffer_size():
-            self._stream.force_close()  # or a client that never reads keeps its connection
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._seconds, transport.abort)
+        await self._flushed()
         return self._stream
+
+    async def _flushed(self) -> None:
+        """Wait until the client has taken what was kept for it, as long as it takes any.
+
+        Raises:
+            ClientGoneError: it has stopped reading.
+        """
+        loop, transport = asyncio.get_running_loop(), self._http.transport
+        left, since, pause = -1, loop.time(), 0.0
+        while transport is not None and not transport.is_closing():
+            size = transport.get_write_buffer_size()
+            if size == 0:
+                return
+            if size != left:
+                left, since = size, loop.time()
+            elif loop.time() - since > self._seconds:
+                transport.abort()
+                raise ClientGoneError(f"it has read nothing for {self._seconds:g} s")
+            await asyncio.sleep(pause)
+            pause = _POLL_SECONDS
 
     async def _in_time(self, written: Awaitable[object]) -> None:
         """Wait until bytes are written, or kept for the client.

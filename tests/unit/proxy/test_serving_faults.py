@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from tokenizers import Tokenizer
 
@@ -121,6 +123,28 @@ async def test_a_client_that_reads_slowly_loses_nothing_and_keeps_its_engine_onl
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
         assert read.is_set()
         assert tokens_of(chunks) == it.expected(300)
+
+
+def test_a_connection_serves_many_requests_on_either_loop(tokenizer: Tokenizer) -> None:
+    async def work() -> None:
+        async with cluster(tokenizer) as it:
+            host, port = it.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            for stream in (True, False, True):
+                sent = json.dumps(BODY | {"stream": stream}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(sent)}"
+                writer.write(f"{head}\r\n\r\n".encode() + sent)
+                headers = await reader.readuntil(b"\r\n\r\n")
+                assert headers.startswith(b"HTTP/1.1 200 ")
+                if stream:
+                    await reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    (length,) = re.findall(rb"Content-Length: (\d+)", headers)
+                    await reader.readexactly(int(length))
+            writer.close()
+
+    for run in (asyncio.run, uvloop.run):
+        run(work())
 
 
 async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
