@@ -157,14 +157,15 @@ def _asked_max_tokens(sampling: Any) -> int:
 def _goes_on(request: Any) -> bool:
     """Whether another engine continues a request, so that this is not its end.
 
-    A prefill hands every request over. A decode instance hands over what has been frozen, which
-    ends by a ``max_tokens`` that was lowered for it.
+    A prefill hands every request over, and a copy is made for one that comes later. A decode
+    instance hands over what has been frozen, which ends by a ``max_tokens`` that was lowered for
+    it.
     """
     params = request.kv_transfer_params or {}
-    if params.get("do_remote_decode"):
+    headway = params.get(MIGRATION_PARAMS) or {}
+    if params.get("do_remote_decode") or headway.get("copies"):
         return True
-    frozen = bool((params.get(MIGRATION_PARAMS) or {}).get("frozen"))
-    return frozen and str(request.get_finished_reason()) == "length"
+    return bool(headway.get("frozen")) and str(request.get_finished_reason()) == "length"
 
 
 def _on_device(positions: list[int], device: torch.device) -> torch.Tensor:

@@ -1,12 +1,15 @@
 """CURVE keys of the telemetry: who may publish and receive it once it leaves the machine."""
 
+import hashlib
 import ipaddress
 from pathlib import Path
 from typing import Any, Literal
 
 import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from predictor.live.telemetry_messages import TelemetryError
 
@@ -16,6 +19,7 @@ __all__ = [
     "is_loopback",
     "keys",
     "refuse_open_endpoint",
+    "shared_secret",
 ]
 
 Side = Literal["engine", "watcher"]
@@ -112,10 +116,7 @@ def apply_curve(
     Raises:
         TelemetryError: a key file is missing or damaged, or the context has a handler.
     """
-    public, secret = _load(Path(folder) / f"{side}.key_secret")
-    other, _ = _load(Path(folder) / f"{_OTHER[side]}.key")
-    if secret is None:
-        raise TelemetryError(f"{folder}/{side}.key_secret: holds no secret key")
+    public, secret, other = _pair(folder, side)
     try:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -138,6 +139,28 @@ def apply_curve(
     return authenticator
 
 
+def shared_secret(folder: Path | str, side: Side) -> bytes:
+    """Return 32 bytes that only the two sides of a pair of keys can compute.
+
+    They are a hash of X25519(own secret key, the other's public key), which both sides agree on
+    (RFC 7748, section 6.1).
+
+    Args:
+        folder: created by `create_keys`.
+        side: whose secret key is read.
+
+    Raises:
+        TelemetryError: a key file is missing or damaged.
+    """
+    _, secret, other = _pair(folder, side)
+    try:
+        own = X25519PrivateKey.from_private_bytes(z85.decode(secret))
+        agreed = own.exchange(X25519PublicKey.from_public_bytes(z85.decode(other)))
+    except ValueError as error:
+        raise TelemetryError(f"{folder}: invalid keys of the {side}: {error}") from error
+    return hashlib.blake2b(agreed, digest_size=32, person=_DOMAIN.encode()).digest()
+
+
 class _OneKey:
     """Admits one public key, as `ThreadAuthenticator` asks for it."""
 
@@ -147,6 +170,15 @@ class _OneKey:
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a peer with this public key may connect."""
         return key == self._key
+
+
+def _pair(folder: Path | str, side: Side) -> tuple[bytes, bytes, bytes]:
+    """Return the public and the secret key of a side, and the other's public key."""
+    public, secret = _load(Path(folder) / f"{side}.key_secret")
+    other, _ = _load(Path(folder) / f"{_OTHER[side]}.key")
+    if secret is None:
+        raise TelemetryError(f"{folder}/{side}.key_secret: holds no secret key")
+    return public, secret, other
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:

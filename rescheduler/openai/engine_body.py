@@ -4,9 +4,11 @@ from typing import Any
 
 from msgspec.json import encode
 
+from data_collection.capture.request_ids import MIGRATION_PARAMS
 from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.transfer.params_signature import signed
 
-__all__ = ["decode_body", "prefill_body", "resumed_body"]
+__all__ = ["EngineBodies"]
 
 _NOT_FOR_PREFILL = (
     "stream_options",
@@ -21,6 +23,8 @@ _NOT_FOR_PREFILL = (
     "return_token_ids",
     "return_prompt_text",
 )
+_FOR_COPIES = ("model", "cache_salt", "priority")
+"""With which tokens, and how urgently: what makes their blocks the same as the request's."""
 _NOT_FOR_RESUMED = (
     "stop",  # the proxy looks for it, since the engine does not know the text before
     "truncate_prompt_tokens",
@@ -29,85 +33,121 @@ _NOT_FOR_RESUMED = (
 )
 
 
-def prefill_body(request: ClientRequest, id: str, hop: int) -> bytes:
-    """Return what a prefill instance is asked: the prompt's KV cache, and no text.
+class EngineBodies:
+    """Writes the bodies of requests to engines.
 
     Args:
-        request: the client's.
-        id: the migration id.
-        hop: attempts before.
+        secret: shared with the engines, which then ignore ``kv_transfer_params`` that it has not
+            signed; None: they take any.
     """
-    body: dict[str, Any] = {
-        key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL
-    }
-    body["max_completion_tokens" if request.chat else "max_tokens"] = 1
-    body["stream"] = False
-    headway = {"id": id, "hop": hop, "max_tokens": request.max_tokens}
-    body["kv_transfer_params"] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "headway": headway,
-    }
-    return encode(body)
 
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret
 
-def decode_body(request: ClientRequest, id: str, hop: int, params: dict[str, Any] | None) -> bytes:
-    """Return what a decode instance is asked for a request that has no token yet.
+    def prefill(self, request: ClientRequest, id: str, hop: int) -> bytes:
+        """Return what a prefill instance is asked: the prompt's KV cache, and no text.
 
-    Args:
-        request: the client's.
-        id: the migration id.
-        hop: placements on decode instances before.
-        params: ``kv_transfer_params`` of the prefill's answer; None: prefill here.
-    """
-    body: dict[str, Any] = dict(request.body)
-    if request.movable:
-        _stream_tokens(request, body)
-    if not request.direct:
-        body["kv_transfer_params"] = {**(params or {}), "headway": {"id": id, "hop": hop}}
-    return encode(body)
-
-
-def resumed_body(
-    request: ClientRequest,
-    id: str,
-    hop: int,
-    prompt_token_ids: list[int],
-    output_token_ids: list[int],
-    params: dict[str, Any] | None,
-) -> bytes:
-    """Return what a decode instance is asked for a request that has tokens already.
-
-    Args:
-        request: the client's.
-        id: the migration id.
-        hop: placements on decode instances before.
-        prompt_token_ids: of the original prompt.
-        output_token_ids: generated elsewhere so far.
-        params: ``kv_transfer_params`` of the frozen request; None: compute everything again.
-    """
-    generated = len(output_token_ids)
-    body: dict[str, Any] = {
-        key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
-    }
-    _stream_tokens(request, body)
-    transfer = {
-        **(params or {}),
-        "headway": {"id": id, "hop": hop, "generated": generated},
-    }
-    if request.chat:
-        transfer["prompt_token_ids"] = prompt_token_ids + output_token_ids
-    else:
-        body["prompt"] = prompt_token_ids + output_token_ids
-    if request.max_tokens is not None:
-        body.pop("max_tokens", None)
-        body["max_completion_tokens" if request.chat else "max_tokens"] = (
-            request.max_tokens - generated
+        Args:
+            request: the client's.
+            id: the migration id.
+            hop: attempts before.
+        """
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL
+        }
+        body["max_completion_tokens" if request.chat else "max_tokens"] = 1
+        body["stream"] = False
+        prefill = {"do_remote_decode": True, "do_remote_prefill": False}
+        body["kv_transfer_params"] = self._transfer(
+            prefill, id=id, hop=hop, max_tokens=request.max_tokens
         )
-    if request.min_tokens:
-        body["min_tokens"] = max(0, request.min_tokens - generated)
-    body["kv_transfer_params"] = transfer
-    return encode(body)
+        return encode(body)
+
+    def decode(
+        self, request: ClientRequest, id: str, hop: int, params: dict[str, Any] | None
+    ) -> bytes:
+        """Return what a decode instance is asked for a request that has no token yet.
+
+        Args:
+            request: the client's.
+            id: the migration id.
+            hop: placements on decode instances before.
+            params: ``kv_transfer_params`` of the prefill's answer; None: prefill here.
+        """
+        body: dict[str, Any] = dict(request.body)
+        if request.movable:
+            _stream_tokens(request, body)
+        if not request.direct:
+            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop)
+        return encode(body)
+
+    def resumed(
+        self,
+        request: ClientRequest,
+        id: str,
+        hop: int,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        params: dict[str, Any] | None,
+    ) -> bytes:
+        """Return what a decode instance is asked for a request that has tokens already.
+
+        Args:
+            request: the client's.
+            id: the migration id.
+            hop: placements on decode instances before.
+            prompt_token_ids: of the original prompt.
+            output_token_ids: generated elsewhere so far.
+            params: ``kv_transfer_params`` of the frozen request; None: compute everything again.
+        """
+        generated = len(output_token_ids)
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
+        }
+        _stream_tokens(request, body)
+        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated)
+        if request.chat:
+            transfer["prompt_token_ids"] = prompt_token_ids + output_token_ids
+        else:
+            body["prompt"] = prompt_token_ids + output_token_ids
+        if request.max_tokens is not None:
+            body.pop("max_tokens", None)
+            body["max_completion_tokens" if request.chat else "max_tokens"] = (
+                request.max_tokens - generated
+            )
+        if request.min_tokens:
+            body["min_tokens"] = max(0, request.min_tokens - generated)
+        body["kv_transfer_params"] = transfer
+        return encode(body)
+
+    def copy(
+        self,
+        request: ClientRequest,
+        id: str,
+        hop: int,
+        token_ids: list[int],
+        params: dict[str, Any],
+    ) -> bytes:
+        """Return what a decode instance is asked to copy a running request's KV cache into its own.
+
+        Args:
+            request: the client's.
+            id: the migration id.
+            hop: where it runs, placements on decode instances before.
+            token_ids: whose KV cache it is.
+            params: ``kv_transfer_params`` of the snapshot.
+        """
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key in _FOR_COPIES
+        }
+        body |= {"prompt": token_ids, "max_tokens": 1, "temperature": 0}
+        body["kv_transfer_params"] = self._transfer(params, id=id, hop=hop, copies=True)
+        return encode(body)
+
+    def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
+        """Return ``kv_transfer_params``."""
+        params = {**params, MIGRATION_PARAMS: headway}
+        return params if self._secret is None else signed(params, self._secret)
 
 
 def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rescheduler.openai.openai_stream import StreamSplicer
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placements import Placements
 from rescheduler.placement.request_state import (
+    Copying,
     Decoding,
     Finished,
     Freezing,
@@ -33,7 +34,7 @@ from rescheduler.placement.request_state import (
 __all__ = ["LiveRequest", "TokenArrival"]
 
 _CHARACTERS_PER_TOKEN = 4
-_MOVING = (Freezing, Unanswered, Frozen, Landing)
+_MOVING = (Copying, Freezing, Unanswered, Frozen, Landing)
 
 S = TypeVar("S", bound=RequestState)
 
@@ -238,13 +239,25 @@ class LiveRequest:
         self.token(now)
         self._untracked += tokens
 
-    def freeze(self, target: InstanceState) -> Move:
-        """Begin to move: its source is being asked to freeze it."""
+    def move_to(self, target: InstanceState) -> Move:
+        """Begin to move: its target copies what there is of its KV cache."""
         source = self._expect(Decoding).instance
         loop = asyncio.get_running_loop()
         move = Move(source, self.hop, target, loop.create_future(), loop.create_future())
-        self._enter(Freezing(move))
+        self._enter(Copying(move))
         return move
+
+    def is_copying(self, move: Move) -> bool:
+        """Return whether its target still copies its KV cache for this move."""
+        return isinstance(self._state, Copying) and self._state.move is move
+
+    def not_copied(self) -> None:
+        """Stay, since there is no copy, or no reason to move any more."""
+        self._enter(Decoding(self._expect(Copying).move.source))
+
+    def freeze(self) -> None:
+        """Note that its source is being asked to freeze it."""
+        self._enter(Freezing(self._expect(Copying).move))
 
     async def freeze_answered(self) -> None:
         """Wait while it is `Freezing`."""
@@ -340,11 +353,11 @@ class LiveRequest:
         before, self._state = self._state, state
         self.instance = _instance(state)
         self.destination = (
-            state.move.target if isinstance(state, (Freezing, Frozen)) else self.instance
+            state.move.target if isinstance(state, (Copying, Freezing, Frozen)) else self.instance
         )
-        self.generating = isinstance(state, (Decoding, Freezing, Unanswered, Frozen))
+        self.generating = isinstance(state, (Decoding, Copying, Freezing, Unanswered, Frozen))
         self._placements.put(self, self.instance)
-        if isinstance(before, Freezing):
+        if isinstance(before, (Copying, Freezing)) and not isinstance(state, Freezing):
             before.move.answered.set_result(None)
         if isinstance(before, _MOVING) and not isinstance(state, _MOVING):
             before.move.landed.set_result(
@@ -371,7 +384,7 @@ def _kept(state: RequestState) -> Kept | None:
 
 def _instance(state: RequestState) -> InstanceState | None:
     """Return the instance that a request is on."""
-    if isinstance(state, (Freezing, Unanswered, Frozen)):
+    if isinstance(state, (Copying, Freezing, Unanswered, Frozen)):
         return state.move.source
     if isinstance(state, Landing):
         return state.move.target

@@ -9,6 +9,7 @@ from rescheduler.placement.instance_state import InstanceState
 
 __all__ = [
     "TRANSITIONS",
+    "Copying",
     "Decoding",
     "Finished",
     "Freezing",
@@ -133,6 +134,13 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
+class Copying:
+    """Generating tokens at the source, while the target copies the KV cache there is so far."""
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
 class Freezing:
     """Generating tokens at the source, which has been asked to freeze it."""
 
@@ -187,6 +195,7 @@ RequestState = (
     | Placed
     | Returned
     | Decoding
+    | Copying
     | Freezing
     | Unanswered
     | Frozen
@@ -199,7 +208,8 @@ TRANSITIONS: Mapping[type[RequestState], tuple[type[RequestState], ...]] = {
     Prefilling: (Waiting, Finished),
     Placed: (Placed, Decoding, Waiting, Finished),
     Returned: (Decoding, Waiting, Finished),
-    Decoding: (Freezing, Waiting, Finished),
+    Decoding: (Copying, Waiting, Finished),
+    Copying: (Freezing, Decoding, Waiting, Finished),
     Freezing: (Frozen, Decoding, Unanswered, Waiting, Finished),
     Unanswered: (Decoding, Returned, Waiting, Finished),
     Frozen: (Landing, Returned, Waiting, Finished),

@@ -1,4 +1,4 @@
-"""Moving a running request: freeze it at the source, resume it at the target."""
+"""Moving a running request: copy its KV cache, freeze it at the source, resume it elsewhere."""
 
 import asyncio
 import logging
@@ -6,10 +6,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.engine_body import EngineBodies
+from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.request_state import Kept, Move
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 __all__ = ["Migrator"]
@@ -21,9 +24,14 @@ _SPARE_BLOCKS = 2
 
 
 class Migrator:
-    """Asks sources to freeze requests; the request's own flow then goes on at the target.
+    """Has targets copy what requests have computed, and sources freeze them.
+
+    A request decodes while it is copied. Once it is frozen its own flow goes on at the target,
+    which has all of its KV cache but the last tokens'.
 
     Args:
+        upstream: connections to the engines.
+        bodies: writes what they are asked.
         options: deadlines, and how many moves at a time.
         metrics: counts the moves.
         background: runs what must not wait for its caller.
@@ -31,19 +39,22 @@ class Migrator:
 
     def __init__(
         self,
+        upstream: Upstream,
+        bodies: EngineBodies,
         options: ProxyOptions,
         metrics: ProxyMetrics,
         background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._options, self._metrics, self._background = options, metrics, background
+        self._upstream, self._bodies, self._options = upstream, bodies, options
+        self._metrics, self._background = metrics, background
         self._at_a_time = asyncio.Semaphore(options.concurrent_migrations)
 
     async def move(self, request: LiveRequest, target: InstanceState, why: str) -> str:
         """Move a request; return when it runs at its target, or stays.
 
         Returns:
-            How it ended: ``moved``, ``rolled_back``, ``not_frozen``, ``ended``, ``no_room``,
-            ``no_answer``, or ``gone``.
+            How it ended: ``moved``, ``rolled_back``, ``not_copied``, ``not_frozen``, ``ended``,
+            ``no_room``, ``no_answer``, or ``gone``.
         """
         async with self._at_a_time:
             source = request.instance
@@ -77,13 +88,24 @@ class Migrator:
     async def _move(
         self, request: LiveRequest, source: InstanceState, target: InstanceState
     ) -> Move | str:
-        """Freeze a request; return its move once it is frozen, or why it is not."""
+        """Copy and freeze a request; return its move once it is frozen, or why it is not."""
         if not await self._has_room(request, target):
             return "no_room"
         if request.instance is not source or not request.can_move:
             return "gone"
         assert source.control is not None
-        move, seconds = request.freeze(target), self._options.freeze_seconds
+        move, seconds = request.move_to(target), self._options.freeze_seconds
+        copied = False
+        try:
+            copied = await self._copied(request, move)
+        finally:
+            if request.is_copying(move):
+                if copied and not request.client_blocks:
+                    request.freeze()
+                else:
+                    request.not_copied()
+        if not request.is_freezing(move):
+            return "gone" if copied else "not_copied"
         try:
             frozen = await source.control.freeze(request.id, request.hop, seconds)
         except NotFrozenError as error:
@@ -99,6 +121,33 @@ class Migrator:
             return "ended"
         request.frozen(frozen.output_token_ids, frozen.params)
         return move
+
+    async def _copied(self, request: LiveRequest, move: Move) -> bool:
+        """Have the target copy what there is; return whether little remains to be pulled.
+
+        A request that fills no block, and a target that shares none, need no copy.
+        """
+        control, target = move.source.control, move.target
+        if control is None or target.engine is None or not target.engine.prefix_caching:
+            return True
+        began = asyncio.get_running_loop().time()
+        try:
+            snapshot = await control.snapshot(request.id, self._options.control_seconds)
+            body = self._bodies.copy(
+                request.client, request.id, move.hop, snapshot.token_ids, snapshot.params
+            )
+            # Its own name would make the copy look like the request to those who count them.
+            headers = {k: v for k, v in request.headers.items() if k != "X-Request-Id"}
+            seconds = self._options.moved_token_seconds
+            await self._upstream.copy(target.instance, body, headers, seconds)
+        except NotFrozenError as error:
+            logger.debug("%s: no copy: %s", request.id, error)
+            return True
+        except (ControlError, EngineRefusedError, RequestRefusedError, UpstreamError) as error:
+            logger.warning("%s: no copy: %s", request.id, error)
+            return False
+        self._metrics.copying.observe(asyncio.get_running_loop().time() - began)
+        return True
 
     async def _after_silence(self, request: LiveRequest, source: InstanceState, move: Move) -> str:
         """After a freeze without an answer: take it back, or wait how the stream ends."""

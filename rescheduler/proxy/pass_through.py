@@ -6,7 +6,7 @@ import aiohttp
 from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.openai.engine_body import decode_body
+from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -27,6 +27,7 @@ class PassThrough:
     Args:
         flow: of the requests that move, for what is the same.
         upstream: connections to the engines.
+        bodies: writes what they are asked.
         dispatcher: chooses the instance.
         outliers: learns which instances serve, and which do not.
         options: deadlines and attempts.
@@ -36,11 +37,12 @@ class PassThrough:
         self,
         flow: RequestFlow,
         upstream: Upstream,
+        bodies: EngineBodies,
         dispatcher: Dispatcher,
         outliers: OutlierDetection,
         options: ProxyOptions,
     ) -> None:
-        self._flow, self._upstream = flow, upstream
+        self._flow, self._upstream, self._bodies = flow, upstream, bodies
         self._dispatcher, self._outliers, self._options = dispatcher, outliers, options
 
     async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
@@ -75,7 +77,7 @@ class PassThrough:
     async def _hand_through(
         self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer
     ) -> web.StreamResponse:
-        body = decode_body(request.client, request.id, request.hop, request.transfer_params)
+        body = self._bodies.decode(request.client, request.id, request.hop, request.transfer_params)
         response: web.StreamResponse
         try:
             if request.client.stream:

@@ -11,8 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from predictor.live.curve_keys import shared_secret
 from rescheduler.engines.deployment import Deployment, DeploymentError, ProxyOptions
 from rescheduler.migration import MigrationPolicy, create_migration_policy
+from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
@@ -99,6 +101,7 @@ class Proxy:
             if self._policy.needs_budget:
                 budgets = PrefillBudgets(telemetry)
         self.upstream = Upstream(options, _engine_key(options))
+        bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
         self.dispatcher = Dispatcher(
             self.placements,
@@ -111,13 +114,19 @@ class Proxy:
             loop.time,
         )
         self.metrics = ProxyMetrics(self.placements, states, self.dispatcher)
-        self.migrator = Migrator(options, self.metrics, self.background)
+        self.migrator = Migrator(self.upstream, bodies, options, self.metrics, self.background)
         outliers = OutlierDetection(states, self.metrics)
         self.flow = RequestFlow(
-            self.upstream, self.dispatcher, outliers, self.migrator, self.metrics, options
+            self.upstream,
+            bodies,
+            self.dispatcher,
+            outliers,
+            self.migrator,
+            self.metrics,
+            options,
         )
         self.pass_through = PassThrough(
-            self.flow, self.upstream, self.dispatcher, outliers, options
+            self.flow, self.upstream, bodies, self.dispatcher, outliers, options
         )
         self.drainer = Drainer(
             self.placements, self._decodes, self.dispatcher, self.migrator, self.background

@@ -60,6 +60,12 @@ class ProxyMetrics(Collector):
             ["source", "target", "outcome"],
             registry=registry,
         )
+        self.copying = Histogram(
+            "headway_proxy_copy_seconds",
+            "to copy a running request's KV cache to its target, while it decodes",
+            buckets=_FIRST_SECONDS,
+            registry=registry,
+        )
         self.migration_gap = Histogram(
             "headway_proxy_migration_gap_seconds",
             "from the last token at the source to the first at the target",

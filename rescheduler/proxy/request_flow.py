@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.openai.engine_body import decode_body, prefill_body, resumed_body
+from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
@@ -37,6 +37,7 @@ class RequestFlow:
 
     Args:
         upstream: connections to the engines.
+        bodies: writes what they are asked.
         dispatcher: chooses instances.
         outliers: learns which instances serve, and which do not.
         migrator: of which requests are moved meanwhile.
@@ -47,13 +48,15 @@ class RequestFlow:
     def __init__(
         self,
         upstream: Upstream,
+        bodies: EngineBodies,
         dispatcher: Dispatcher,
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
         options: ProxyOptions,
     ) -> None:
-        self._upstream, self._dispatcher, self._outliers = upstream, dispatcher, outliers
+        self._upstream, self._bodies = upstream, bodies
+        self._dispatcher, self._outliers = dispatcher, outliers
         self._migrator, self._metrics, self._options = migrator, metrics, options
         self._relay = TokenRelay(dispatcher, outliers, migrator, metrics, options)
         self._random = random.Random()
@@ -85,7 +88,7 @@ class RequestFlow:
             instance = await self._dispatcher.take_prefill(request)
             if instance is None:
                 return
-            body = prefill_body(request.client, request.id, request.prefill_hop)
+            body = self._bodies.prefill(request.client, request.id, request.prefill_hop)
             try:
                 params, tokens = await self._upstream.prefill(
                     instance.instance, request.client.path, body, request.headers
@@ -216,8 +219,8 @@ class RequestFlow:
     def _body(self, request: LiveRequest) -> bytes:
         splicer, params = request.splicer, request.transfer_params
         if not splicer.output_token_ids:
-            return decode_body(request.client, request.id, request.hop, params)
-        return resumed_body(
+            return self._bodies.decode(request.client, request.id, request.hop, params)
+        return self._bodies.resumed(
             request.client,
             request.id,
             request.hop,

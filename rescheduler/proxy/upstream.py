@@ -165,6 +165,25 @@ class Upstream:
             raise UpstreamError(instance, reason) from error
         return read.kv_transfer_params, read.usage.prompt_tokens
 
+    async def copy(
+        self, instance: Instance, body: bytes, headers: Mapping[str, str], seconds: float
+    ) -> None:
+        """Have an engine copy a running request's KV cache from another one.
+
+        Raises:
+            UpstreamError: no answer in time, or the engine's own trouble.
+            EngineRefusedError: the request is wrong.
+            RequestRefusedError: 503, this process can open no more connections.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                async with await self.open(instance, COMPLETIONS, body, headers) as response:
+                    await response.read()
+        except TimeoutError as error:
+            raise UpstreamError(instance, f"no copy within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
+
     async def generate_one(self, instance: Instance, model: str) -> None:
         """Have an engine generate one token, or refuse to for want of a key.
 

@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-TOPIC = b"headway-control/2"
+TOPIC = b"headway-control/3"
 """The first frame of every message: name and version of the schema."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -125,11 +125,11 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
     """Full blocks of a running request, kept for another engine.
 
     Attributes:
-        num_tokens: tokens in those blocks, a multiple of the block size.
-        params: ``kv_transfer_params`` of a request for those tokens and one more.
+        token_ids: in those blocks, a multiple of the block size.
+        params: ``kv_transfer_params`` of a request for them.
     """
 
-    num_tokens: Count
+    token_ids: list[int]
     params: dict[str, Any]
 
 
@@ -141,6 +141,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
         block_size: tokens in a block of the KV cache.
         max_num_seqs: requests in a batch at most.
         max_model_len: tokens of a request at most.
+        prefix_caching: whether requests share the blocks of a prompt they both begin with.
         num_blocks: blocks that requests can have.
         free_blocks: those that none has; all of them when the engine is idle.
         running: requests in the batch.
@@ -152,6 +153,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     block_size: Count
     max_num_seqs: Count
     max_model_len: Count
+    prefix_caching: bool
     num_blocks: Count
     free_blocks: Count
     running: Count

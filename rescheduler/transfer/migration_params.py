@@ -19,12 +19,16 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         hop: which placement of it this is, from 0.
         generated: tokens at the end of the prompt that an earlier engine generated.
         max_tokens: what the client asked for, where the engine is asked for less (a prefill).
+        copies: only the KV cache of the prompt is wanted, for a request that is to come.
+        signature: the proxy's, see `rescheduler.transfer.params_signature`.
     """
 
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     hop: Count = 0
     generated: Count = 0
     max_tokens: Count | None = None
+    copies: bool = False
+    signature: str | None = None
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
+from predictor.live.curve_keys import shared_secret
 from rescheduler.transfer.control_messages import (
     Command,
     ControlError,
@@ -38,6 +39,7 @@ from rescheduler.transfer.control_messages import (
 )
 from rescheduler.transfer.control_server import Asked, ControlServer
 from rescheduler.transfer.migration_params import MigrationParams, connector_config
+from rescheduler.transfer.params_signature import is_signed
 from rescheduler.transfer.sampling_state import restore_request, restores_runner_state
 
 __all__ = ["RELEASED", "TAILS", "MigratingScheduler", "refuse_unsupported"]
@@ -125,6 +127,8 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._step = 0
         self._released: set[str] = set()
         self._restores_runner_state = restores_runner_state(vllm_config)
+        keys = self._config.keys
+        self._secret = None if keys is None else shared_secret(keys, "engine")
         self._server: ControlServer | None = None
         if self._config.control is not None:
             refuse_unsupported(vllm_config, kv_cache_config)
@@ -144,7 +148,14 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().shutdown()
 
     def on_new_request(self, request: Request) -> None:
-        """Remember what a request carries for moving it."""
+        """Remember what a request carries for moving it; ignore what the proxy has not signed."""
+        given = request.kv_transfer_params
+        if given and self._secret is not None and not is_signed(given, self._secret):
+            logger.warning(
+                "%s: kv_transfer_params without the proxy's signature are ignored",
+                request.request_id,
+            )
+            request.kv_transfer_params = None
         super().on_new_request(request)
         self._live[request.request_id] = request
         carried = (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
@@ -160,18 +171,24 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 error,
             )
             return
+        if params.copies:
+            return
         self._params[request.request_id] = params
         self._requests[params.id] = request
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Count what another engine's decoding has left to pull: all tokens but the last."""
+        """Count what another engine's decoding has left to pull: all tokens but the last.
+
+        What a pre-copy has left is sooner computed than pulled: a pull takes a step of its own.
+        """
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and self._generated(request):
             remote = min(params.get("remote_num_tokens") or 0, request.num_tokens - 1)
             count = remote - num_computed_tokens
-            return (count, True) if count > 0 else (0, False)
+            pulls = count >= max(1, self.kv_recompute_threshold)
+            return (count, True) if pulls else (0, False)
         counted: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return counted
 
@@ -401,7 +418,8 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         deadline = self._keep(alias)
         tokens = full * self.block_size
         params = self._remote_params(alias, [block.block_id for block in kept], tokens, deadline)
-        snapshot = Snapshot(number=command.number, num_tokens=tokens, params=params)
+        token_ids = list(request.all_token_ids[:tokens])
+        snapshot = Snapshot(number=command.number, token_ids=token_ids, params=params)
         self._taken.append((self._step + self._steps_in_flight, asked, snapshot))
         return None
 
@@ -454,6 +472,7 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             block_size=self.block_size,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=self._max_model_len(),
+            prefix_caching=bool(self._manager.enable_caching),
             num_blocks=pool.num_gpu_blocks - 1,  # block 0 is the null block
             free_blocks=pool.get_num_free_blocks(),
             running=running,

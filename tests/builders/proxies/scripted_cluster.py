@@ -95,12 +95,16 @@ class Cluster:
 
     def live(self) -> LiveRequest:
         """The only request."""
-        (request,) = [
+        (request,) = self.requests()
+        return request
+
+    def requests(self) -> list[LiveRequest]:
+        """All that are on an instance."""
+        return [
             request
             for instance in self.proxy.instances.values()
             for request in self.proxy.placements.on(instance)
         ]
-        return request
 
     async def move(self) -> str:
         """Move the only request to another decode instance."""

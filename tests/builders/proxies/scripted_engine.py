@@ -30,6 +30,7 @@ from rescheduler.transfer.control_messages import (
     Released,
     Reply,
     Snapshot,
+    TakeSnapshot,
     Unfreeze,
     Unfrozen,
 )
@@ -78,6 +79,7 @@ class ScriptedEngine:
     Attributes:
         hangs: gives no tokens.
         deaf: does not answer its control socket.
+        deaf_to_freezes: answers only what is not about a freeze.
         full: has no free blocks, says its state.
         fails: HTTP status of every answer; 0: none.
         stalls_at: total tokens of a request at which it gives no more.
@@ -93,6 +95,8 @@ class ScriptedEngine:
         kept: tokens kept for other engines, by id.
         bodies: every request body.
         pulled: requests whose context came from elsewhere.
+        copied: tokens of each copy of a running request.
+        spares_copies: `hangs` and `fails` are not for copies.
     """
 
     name: str
@@ -102,6 +106,7 @@ class ScriptedEngine:
     token_seconds: float = 0.002
     hangs: bool = False
     deaf: bool = False
+    deaf_to_freezes: bool = False
     full: bool = False
     fails: int = 0
     stalls_at: int = 0
@@ -119,6 +124,8 @@ class ScriptedEngine:
     running: dict[str, Running] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     pulled: int = 0
+    copied: list[list[int]] = field(default_factory=list)
+    spares_copies: bool = False
     recomputed: int = 0
     port: int = 0
     most_running: int = 0
@@ -187,18 +194,21 @@ class ScriptedEngine:
             return web.json_response({"error": "Unauthorized"}, status=401)
         if self.poisoned and self.poisoned in json.dumps(body.get("prompt")):
             return web.json_response({"error": {"message": "scripted"}}, status=500)
-        if self.fails:
+        params = body.get("kv_transfer_params") or {}
+        headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
+        copies = headway.get("copies", False)
+        if self.fails and not (copies and self.spares_copies):
             answer = {"error": {"message": "scripted"}}
             return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
-        params = body.get("kv_transfer_params") or {}
         if body.get("model") != "m":
             error = {"message": f"no model {body.get('model')}", "code": 404, "param": "model"}
             return web.json_response({"error": error}, status=404)
         chat = http.path.endswith("chat/completions")
         context = self._context(body, params, chat)
         if params.get("do_remote_decode"):
-            return await self._prefill(context, params["headway"])
-        headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
+            return await self._prefill(context, headway)
+        if copies:
+            return await self._copy(context, params)
         if params.get("do_remote_prefill"):
             source = self.engines.get(params["remote_engine_id"])
             found = source.kept.pop(params["remote_request_id"], None) if source else None
@@ -243,6 +253,14 @@ class ScriptedEngine:
         }
         usage = {"prompt_tokens": len(context), "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
+
+    async def _copy(self, context: list[int], params: dict[str, Any]) -> web.Response:
+        while self.hangs and not self.spares_copies:
+            await asyncio.sleep(0.01)
+        source = self.engines[params["remote_engine_id"]]
+        assert source.kept.pop(params["remote_request_id"]) == context
+        self.copied.append(context)
+        return web.json_response({"choices": [], "usage": {"prompt_tokens": len(context)}})
 
     async def _next(self, running: Running) -> int:
         while self.hangs or (self.stalls_at and len(running.output) >= self.stalls_at):
@@ -350,6 +368,7 @@ class ScriptedEngine:
             block_size=_BLOCK,
             max_num_seqs=64,
             max_model_len=100_000,
+            prefix_caching=True,
             num_blocks=_BLOCKS,
             free_blocks=0 if self.full else _BLOCKS - len(self.running),
             running=len(self.running),
@@ -361,7 +380,8 @@ class ScriptedEngine:
         while True:
             await asyncio.sleep(0.001)
             for asked in self._control.take() if self._control else ():
-                if not self.deaf:
+                about_freezes = isinstance(asked.command, (Freeze, Unfreeze))
+                if not self.deaf and not (self.deaf_to_freezes and about_freezes):
                     self._carry_out(asked)
 
     def _carry_out(self, asked: Asked) -> None:
@@ -372,6 +392,19 @@ class ScriptedEngine:
                 self._reply(asked, NotFrozen(number=0, reason="unknown"))
             else:
                 running.freezing, running.left = asked, 2
+        elif isinstance(command, TakeSnapshot):
+            whole = running.context[: len(running.context) // _BLOCK * _BLOCK] if running else []
+            if not whole:
+                self._reply(asked, NotFrozen(number=0, reason="it fills no block yet"))
+                return
+            name = f"{command.id}-snapshot"
+            self.kept[name] = whole
+            params = {
+                "do_remote_prefill": True,
+                "remote_engine_id": self.name,
+                "remote_request_id": name,
+            }
+            self._reply(asked, Snapshot(number=0, token_ids=whole, params=params))
         elif isinstance(command, Unfreeze):
             done = running is not None and running.freezing is not None
             if running is not None:

@@ -50,7 +50,7 @@ MESSAGES: list[Command | Reply] = [
     NotFrozen(number=7, reason="it ended by itself"),
     Unfrozen(number=8, done=True),
     Released(number=9, done=False),
-    Snapshot(number=10, num_tokens=64, params={}),
+    Snapshot(number=10, token_ids=[0] * 64, params={}),
     Refused(number=0, reason="no command"),
 ]
 

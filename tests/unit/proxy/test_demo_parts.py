@@ -87,6 +87,7 @@ def test_the_stream_is_marked_where_it_moved() -> None:
         block_size=32,
         max_num_seqs=8,
         max_model_len=1024,
+        prefix_caching=True,
         num_blocks=100,
         free_blocks=25,
         running=3,

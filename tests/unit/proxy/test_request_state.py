@@ -19,6 +19,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
 from rescheduler.placement.request_state import (
     TRANSITIONS,
+    Copying,
     Decoding,
     Finished,
     Freezing,
@@ -80,8 +81,8 @@ async def live(data: st.DataObject) -> None:
         request.accepted()
         kept.pop(request, None)
 
-    def freeze(request: LiveRequest) -> None:
-        moves.append((request, request.freeze(data.draw(st.sampled_from(decodes)))))
+    def move_to(request: LiveRequest) -> None:
+        moves.append((request, request.move_to(data.draw(st.sampled_from(decodes)))))
 
     def frozen(request: LiveRequest) -> None:
         assert request.instance is not None
@@ -121,7 +122,8 @@ async def live(data: st.DataObject) -> None:
         Prefilling: [prefilled, prefill_failed, finish],
         Placed: [accepted, token, LiveRequest.turned_away, fail, finish],
         Returned: [accepted, token, fail, finish],
-        Decoding: [freeze, token, fail, finish],
+        Decoding: [move_to, token, fail, finish],
+        Copying: [LiveRequest.freeze, LiveRequest.not_copied, token, fail, finish],
         Freezing: [frozen, LiveRequest.not_frozen, LiveRequest.unanswered, token, fail, finish],
         Unanswered: [LiveRequest.never_froze, give_back, token, fail, finish],
         Frozen: [LiveRequest.land, give_back, token, fail, finish],
@@ -143,7 +145,8 @@ async def live(data: st.DataObject) -> None:
         for owner, move in moves:
             ends = getattr(owner.state, "move", None) is not move
             assert move.landed.done() == ends
-            assert move.answered.done() == (not owner.is_freezing(move))
+            asked = owner.is_copying(move) or owner.is_freezing(move)
+            assert move.answered.done() == (not asked)
     for one in requests:
         if not isinstance(one.state, Finished):
             finish(one)
@@ -184,7 +187,8 @@ async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() 
         request = new_request("r", Placements())
         request.place(source)
         request.token(0.0)
-        move = request.freeze(target)
+        move = request.move_to(target)
+        request.freeze()
         request.frozen([], PARAMS)
         request.land()
         if not in_service:
@@ -207,7 +211,8 @@ async def test_a_client_that_leaves_during_a_freeze_disturbs_nobody_else() -> No
     request = new_request("r", Placements())
     request.place(instance("a"))
     request.token(0.0)
-    move = request.freeze(instance("b"))
+    move = request.move_to(instance("b"))
+    request.freeze()
     waiting = asyncio.create_task(request.freeze_answered())
     await asyncio.sleep(0)
     waiting.cancel()

@@ -10,6 +10,8 @@ from scripted_cluster import PROMPT, cluster, text_of, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
+from rescheduler.placement.request_state import Copying
+
 
 async def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(
     tokenizer: Tokenizer,
@@ -208,7 +210,7 @@ async def test_a_target_without_a_token_in_time_gives_the_request_back(
         async def at(tokens: int) -> None:
             if tokens == 10:
                 source, target = it.source_and_target()
-                target.hangs = True
+                target.hangs = target.spares_copies = True
                 outcomes.append(asyncio.create_task(it.move()))
                 sources.append(source)
 
@@ -230,7 +232,7 @@ async def test_a_target_that_dies_after_the_freeze_gives_the_request_back(
         async def at(tokens: int) -> None:
             if tokens == 10:
                 _, target = it.source_and_target()
-                target.fails = 500
+                target.fails, target.spares_copies = 500, True
                 outcomes.append(asyncio.create_task(it.move()))
 
         outcomes: list[asyncio.Task[str]] = []
@@ -240,6 +242,66 @@ async def test_a_target_that_dies_after_the_freeze_gives_the_request_back(
 
         for engine in it.decodes:
             engine.kept.clear()  # its time to live ends
+
+
+async def test_a_request_is_copied_while_it_decodes(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+
+        async def at(tokens: int) -> None:
+            if tokens == 100:
+                outcomes.append(asyncio.create_task(it.move()))
+
+        outcomes: list[asyncio.Task[str]] = []
+        body = {"prompt": PROMPT, "max_tokens": 300, "cache_salt": "s"}
+        chunks = await it.stream(body, at)
+        assert tokens_of(chunks) == it.expected(300)
+        assert await outcomes[0] == "moved"
+        target = next(engine for engine in it.decodes if engine.copied)
+        (copied,) = target.copied
+        assert len(copied) >= 96
+        asked, resumed = target.bodies
+        assert asked["prompt"] == copied == resumed["prompt"][: len(copied)]
+        assert asked["cache_salt"] == "s" and asked["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_without_a_copy_a_request_is_not_disturbed(tokenizer: Tokenizer, how: str) -> None:
+    async with cluster(tokenizer, moved_token_seconds=0.2) as it:
+
+        async def at(tokens: int) -> None:
+            if tokens == 30:
+                _, target = it.source_and_target()
+                setattr(target, how, 500)
+                outcomes.append(asyncio.create_task(it.move()))
+
+        outcomes: list[asyncio.Task[str]] = []
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
+        assert tokens_of(chunks) == it.expected(300)
+        assert await outcomes[0] == "not_copied"
+        assert sum("stream" in body for one in it.decodes for body in one.bodies) == 1
+        for engine in it.decodes:
+            engine.kept.clear()  # its time to live ends
+            engine.hangs = False
+
+
+async def test_a_client_that_leaves_during_a_copy_moves_nothing(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        moving: list[asyncio.Task[str]] = []
+
+        async def at(tokens: int) -> None:
+            if tokens == 30:
+                _, target = it.source_and_target()
+                target.hangs = True
+                moving.append(asyncio.create_task(it.move()))
+
+        asking = asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5000}, at))
+        await until(lambda: any(isinstance(r.state, Copying) for r in it.requests()))
+        asking.cancel()
+        await until(lambda: not it.requests())
+        for engine in it.decodes:
+            engine.hangs = False
+        assert await moving[0] == "gone"
+        await it.idle()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +323,7 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 200}, at)
         assert tokens_of(chunks) == it.expected(200)
         assert await outcomes[0] == outcome
-        assert sum(len(engine.bodies) for engine in it.decodes) == 1
+        assert sum("stream" in body for one in it.decodes for body in one.bodies) == 1
 
 
 async def test_a_source_that_does_not_answer_the_freeze_keeps_its_request(
@@ -271,7 +333,7 @@ async def test_a_source_that_does_not_answer_the_freeze_keeps_its_request(
 
         async def at(tokens: int) -> None:
             if tokens == 10:
-                next(engine for engine in it.decodes if engine.running).deaf = True
+                next(engine for engine in it.decodes if engine.running).deaf_to_freezes = True
                 outcomes.append(asyncio.create_task(it.move()))
 
         outcomes: list[asyncio.Task[str]] = []

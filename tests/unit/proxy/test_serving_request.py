@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.openai.engine_body import decode_body, prefill_body, resumed_body
+from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -15,6 +15,7 @@ from rescheduler.openai.openai_request import (
     read_request,
 )
 
+BODIES = EngineBodies()
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 
@@ -32,7 +33,7 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
     asked = request(
         prompt="a", max_tokens=50, min_tokens=9, stop=["b"], stream=True, seed=3, logprobs=2
     )
-    body = body_of(prefill_body(asked, "id", 0))
+    body = body_of(BODIES.prefill(asked, "id", 0))
     assert body == {
         "model": "m",
         "prompt": "a",
@@ -45,7 +46,7 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
             "headway": {"id": "id", "hop": 0, "max_tokens": 50},
         },
     }
-    chat = body_of(prefill_body(request(CHAT, messages=[], max_tokens=7), "id", 0))
+    chat = body_of(BODIES.prefill(request(CHAT, messages=[], max_tokens=7), "id", 0))
     assert chat["max_completion_tokens"] == 1
     assert "max_tokens" not in chat
 
@@ -59,20 +60,20 @@ def test_a_prefill_generates_one_token_and_keeps_its_blocks() -> None:
 def test_fields_that_the_proxy_does_not_know_pass_as_they_are(extra: dict[str, Any]) -> None:
     asked = request(prompt="a", **extra)
     for raw in (
-        prefill_body(asked, "id", 0),
-        decode_body(asked, "id", 0, PARAMS),
-        resumed_body(asked, "id", 1, [1], [2], PARAMS),
+        BODIES.prefill(asked, "id", 0),
+        BODIES.decode(asked, "id", 0, PARAMS),
+        BODIES.resumed(asked, "id", 1, [1], [2], PARAMS),
     ):
         assert body_of(raw).items() >= extra.items()
 
 
 def test_the_decode_instance_gets_the_prefills_parameters_and_returns_tokens() -> None:
-    body = body_of(decode_body(request(prompt="a"), "id", 2, PARAMS))
+    body = body_of(BODIES.decode(request(prompt="a"), "id", 2, PARAMS))
     assert body["kv_transfer_params"] == {**PARAMS, "headway": {"id": "id", "hop": 2}}
     assert body["return_token_ids"] is True
     assert body["stream"] is True
     assert body["stream_options"] == {"include_usage": True}  # for the answer as a whole
-    streamed = body_of(decode_body(request(prompt="a", stream=True), "id", 0, None))
+    streamed = body_of(BODIES.decode(request(prompt="a", stream=True), "id", 0, None))
     assert "stream_options" not in streamed
 
 
@@ -91,7 +92,7 @@ def test_a_resumed_request_goes_on_where_it_was(
     asked = request(path, **given_, **({} if most is None else {field: most}))
     if not chat and most is None and len(output) >= 16:
         return  # it has ended: the default is 16
-    body = body_of(resumed_body(asked, "id", 3, [7, 8], output, PARAMS))
+    body = body_of(BODIES.resumed(asked, "id", 3, [7, 8], output, PARAMS))
     transfer = body["kv_transfer_params"]
     assert transfer["headway"] == {"id": "id", "hop": 3, "generated": len(output)}
     assert (transfer["prompt_token_ids"] if chat else body["prompt"]) == [7, 8, *output]
@@ -122,7 +123,7 @@ def test_a_resumed_request_goes_on_where_it_was(
 def test_some_requests_are_one_engines_alone(field: str, value: Any) -> None:
     asked = request(**{"prompt": "a", field: value})
     assert asked.direct == field
-    body = body_of(decode_body(asked, "id", 0, None))
+    body = body_of(BODIES.decode(asked, "id", 0, None))
     assert body == {"model": "m", "prompt": "a", field: value}
 
 
@@ -142,7 +143,7 @@ def test_some_requests_are_prefilled_elsewhere_but_do_not_move(field: str, value
     asked = request(CHAT, **{"messages": [], field: value})
     assert asked.pinned == field
     assert not asked.direct
-    assert "return_token_ids" not in body_of(decode_body(asked, "id", 0, PARAMS))
+    assert "return_token_ids" not in body_of(BODIES.decode(asked, "id", 0, PARAMS))
 
 
 def test_ordinary_requests_move() -> None:
@@ -195,7 +196,7 @@ def test_a_long_prompt_is_not_read_but_handed_on() -> None:
     asked = request(prompt=ids)
     assert asked.movable
     assert asked.prompt_ids == len(ids)
-    assert body_of(decode_body(asked, "id", 0, None))["prompt"] == ids
+    assert body_of(BODIES.decode(asked, "id", 0, None))["prompt"] == ids
     nested = request(prompt=[[]] * 500_000)
     assert nested.direct == "prompt"
 
@@ -209,11 +210,11 @@ def test_more_messages_than_anyone_looks_at_do_not_move() -> None:
 @pytest.mark.parametrize("messages", [3, "text", [{"content": 3}], [[]]])
 def test_messages_of_another_shape_are_the_engines_to_refuse(messages: Any) -> None:
     asked = request(CHAT, messages=messages)
-    assert body_of(decode_body(asked, "id", 0, None))["messages"] == messages
+    assert body_of(BODIES.decode(asked, "id", 0, None))["messages"] == messages
 
 
 def test_a_priority_is_forwarded_only_where_the_operator_says_so() -> None:
     raw = b'{"prompt": "a", "priority": -5}'
-    assert "priority" not in body_of(decode_body(read_request(COMPLETIONS, raw), "id", 0, None))
+    assert "priority" not in body_of(BODIES.decode(read_request(COMPLETIONS, raw), "id", 0, None))
     forwarded = read_request(COMPLETIONS, raw, priority=True)
-    assert body_of(decode_body(forwarded, "id", 0, None))["priority"] == -5
+    assert body_of(BODIES.decode(forwarded, "id", 0, None))["priority"] == -5

@@ -78,7 +78,8 @@ def move(request: LiveRequest, target: InstanceState, tokens: int) -> None:
     """Move a request, which generates some tokens at its target."""
 
     async def run() -> None:
-        request.freeze(target)
+        request.move_to(target)
+        request.freeze()
 
     asyncio.run(run())
     request.frozen(request.splicer.output_token_ids, {})
@@ -95,6 +96,7 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
         block_size=16,
         max_num_seqs=8,
         max_model_len=512,
+        prefix_caching=True,
         num_blocks=100,
         free_blocks=90,
         running=2,
