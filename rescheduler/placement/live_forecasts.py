@@ -71,7 +71,7 @@ class LiveForecasts:
             edges = np.unique(np.concatenate([table.edges for table in tables]))
         survival, age, left = np.empty((n, len(edges))), np.zeros(n), np.full(n, np.inf)
         unknown = np.ones(n, dtype=bool)
-        context = np.fromiter((r.prompt_tokens + r.generated_tokens for r in requests), float, n)
+        context = np.fromiter((r.context_tokens for r in requests), float, n)
         for table in tables:
             rows = table.rows(names)
             known = rows >= 0

@@ -114,6 +114,7 @@ class LiveRequest:
         self._state: RequestState = Waiting()
         self._last_token: float | None = None
         self._untracked = 0
+        self._next_token: asyncio.Future[None] | None = None  # if anyone waits for it
         self._rests_until = 0.0
         self._prefills = 0
 
@@ -150,6 +151,11 @@ class LiveRequest:
     def generated_tokens(self) -> int:
         """Tokens generated so far, on all instances."""
         return len(self.splicer.output_token_ids) or self._untracked
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of its prompt and generated so far."""
+        return self.prompt_tokens + self.generated_tokens
 
     @property
     def may_be_frozen(self) -> bool:
@@ -231,6 +237,7 @@ class LiveRequest:
                 self.generated_at_move = self.generated_tokens
         elif not self.generating:
             raise IllegalTransitionError(f"a token comes for a request that is {self._name}")
+        self._wake()
         last, self._last_token = self._last_token, now
         return TokenArrival(first, landed, None if last is None else now - last)
 
@@ -250,6 +257,12 @@ class LiveRequest:
     def is_copying(self, move: Move) -> bool:
         """Return whether its target still copies its KV cache for this move."""
         return isinstance(self._state, Copying) and self._state.move is move
+
+    async def next_token(self) -> None:
+        """Wait for its next token, or until it leaves its state."""
+        if self._next_token is None:
+            self._next_token = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_token)
 
     def not_copied(self) -> None:
         """Stay, since there is no copy, or no reason to move any more."""
@@ -337,6 +350,12 @@ class LiveRequest:
         self._enter(Finished())
         return _kept(state)
 
+    def _wake(self) -> None:
+        """Wake who waits for a token."""
+        if self._next_token is not None:
+            self._next_token.set_result(None)
+            self._next_token = None
+
     @property
     def _name(self) -> str:
         return type(self._state).__name__
@@ -357,6 +376,7 @@ class LiveRequest:
         )
         self.generating = isinstance(state, (Decoding, Copying, Freezing, Unanswered, Frozen))
         self._placements.put(self, self.instance)
+        self._wake()
         if isinstance(before, (Copying, Freezing)) and not isinstance(state, Freezing):
             before.move.answered.set_result(None)
         if isinstance(before, _MOVING) and not isinstance(state, _MOVING):

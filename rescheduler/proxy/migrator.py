@@ -21,6 +21,8 @@ logger = logging.getLogger("headway.serve")
 
 _REST_SECONDS = 5.0
 _SPARE_BLOCKS = 2
+_FEW_TOKENS = 2
+"""In a block that is not full, when it is time for a copy."""
 
 
 class Migrator:
@@ -73,7 +75,7 @@ class Migrator:
         logger.info(
             "request %s, %d tokens: %s to %s: %s (%s)",
             request.id,
-            request.prompt_tokens + request.generated_tokens,
+            request.context_tokens,
             source.name,
             target.name,
             outcome,
@@ -89,23 +91,19 @@ class Migrator:
         self, request: LiveRequest, source: InstanceState, target: InstanceState
     ) -> Move | str:
         """Copy and freeze a request; return its move once it is frozen, or why it is not."""
-        if not await self._has_room(request, target):
-            return "no_room"
-        if request.instance is not source or not request.can_move:
-            return "gone"
         assert source.control is not None
-        move, seconds = request.move_to(target), self._options.freeze_seconds
-        copied = False
+        move, outcome = request.move_to(target), "gone"
         try:
-            copied = await self._copied(request, move)
+            outcome = await self._prepared(request, move)
         finally:
             if request.is_copying(move):
-                if copied and not request.client_blocks:
+                if outcome == "ready" and not request.client_blocks:
                     request.freeze()
                 else:
                     request.not_copied()
         if not request.is_freezing(move):
-            return "gone" if copied else "not_copied"
+            return "gone" if outcome == "ready" else outcome
+        seconds = self._options.freeze_seconds
         try:
             frozen = await source.control.freeze(request.id, request.hop, seconds)
         except NotFrozenError as error:
@@ -122,14 +120,20 @@ class Migrator:
         request.frozen(frozen.output_token_ids, frozen.params)
         return move
 
-    async def _copied(self, request: LiveRequest, move: Move) -> bool:
-        """Have the target copy what there is; return whether little remains to be pulled.
+    async def _prepared(self, request: LiveRequest, move: Move) -> str:
+        """Have the target copy what there is; return ``ready``, or why the request stays.
 
         A request that fills no block, and a target that shares none, need no copy.
         """
         control, target = move.source.control, move.target
+        if target.engine is not None and target.engine.prefix_caching:
+            await self._filled_block(request, move, target.engine.block_size)
+        if not await self._has_room(request, target):
+            return "no_room"
+        if not request.is_copying(move):
+            return "gone"
         if control is None or target.engine is None or not target.engine.prefix_caching:
-            return True
+            return "ready"
         began = asyncio.get_running_loop().time()
         try:
             snapshot = await control.snapshot(request.id, self._options.control_seconds)
@@ -142,12 +146,25 @@ class Migrator:
             await self._upstream.copy(target.instance, body, headers, seconds)
         except NotFrozenError as error:
             logger.debug("%s: no copy: %s", request.id, error)
-            return True
+            return "ready"
         except (ControlError, EngineRefusedError, RequestRefusedError, UpstreamError) as error:
             logger.warning("%s: no copy: %s", request.id, error)
-            return False
+            return "not_copied"
         self._metrics.copying.observe(asyncio.get_running_loop().time() - began)
-        return True
+        return "ready"
+
+    async def _filled_block(self, request: LiveRequest, move: Move, block: int) -> None:
+        """Wait until a request has just filled a block: copies are of full blocks.
+
+        What is in a block that is not full has to be computed again at the target.
+        """
+        full = request.context_tokens // block
+        while (
+            request.is_copying(move)
+            and request.context_tokens % block > _FEW_TOKENS
+            and request.context_tokens // block == full
+        ):
+            await request.next_token()
 
     async def _after_silence(self, request: LiveRequest, source: InstanceState, move: Move) -> str:
         """After a freeze without an answer: take it back, or wait how the stream ends."""
@@ -175,8 +192,7 @@ class Migrator:
             logger.warning("%s: %s", target.name, error)
             return False
         target.engine = state
-        tokens = request.prompt_tokens + request.generated_tokens
-        blocks = -(-tokens // max(1, state.block_size)) + _SPARE_BLOCKS
+        blocks = -(-request.context_tokens // max(1, state.block_size)) + _SPARE_BLOCKS
         return (
             state.free_blocks >= blocks
             and state.waiting == 0

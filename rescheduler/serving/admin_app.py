@@ -83,7 +83,7 @@ class _Endpoints:
             "draining": instance.draining,
             "requests": len(requests),
             "movable": sum(request.can_move for request in requests),
-            "context_tokens": sum(r.prompt_tokens + r.generated_tokens for r in requests),
+            "context_tokens": sum(r.context_tokens for r in requests),
         }
 
 

@@ -164,12 +164,21 @@ async def cluster(
     decodes: int = 2,
     migration: Any = None,
     routing: dict[str, Any] | None = None,
+    prefix_caching: bool = True,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
+    """Run a proxy before scripted engines.
+
+    Without prefix caching a request moves at once, wherever it is; else it is copied first,
+    as soon as it has filled a block.
+    """
     engines: dict[str, ScriptedEngine] = {}
-    instances = [await ScriptedEngine("prefill-0", "prefill", tokenizer, engines).start()]
-    for i in range(decodes):
-        instances.append(await ScriptedEngine(f"decode-{i}", "decode", tokenizer, engines).start())
+    names = ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
+    instances = []
+    for name in names:
+        engine = ScriptedEngine(name, name.partition("-")[0], tokenizer, engines)
+        engine.prefix_caching = prefix_caching
+        instances.append(await engine.start())
     deployment = Deployment(
         model="m",
         instances=instances,

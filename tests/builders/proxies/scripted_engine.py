@@ -96,6 +96,7 @@ class ScriptedEngine:
         bodies: every request body.
         pulled: requests whose context came from elsewhere.
         copied: tokens of each copy of a running request.
+        prefix_caching: shares blocks, says its state.
         spares_copies: `hangs` and `fails` are not for copies.
     """
 
@@ -126,6 +127,7 @@ class ScriptedEngine:
     pulled: int = 0
     copied: list[list[int]] = field(default_factory=list)
     spares_copies: bool = False
+    prefix_caching: bool = True
     recomputed: int = 0
     port: int = 0
     most_running: int = 0
@@ -368,7 +370,7 @@ class ScriptedEngine:
             block_size=_BLOCK,
             max_num_seqs=64,
             max_model_len=100_000,
-            prefix_caching=True,
+            prefix_caching=self.prefix_caching,
             num_blocks=_BLOCKS,
             free_blocks=0 if self.full else _BLOCKS - len(self.running),
             running=len(self.running),

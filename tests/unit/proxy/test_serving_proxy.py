@@ -49,7 +49,7 @@ async def test_moves_at_random_tokens_change_nothing(
     tokenizer: Tokenizer, path: str, stream: bool
 ) -> None:
     random_ = random.Random(5)
-    async with cluster(tokenizer, decodes=3) as it:
+    async with cluster(tokenizer, decodes=3, prefix_caching=False) as it:
         messages = [{"role": "user", "content": PROMPT}]
         for _ in range(4):
             cuts = sorted(random_.sample(range(1, 50), 3))
@@ -92,7 +92,7 @@ async def test_moves_at_random_tokens_change_nothing(
 
 
 async def test_a_stop_string_across_a_move_ends_the_request(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
+    async with cluster(tokenizer, prefix_caching=False) as it:
         whole = tokenizer.decode(it.expected(60))
         parts = [tokenizer.decode(it.expected(n)) for n in range(61)]
         stop = whole[len(parts[20]) - 2 : len(parts[40]) + 1]  # begins early, ends late
