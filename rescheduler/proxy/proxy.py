@@ -24,6 +24,7 @@ from rescheduler.placement.placements import Placements
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.proxy.drainer import Drainer
+from rescheduler.proxy.loop_monitor import watch_loop
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.pass_through import PassThrough
@@ -145,6 +146,7 @@ class Proxy:
         for instance in self.instances.values():
             self._forever(self._prober.run(instance))
         self._forever(self.drainer.run())
+        self._forever(watch_loop(self.metrics))
         if self._planner is not None:
             policy, seconds = self._planner
             loop = PlannerLoop(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,6 +14,7 @@ from rescheduler.placement.placements import Placements
 __all__ = ["ProxyMetrics"]
 
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -95,7 +96,25 @@ class ProxyMetrics(Collector):
             "decisions of the migration planner",
             registry=registry,
         )
+        self._loop_late = Histogram(
+            "headway_proxy_loop_late_seconds",
+            "by which the event loop is late, for whatever reason",
+            buckets=_LATE_SECONDS,
+            registry=registry,
+        )
+        self._loop_stall = Gauge(
+            "headway_proxy_loop_stall_seconds_max",
+            "longest computation of the event loop's thread at a stretch, during which all wait",
+            registry=registry,
+        )
+        self._longest_stall = 0.0
         registry.register(self)
+
+    def loop_late(self, late: float, computed: float) -> None:
+        """Note by how many seconds the event loop was late, and how long it computed until then."""
+        self._loop_late.observe(max(0.0, late))
+        self._longest_stall = max(self._longest_stall, computed)
+        self._loop_stall.set(self._longest_stall)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges as they are now."""
@@ -123,7 +142,7 @@ class ProxyMetrics(Collector):
             labels = [instance.name, instance.instance.role]
             requests = self._placements.on(instance)
             running.add_metric(labels, len(requests))
-            tokens.add_metric(labels, sum(r.prompt_tokens + r.generated_tokens for r in requests))
+            tokens.add_metric(labels, sum(r.context_tokens for r in requests))
             up.add_metric(labels, instance.breaker.closed)
             draining.add_metric(labels, instance.draining)
         yield from (running, tokens, up, draining)
