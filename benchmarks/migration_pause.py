@@ -44,7 +44,8 @@ from rescheduler.transfer.control_messages import Frozen, NotFrozenError, Snapsh
 _DOCS = Path(__file__).parents[1] / "docs"
 _SHORTEST, _LONGEST = 256, 1_900  # prompts; the context grows until the move
 _MOST_TOKENS = 600
-_AT_A_TIME = 2
+_PREFILLS = 4  # at a time
+_MOVES = 2  # at a time
 _NEIGHBOURS = 8
 """Gaps on each side of a move whose median is the time of a step."""
 _WAYS = ("pre_copy", "stop_and_copy", "recompute")
@@ -146,7 +147,7 @@ def _prompts(deployment: Deployment, count: int, generator: random.Random) -> li
     """Slices of the documentation, as token ids."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md")))
     ids = load_tokenizer(deployment.model).encode(pages).ids
-    lengths = np.linspace(_SHORTEST, _LONGEST, count).astype(int).tolist()
+    lengths = np.geomspace(_SHORTEST, _LONGEST, count).astype(int).tolist()
     starts = [generator.randrange(len(ids) - length) for length in lengths]
     prompts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     generator.shuffle(prompts)
@@ -166,14 +167,19 @@ async def _round(
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            reading = [
-                asyncio.create_task(_read(session, deployment, str(i), prompt, salt, stream))
-                for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
-            ]
+            reading: list[asyncio.Task[None]] = []
+            for i, prompt in enumerate(prompts):  # a step with all prompts would take minutes
+                reading.append(
+                    asyncio.create_task(
+                        _read(session, deployment, str(i), prompt, salt, streams[i])
+                    )
+                )
+                while sum(not stream.tokens for stream in streams[: i + 1]) >= _PREFILLS:
+                    await _unless_ended(reading)
             while not all(len(stream.tokens) > _NEIGHBOURS for stream in streams):
                 await _unless_ended(reading)
             todo = set(map(str, range(len(prompts))))
-            workers = (_move(proxy, streams, todo, outcomes) for _ in range(_AT_A_TIME))
+            workers = (_move(proxy, streams, todo, outcomes) for _ in range(_MOVES))
             await asyncio.gather(*workers)
             while not all(stream.has_enough() for stream in streams):
                 await _unless_ended(reading)

@@ -83,8 +83,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         token_seconds: between two tokens of a running request.
         freeze_seconds: from asking for a freeze to the kept blocks.
         control_seconds: any other exchange with a control socket.
-        moved_token_seconds: from handing a moved request to its target to its first token there;
-            then it is rolled back.
+        moved_token_seconds: to copy a running request to its target, and from handing it over to
+            its first token there; then it stays, or is rolled back.
         attempts: placements of a request that fail in a row, until its client gets an error.
         backoff_seconds: before the second attempt; doubles with each, half of it random.
         backoff_most_seconds: longest of these.

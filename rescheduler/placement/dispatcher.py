@@ -72,6 +72,17 @@ class Dispatcher:
         self._last_round = -math.inf
 
     @property
+    def usable(self) -> list[InstanceState]:
+        """Decode instances that new requests may go to.
+
+        One that drains takes them while all others are out of service: better there than nowhere.
+        """
+        available = [instance for instance in self._decodes if instance.available]
+        if available or all(instance.draining for instance in self._decodes):
+            return available
+        return [instance for instance in self._decodes if instance.breaker.closed]
+
+    @property
     def waiting_for_prefill(self) -> int:
         """Requests in the first pool."""
         return len(self._for_prefill)
@@ -82,7 +93,7 @@ class Dispatcher:
         Raises:
             RequestRefusedError: 503 if no decode instance is in service, 429 if the pool is full.
         """
-        if not any(instance.available for instance in self._decodes):
+        if not self.usable:
             now = self._clock()
             soonest = min(i.breaker.seconds_to_probe(now) for i in self._decodes)
             raise RequestRefusedError(
@@ -160,13 +171,15 @@ class Dispatcher:
 
     def has_another(self, request: LiveRequest) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
-        return any(i.available and i not in request.avoid for i in self._decodes)
+        return any(instance not in request.avoid for instance in self.usable)
 
     def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
         By the policy, or by least KV load where that may hold requests back.
         """
+        if not any(instance.available for instance in self._decodes):
+            return [None] * len(requests)
         return self._choose(requests, self._decides_at_once)
 
     def _choose(
@@ -177,13 +190,12 @@ class Dispatcher:
         A request that instances have just failed goes to another one, if there is any.
         """
         targets: list[InstanceState | None] = [None] * len(requests)
-        available = [instance for instance in self._decodes if instance.available]
+        usable = self.usable
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
         for avoid in dict.fromkeys(request.avoid for request in requests):
             rows = [i for i, request in enumerate(requests) if request.avoid == avoid]
-            others = [instance for instance in available if instance not in avoid]
-            instances = others or available
+            instances = [one for one in usable if one not in avoid] or usable
             if instances:
                 chosen = self._assign([requests[i] for i in rows], instances, policy)
                 for i, target in zip(rows, chosen, strict=True):

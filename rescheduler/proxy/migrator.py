@@ -183,7 +183,10 @@ class Migrator:
         return "no_answer"
 
     async def _has_room(self, request: LiveRequest, target: InstanceState) -> bool:
-        """Ask the target whether it can run the request at once."""
+        """Ask the target whether it can run the request at once.
+
+        Whoever waits there, perhaps for the next step only, is taken to need as many blocks.
+        """
         if target.control is None:
             return True
         try:
@@ -194,9 +197,8 @@ class Migrator:
         target.engine = state
         blocks = -(-request.context_tokens // max(1, state.block_size)) + _SPARE_BLOCKS
         return (
-            state.free_blocks >= blocks
-            and state.waiting == 0
-            and state.running < state.max_num_seqs
+            state.free_blocks >= blocks * (1 + state.waiting)
+            and state.running + state.waiting < state.max_num_seqs
         )
 
     async def _release(self, kept: Kept, id: str) -> None:

@@ -137,7 +137,7 @@ class Proxy:
     @property
     def ready(self) -> bool:
         """Whether new requests are served."""
-        return not self.ending and any(instance.available for instance in self._decodes)
+        return not self.ending and bool(self.dispatcher.usable)
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""

@@ -560,6 +560,25 @@ async def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokeni
         assert "decode-0" in answer["error"]["message"]
 
 
+async def test_a_draining_instance_serves_while_all_others_are_out_of_service(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, control_seconds=0.5) as it:
+        other, draining = it.decodes
+        assert (await it.admin("POST", f"drain/{draining.name}"))[0] == 200
+        await other.stop()
+        await until(lambda: not it.proxy.instances[other.name].breaker.closed)
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
+        assert tokens_of(chunks) == it.expected(10)
+        await other.start()
+        await until(lambda: it.proxy.instances[other.name].breaker.closed)
+        served = len(draining.bodies)
+        await it.stream({"prompt": PROMPT, "max_tokens": 10})
+        assert len(draining.bodies) == served
+        await it.admin("POST", f"drain/{other.name}")
+        assert (await it.post({"model": "m", "prompt": PROMPT}))[0] == 503
+
+
 async def test_a_drained_instance_with_nobody_beside_it_finishes_its_requests(
     tokenizer: Tokenizer,
 ) -> None:

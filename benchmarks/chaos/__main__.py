@@ -1,0 +1,112 @@
+"""Everything that can go wrong, at random, while honest clients wait for their tokens.
+
+    python -m benchmarks.chaos [--minutes 30] [--seed 1] --json OUT
+
+One prefill and two decode instances of SmolLM2 in float32 with forecasts and keys, and
+`headway serve`, each a process of its own. Honest clients (OpenAI's own library) ask questions
+whose answers were learnt in peace. Meanwhile decode instances are drained in turns, so that
+requests move all the time, and at random
+
+- engines are killed (somebody else then publishes and answers nonsense in their place until they
+  are started again), stopped by SIGSTOP, and filled up past the proxy,
+- clients leave, stall in the middle of their headers, body or answer, and send poison,
+- control sockets get nonsense, and the proxy is restarted,
+- one engine records its hidden states to a disk that is full (where this may mount one).
+
+The table that it ends with: ``tokens_changed`` of honest answers, requests ``lost`` without a
+word, ``blocks_leaked`` once all is idle, ``honest_5xx`` while an engine was healthy (and
+``honest_5xx_at_a_kill``: while one was killed or stopped; ``cut_by_proxy_restart`` were told so),
+and ``loop_stall_ms``, the longest computation of the proxy's event loop at a stretch.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.chaos.chaos import chaos
+from benchmarks.support.report import report
+from predictor.live.curve_keys import create_keys
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment
+
+_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
+_DISK_BYTES = 256 << 10
+_ENGINE = EngineOptions(
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=16,
+    kv_blocks=80,
+    enforce_eager=True,
+    checkpoint=str(_CHECKPOINT),
+    k=10,
+)
+
+
+def main() -> None:
+    """Cause chaos, and print what came of it."""
+    parser = argparse.ArgumentParser(description="everything that can go wrong, at random")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="of what happens when (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, _full_disk(Path(folder) / "disk") as disk:
+        keys = Path(folder) / "keys"
+        create_keys(keys)
+        deployment = msgspec.structs.replace(local_deployment("smollm2", _ENGINE), keys=str(keys))
+        if disk is not None:
+            deployment = _recording(deployment, disk)
+        with launched(deployment, Path(folder) / "logs", at_once=2) as engines:
+            ledger = asyncio.run(
+                chaos(engines, deployment, 60 * options.minutes, seed=options.seed)
+            )
+        for note in ledger.notes:
+            print(note)
+        ledger.counts["full_disks"] = int(disk is not None)
+        report("chaos", dict(sorted(ledger.counts.items())), options.json)
+
+
+@contextmanager
+def _full_disk(folder: Path) -> Iterator[Path | None]:
+    """Mount a disk that is soon full, where that is allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
+    mounted = False
+    with suppress(OSError):
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield folder if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def _recording(deployment: Deployment, disk: Path) -> Deployment:
+    """Have the last instance record its hidden states, too."""
+    *others, last = deployment.instances
+    section = {
+        "k": deployment.engine.k,
+        "record": {"path": str(disk / "dataset"), "flush_seconds": 1},
+        "forecast": {
+            "checkpoint": deployment.engine.checkpoint,
+            "telemetry": {
+                "bind": last.telemetry,
+                "instance": last.name,
+                "keys": deployment.keys,
+            },
+        },
+    }
+    flag = ["--additional-config", json.dumps({"headway": section})]
+    recording = msgspec.structs.replace(last, arguments=[*last.arguments, *flag])
+    return msgspec.structs.replace(deployment, instances=[*others, recording])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Runs a load through a deployment while it is harmed, and looks at what is left."""
+
+import asyncio
+import random
+import secrets
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.chaos.harm import Harm
+from benchmarks.chaos.honest import HonestClients
+from benchmarks.chaos.ledger import Ledger
+from benchmarks.chaos.rude import RudeClients
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.engine_command import EngineCommand
+from rescheduler.engines.launch_engines import Launched
+from rescheduler.engines.launch_local import write_deployment
+from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.serving.admin_token import TOKEN_VARIABLE
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import ControlError
+
+__all__ = ["KINDS", "chaos"]
+
+KINDS = ("kill_decode", "kill_prefill", "stop", "fill", "garbage", "restart")
+_QUESTIONS = 40
+_AT_ONCE = 8
+_RUDE_SECONDS = 3.0
+_SCRAPE_SECONDS = 1.0
+_IDLE_SECONDS = 120.0
+
+
+async def chaos(
+    engines: Launched,
+    deployment: Deployment,
+    seconds: float,
+    kinds: tuple[str, ...] = KINDS,
+    questions: int = _QUESTIONS,
+    seed: int = 1,
+) -> Ledger:
+    """Cause chaos for a while, then wait until all is idle, and look for what is left.
+
+    Args:
+        engines: of the deployment, running.
+        deployment: whose proxy is started here, with short deadlines.
+        seconds: how long.
+        kinds: of harm, see `Harm.run`.
+        questions: how many different requests honest clients ask.
+        seed: of what happens when.
+    """
+    ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
+    options = msgspec.structs.replace(
+        deployment.proxy,
+        first_token_seconds=120.0,
+        token_seconds=20.0,
+        shutdown_seconds=3.0,
+        client_write_seconds=10.0,
+    )
+    deployment = msgspec.structs.replace(deployment, proxy=options)
+    file = engines.logs / "chaos.yaml"
+    write_deployment(deployment, file)
+    command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(file)]
+    proxy = ServerProcess(
+        "proxy",
+        EngineCommand(command, {TOKEN_VARIABLE: token}),
+        deployment.proxy_url,
+        engines.logs / "chaos_proxy.log",
+    )
+    proxy.start()
+    try:
+        while not await asyncio.to_thread(proxy.is_healthy):
+            await asyncio.sleep(0.2)
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            harm = Harm(engines, proxy, deployment, ledger, generator, session, token)
+            await harm.all_in_service()
+            await _under_load(
+                deployment, harm, ledger, generator, session, seconds, kinds, questions
+            )
+        await _look(deployment, ledger)
+    finally:
+        proxy.signal(signal.SIGTERM)
+        await asyncio.to_thread(proxy.end_by, time.monotonic() + 30)
+    ledger.counts["seconds"] = round(seconds)
+    return ledger
+
+
+async def _under_load(
+    deployment: Deployment,
+    harm: Harm,
+    ledger: Ledger,
+    generator: random.Random,
+    session: aiohttp.ClientSession,
+    seconds: float,
+    kinds: tuple[str, ...],
+    questions: int,
+) -> None:
+    """Learn the answers, then ask among chaos for a while, and let what runs end."""
+    name, url = deployment.served_name, deployment.proxy_url
+    honest = HonestClients(url, name, questions, ledger)
+    rude = RudeClients("127.0.0.1", deployment.proxy.port, name, ledger, generator)
+    ending, metrics = asyncio.Event(), _Metrics(ledger)
+    try:
+        await honest.learn(_AT_ONCE)
+        print(f"{questions} answers learnt; chaos for {seconds:.0f} s", flush=True)
+        background = [
+            asyncio.create_task(metrics.watch(url, session)),
+            asyncio.create_task(rude.run(_RUDE_SECONDS)),
+            asyncio.create_task(harm.drain_in_turns()),
+        ]
+        harming = asyncio.create_task(harm.run(kinds, ending))
+        asking = asyncio.create_task(honest.run(_AT_ONCE, ending, generator))
+        try:
+            await _wait(seconds, ledger, [*background, harming, asking])
+            ending.set()
+            await asyncio.gather(harming, asking)
+        finally:
+            for task in (*background, harming, asking):
+                task.cancel()
+            await asyncio.gather(*background, harming, asking, return_exceptions=True)
+        await metrics.read(url, session)
+    finally:
+        await honest.close()
+
+
+async def _wait(seconds: float, ledger: Ledger, tasks: list[asyncio.Task[None]]) -> None:
+    """Wait, and print how it goes every minute; raise what ended a task."""
+    began = time.monotonic()
+    while (left := began + seconds - time.monotonic()) > 0:
+        done, _ = await asyncio.wait(
+            tasks, timeout=min(60.0, left), return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        line = ", ".join(f"{key} {value}" for key, value in sorted(ledger.counts.items()))
+        print(f"{time.monotonic() - began:5.0f} s: {line}", flush=True)
+
+
+class _Metrics:
+    """Adds up the proxy's counters over its restarts."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._last: dict[str, float] = {}
+
+    async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
+        """Read forever."""
+        while True:
+            await self.read(url, session)
+            await asyncio.sleep(_SCRAPE_SECONDS)
+
+    async def read(self, url: str, session: aiohttp.ClientSession) -> None:
+        """Read once; nothing if the proxy does not answer."""
+        try:
+            async with session.get(f"{url}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return
+        now: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "headway_proxy_migrations_total":
+                    moved = sample.labels["outcome"] == "moved"
+                    name = "moves" if moved else f"moves_{sample.labels['outcome']}"
+                    now[name] = now.get(name, 0) + sample.value
+                elif sample.name == "headway_proxy_recomputed_total":
+                    now["resumed_elsewhere"] = now.get("resumed_elsewhere", 0) + sample.value
+                elif sample.name == "headway_proxy_loop_stall_seconds_max":
+                    stall = round(1e3 * sample.value)
+                    counts = self._ledger.counts
+                    counts["loop_stall_ms"] = max(counts["loop_stall_ms"], stall)
+        for name, value in now.items():
+            before = self._last.get(name, 0)
+            self._ledger.counts[name] += round(value - before if value >= before else value)
+        self._last = now
+
+
+async def _look(deployment: Deployment, ledger: Ledger) -> None:
+    """Count the blocks that are not free though nothing runs, once leases have ended."""
+    deadline, leaked = time.monotonic() + _IDLE_SECONDS, 1
+    controls = [
+        ControlClient(instance.control, deployment.keys_folder)
+        for instance in deployment.instances
+        if instance.control is not None
+    ]
+    try:
+        while leaked and time.monotonic() < deadline:
+            await asyncio.sleep(0.5)
+            with suppress(ControlError):
+                states = [await control.state(5.0) for control in controls]
+                leaked = sum(state.num_blocks - state.free_blocks for state in states)
+    finally:
+        for control in controls:
+            control.close()
+    ledger.counts["blocks_leaked"] = leaked

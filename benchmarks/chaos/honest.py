@@ -1,0 +1,122 @@
+"""Honest clients: OpenAI's own library, and an answer that is known beforehand."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import httpx
+import openai
+
+from benchmarks.chaos.ledger import Ledger
+
+__all__ = ["HonestClients"]
+
+_TEXTS = (
+    "Once upon a time, in a small village by the sea, there lived a",
+    "The three most important inventions of the last century are",
+    "A short history of the bicycle begins in",
+    "Dear Sir or Madam, I am writing to you because",
+)
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+    {"temperature": 0, "extra_body": {"repetition_penalty": 1.2, "min_tokens": 30}},
+    {
+        "temperature": 1.0,
+        "extra_body": {"structured_outputs": {"regex": "([a-z]{2,9} ){30}[a-z]{2,9}"}},
+    },
+)
+_SECONDS = 600.0
+
+
+class HonestClients:
+    """Ask the same few things again and again, and compare each answer with that in peace.
+
+    Args:
+        url: of the proxy.
+        model: its name.
+        questions: how many different requests.
+        ledger: counts what comes of them.
+    """
+
+    def __init__(self, url: str, model: str, questions: int, ledger: Ledger) -> None:
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_SECONDS
+        )
+        self._model, self._questions, self._ledger = model, questions, ledger
+        self._expected: list[list[int]] = []
+
+    async def learn(self, at_once: int) -> None:
+        """Ask everything once in peace.
+
+        Raises:
+            openai.OpenAIError: even in peace there is no answer.
+        """
+        limit = asyncio.Semaphore(at_once)
+
+        async def one(number: int) -> list[int]:
+            async with limit:
+                tokens: list[int] = []
+                assert await self._ask(number, tokens), f"request {number} has no end"
+                return tokens
+
+        self._expected = await asyncio.gather(*map(one, range(self._questions)))
+
+    async def run(self, at_once: int, until: asyncio.Event, generator: random.Random) -> None:
+        """Keep so many requests under way until an event is set, and then until they have ended."""
+
+        async def client() -> None:
+            while not until.is_set():
+                await self._one(generator.randrange(self._questions))
+
+        await asyncio.gather(*(client() for _ in range(at_once)))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _one(self, number: int) -> None:
+        began, tokens, expected = time.monotonic(), list[int](), self._expected[number]
+
+        def failed(how: str, why: object) -> None:
+            why = " ".join(f"{type(why).__name__}: {why}".split())[:300]
+            self._ledger.failed(number, tokens, expected, began, why, how)
+
+        try:
+            ended = await self._ask(number, tokens)
+        except openai.APIStatusError as error:
+            status = error.status_code
+            failed("5xx" if status >= 500 else "429" if status == 429 else "4xx", error)
+        except (openai.APIConnectionError, httpx.TransportError) as error:
+            failed("broken", error)
+        except openai.APIError as error:  # an event of the stream
+            failed("5xx", error)
+        else:
+            if ended:
+                self._ledger.ended(number, tokens, expected)
+                return
+            failed("silent", "no end")
+        await asyncio.sleep(0.5)  # as a client that tries again
+
+    async def _ask(self, number: int, tokens: list[int]) -> bool:
+        """Ask one thing and take its tokens; return whether the answer had an end."""
+        text = f"{number}. {_TEXTS[number % len(_TEXTS)]}"
+        fields = dict(_SAMPLING[number % len(_SAMPLING)])
+        extra = {**fields.pop("extra_body", {}), "return_token_ids": True}
+        fields |= {"model": self._model, "max_tokens": 40 + number * 37 % 110, "seed": number}
+        fields |= {"stream": True, "extra_body": extra}
+        stream: Any
+        if number % 4 == 3:
+            messages: Any = [{"role": "user", "content": text}]
+            stream = await self._client.chat.completions.create(messages=messages, **fields)
+        else:
+            stream = await self._client.completions.create(prompt=text, **fields)
+        ended = False
+        async with stream:
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    tokens += (choice.model_extra or {}).get("token_ids") or []
+                    ended |= choice.finish_reason in ("stop", "length")
+        return ended

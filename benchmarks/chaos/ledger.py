@@ -1,0 +1,83 @@
+"""What happened to honest clients' requests, and what is to blame."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Ledger", "Outage"]
+
+Outage = Literal["proxy", "engine"]
+_AFTERWARDS = 2.0
+"""Seconds for which the end of an outage still counts as one: clients learn of it late."""
+
+
+@dataclass
+class Ledger:
+    """Counts, and when what was out of service.
+
+    Attributes:
+        counts: by what is counted.
+        notes: what went wrong with honest requests, for whoever looks into it.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    _outages: list[tuple[Outage, float, float | None]] = field(default_factory=list)
+
+    @contextmanager
+    def outage(self, what: Outage) -> Iterator[None]:
+        """While the body runs, something is out of service."""
+        began, place = time.monotonic(), len(self._outages)
+        self._outages.append((what, began, None))
+        try:
+            yield
+        finally:
+            self._outages[place] = (what, began, time.monotonic() + _AFTERWARDS)
+
+    def during(self, what: Outage, began: float) -> bool:
+        """Return whether a request that began then and ends now met such an outage."""
+        return any(kind == what and (end is None or began < end) for kind, _, end in self._outages)
+
+    def ended(self, number: int, tokens: list[int], expected: list[int]) -> None:
+        """Count a request that has its end."""
+        self.counts["requests"] += 1
+        if tokens != expected:
+            self._changed(number, tokens, expected)
+
+    def failed(
+        self, number: int, tokens: list[int], expected: list[int], began: float, why: str, how: str
+    ) -> None:
+        """Count a request that has failed.
+
+        Args:
+            number: which request.
+            tokens: that came before.
+            expected: all of its tokens.
+            began: when it was sent.
+            why: for the notes.
+            how: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``broken`` (connection), or
+                ``silent`` (the stream ended as if all was well).
+        """
+        self.counts["requests"] += 1
+        if tokens != expected[: len(tokens)]:
+            self._changed(number, tokens, expected)
+        if how in ("5xx", "broken") and self.during("proxy", began):
+            self.counts["cut_by_proxy_restart"] += 1
+            return
+        self.notes.append(f"request {number}, {len(tokens)} tokens, {how}: {why}")
+        if how in ("broken", "silent"):
+            self.counts["lost"] += 1
+        elif how == "5xx":
+            at_outage = self.during("engine", began)
+            self.counts["honest_5xx_at_a_kill" if at_outage else "honest_5xx"] += 1
+        else:
+            self.counts[f"honest_{how}"] += 1
+
+    def _changed(self, number: int, tokens: list[int], expected: list[int]) -> None:
+        self.counts["tokens_changed"] += 1
+        both = zip(tokens, expected, strict=False)
+        same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(expected)))
+        self.notes.append(f"request {number}: token {same} of {len(expected)} differs")
