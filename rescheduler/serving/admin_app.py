@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.http_errors import answer_errors
+from rescheduler.serving.http_errors import answer_errors, with_errors
 
 __all__ = ["admin_app"]
 
@@ -34,11 +34,13 @@ def admin_app(proxy: Proxy, token: str) -> web.Application:
     endpoints = _Endpoints(proxy)
     app = web.Application(middlewares=[answer_errors, check_token])
     app.add_routes(
-        [
-            web.get("/admin/instances", endpoints.instances),
-            web.post("/admin/drain/{instance}", endpoints.drain),
-            web.post("/admin/undrain/{instance}", endpoints.undrain),
-        ]
+        with_errors(
+            [
+                web.get("/admin/instances", endpoints.instances),
+                web.post("/admin/drain/{instance}", endpoints.drain),
+                web.post("/admin/undrain/{instance}", endpoints.undrain),
+            ]
+        )
     )
     return app
 

@@ -1,6 +1,7 @@
 """`headway serve`: the proxy as a command."""
 
 import asyncio
+import gc
 import logging
 import signal
 from pathlib import Path
@@ -71,6 +72,8 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer) -> None:
     try:
         await proxy.start()
         await listeners.start()
+        gc.collect()
+        gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"serving on {listeners.url}", flush=True)
         await ended.wait()
         await _finish(proxy, listeners)

@@ -42,6 +42,14 @@ _BLOCKS = 1000
 _BLOCK = 16
 
 
+@web.middleware
+async def _refuse_what_is_invalid(http: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        return await handler(http)  # type: ignore[no-any-return]
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return web.json_response({"error": {"message": "scripted", "code": 400}}, status=400)
+
+
 def next_token(context: list[int]) -> int:
     """A printable token decided by all before it."""
     return 1000 + zlib.crc32(json.dumps(context).encode()) % 2000
@@ -134,7 +142,7 @@ class ScriptedEngine:
 
     async def start(self) -> Instance:
         """Serve; return what a deployment says of it."""
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28, middlewares=[_refuse_what_is_invalid])
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/responses", self._respond)
