@@ -58,17 +58,15 @@ class Migrator:
             How it ended: ``moved``, ``rolled_back``, ``not_copied``, ``not_frozen``, ``ended``,
             ``no_room``, ``no_answer``, or ``gone``.
         """
-        async with self._at_a_time:
-            source = request.instance
-            if source is None or source is target or not request.can_move:
-                return "gone"
-            begun = await self._move(request, source, target)
-            if isinstance(begun, Move):  # other moves need not wait for a client or an engine
-                await asyncio.wait([begun.landed], timeout=self._options.moved_token_seconds)
-        if isinstance(begun, str):
-            outcome = begun
-        else:
-            outcome = "moved" if await asyncio.shield(begun.landed) else "rolled_back"
+        source = request.instance
+        if source is None or source is target or not request.can_move:
+            return "gone"
+        move = request.move_to(target)
+        try:
+            outcome = await self._moved(request, move)
+        finally:
+            if request.is_copying(move):
+                request.not_copied()
         if outcome != "moved":
             request.rest(asyncio.get_running_loop().time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
@@ -87,53 +85,51 @@ class Migrator:
         """Free, in the background, what an instance keeps of a request in vain."""
         self._background(self._release(kept, id))
 
-    async def _move(
-        self, request: LiveRequest, source: InstanceState, target: InstanceState
-    ) -> Move | str:
-        """Copy and freeze a request; return its move once it is frozen, or why it is not."""
-        assert source.control is not None
-        move, outcome = request.move_to(target), "gone"
-        try:
-            outcome = await self._prepared(request, move)
-        finally:
-            if request.is_copying(move):
-                if outcome == "ready" and not request.client_blocks:
-                    request.freeze()
-                else:
-                    request.not_copied()
-        if not request.is_freezing(move):
-            return "gone" if outcome == "ready" else outcome
-        seconds = self._options.freeze_seconds
-        try:
-            frozen = await source.control.freeze(request.id, request.hop, seconds)
-        except NotFrozenError as error:
-            logger.debug("%s: not frozen: %s", request.id, error)
-            if request.is_freezing(move):
-                request.not_frozen()
-            return "not_frozen"
-        except ControlError as error:
-            logger.warning("%s: %s", request.id, error)
-            return await self._after_silence(request, source, move)
-        if not request.is_freezing(move):
-            self.release(Kept(source, move.hop), request.id)
-            return "ended"
-        request.frozen(frozen.output_token_ids, frozen.params)
-        return move
+    async def _moved(self, request: LiveRequest, move: Move) -> str:
+        """Move a request; return how that ended."""
+        await self._filled_block(request, move)
+        async with self._at_a_time:
+            outcome = await self._copied(request, move)
+            if outcome is None and (request.client_blocks or not request.is_copying(move)):
+                outcome = "gone"
+            if outcome is None:
+                request.freeze()
+                outcome = await self._frozen(request, move)
+            if outcome is None:  # other moves need not wait for a client or an engine
+                await asyncio.wait([move.landed], timeout=self._options.moved_token_seconds)
+        if outcome is not None:
+            return outcome
+        return "moved" if await asyncio.shield(move.landed) else "rolled_back"
 
-    async def _prepared(self, request: LiveRequest, move: Move) -> str:
-        """Have the target copy what there is; return ``ready``, or why the request stays.
+    async def _filled_block(self, request: LiveRequest, move: Move) -> None:
+        """Wait until a request has just filled a block: copies are of full blocks.
+
+        What is in a block that is not full has to be computed again at the target.
+        """
+        engine = move.target.engine
+        if engine is None or not engine.prefix_caching:
+            return
+        block = engine.block_size
+        full = request.context_tokens // block
+        while (
+            request.is_copying(move)
+            and request.context_tokens % block > _FEW_TOKENS
+            and request.context_tokens // block == full
+        ):
+            await request.next_token()
+
+    async def _copied(self, request: LiveRequest, move: Move) -> str | None:
+        """Have the target copy what there is; return why the request stays, or None.
 
         A request that fills no block, and a target that shares none, need no copy.
         """
         control, target = move.source.control, move.target
-        if target.engine is not None and target.engine.prefix_caching:
-            await self._filled_block(request, move, target.engine.block_size)
-        if not await self._has_room(request, target):
-            return "no_room"
         if not request.is_copying(move):
             return "gone"
+        if not await self._has_room(request, target):
+            return "no_room"
         if control is None or target.engine is None or not target.engine.prefix_caching:
-            return "ready"
+            return None
         began = asyncio.get_running_loop().time()
         try:
             snapshot = await control.snapshot(request.id, self._options.control_seconds)
@@ -146,32 +142,39 @@ class Migrator:
             await self._upstream.copy(target.instance, body, headers, seconds)
         except NotFrozenError as error:
             logger.debug("%s: no copy: %s", request.id, error)
-            return "ready"
+            return None
         except (ControlError, EngineRefusedError, RequestRefusedError, UpstreamError) as error:
             logger.warning("%s: no copy: %s", request.id, error)
             return "not_copied"
         self._metrics.copying.observe(asyncio.get_running_loop().time() - began)
-        return "ready"
+        return None
 
-    async def _filled_block(self, request: LiveRequest, move: Move, block: int) -> None:
-        """Wait until a request has just filled a block: copies are of full blocks.
-
-        What is in a block that is not full has to be computed again at the target.
-        """
-        full = request.context_tokens // block
-        while (
-            request.is_copying(move)
-            and request.context_tokens % block > _FEW_TOKENS
-            and request.context_tokens // block == full
-        ):
-            await request.next_token()
-
-    async def _after_silence(self, request: LiveRequest, source: InstanceState, move: Move) -> str:
-        """After a freeze without an answer: take it back, or wait how the stream ends."""
-        assert source.control is not None
-        unfrozen = False
+    async def _frozen(self, request: LiveRequest, move: Move) -> str | None:
+        """Have the source freeze a request; return why it has not, or None."""
+        control, seconds = move.source.control, self._options.freeze_seconds
+        assert control is not None
         try:
-            unfrozen = await source.control.unfreeze(request.id, self._options.control_seconds)
+            frozen = await control.freeze(request.id, move.hop, seconds)
+        except NotFrozenError as error:
+            logger.debug("%s: not frozen: %s", request.id, error)
+            if request.is_freezing(move):
+                request.not_frozen()
+            return "not_frozen"
+        except ControlError as error:
+            logger.warning("%s: %s", request.id, error)
+            return await self._after_silence(request, move)
+        if not request.is_freezing(move):
+            self.release(Kept(move.source, move.hop), request.id)
+            return "ended"
+        request.frozen(frozen.output_token_ids, frozen.params)
+        return None
+
+    async def _after_silence(self, request: LiveRequest, move: Move) -> str:
+        """After a freeze without an answer: take it back, or wait how the stream ends."""
+        control, unfrozen = move.source.control, False
+        assert control is not None
+        try:
+            unfrozen = await control.unfreeze(request.id, self._options.control_seconds)
         except ControlError as error:
             logger.warning("%s: %s", request.id, error)
         if request.is_freezing(move) and unfrozen:
@@ -179,7 +182,7 @@ class Migrator:
         elif request.is_freezing(move):
             request.unanswered()
         elif not unfrozen:
-            self.release(Kept(source, move.hop), request.id)  # frozen after all, perhaps
+            self.release(Kept(move.source, move.hop), request.id)  # frozen after all, perhaps
         return "no_answer"
 
     async def _has_room(self, request: LiveRequest, target: InstanceState) -> bool:
