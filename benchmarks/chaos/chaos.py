@@ -29,7 +29,6 @@ __all__ = ["KINDS", "chaos"]
 
 KINDS = ("kill_decode", "kill_prefill", "stop", "fill", "garbage", "restart")
 _QUESTIONS = 40
-_AT_ONCE = 8
 _RUDE_SECONDS = 3.0
 _SCRAPE_SECONDS = 1.0
 _IDLE_SECONDS = 120.0
@@ -41,6 +40,7 @@ async def chaos(
     seconds: float,
     kinds: tuple[str, ...] = KINDS,
     questions: int = _QUESTIONS,
+    at_once: int = 16,
     seed: int = 1,
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.
@@ -51,6 +51,7 @@ async def chaos(
         seconds: how long.
         kinds: of harm, see `Harm.run`.
         questions: how many different requests honest clients ask.
+        at_once: how many honest clients there are.
         seed: of what happens when.
     """
     ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
@@ -80,7 +81,15 @@ async def chaos(
             harm = Harm(engines, proxy, deployment, ledger, generator, session, token)
             await harm.all_in_service()
             await _under_load(
-                deployment, harm, ledger, generator, session, seconds, kinds, questions
+                deployment,
+                harm,
+                ledger,
+                generator,
+                session,
+                seconds,
+                kinds,
+                questions,
+                at_once,
             )
         await _look(deployment, ledger)
     finally:
@@ -99,6 +108,7 @@ async def _under_load(
     seconds: float,
     kinds: tuple[str, ...],
     questions: int,
+    at_once: int,
 ) -> None:
     """Learn the answers, then ask among chaos for a while, and let what runs end."""
     name, url = deployment.served_name, deployment.proxy_url
@@ -106,7 +116,7 @@ async def _under_load(
     rude = RudeClients("127.0.0.1", deployment.proxy.port, name, ledger, generator)
     ending, metrics = asyncio.Event(), _Metrics(ledger)
     try:
-        await honest.learn(_AT_ONCE)
+        await honest.learn(at_once)
         print(f"{questions} answers learnt; chaos for {seconds:.0f} s", flush=True)
         background = [
             asyncio.create_task(metrics.watch(url, session)),
@@ -114,7 +124,7 @@ async def _under_load(
             asyncio.create_task(harm.drain_in_turns()),
         ]
         harming = asyncio.create_task(harm.run(kinds, ending))
-        asking = asyncio.create_task(honest.run(_AT_ONCE, ending, generator))
+        asking = asyncio.create_task(honest.run(at_once, ending, generator))
         try:
             await _wait(seconds, ledger, [*background, harming, asking])
             ending.set()

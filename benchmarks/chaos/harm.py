@@ -20,10 +20,10 @@ from rescheduler.engines.launch_process import ServerProcess
 
 __all__ = ["Harm"]
 
-_PAUSE_SECONDS = (2.0, 8.0)
+_PAUSE_SECONDS = (5.0, 20.0)
 _STOPPED_SECONDS = (5.0, 40.0)
 _GARBAGE_SECONDS = 4.0
-_DRAIN_SECONDS = (4.0, 7.0)
+_DRAIN_SECONDS = (6.0, 10.0)
 _LONG_PROMPT = "and then " * 180  # about 360 tokens
 
 
