@@ -127,7 +127,12 @@ async def _measure(deployment: Deployment, requests: int, rounds: int) -> dict[s
         for way in _WAYS:
             moved.append(await _round(deployment, prompts, f"{number} {way}", way, outcomes))
             pauses[way] += filter(None, (stream.pause() for stream in moved[-1]))
-            print(f"round {number + 1} of {rounds}, {way}: {len(pauses[way])} moves", flush=True)
+            steps = [seconds / step for seconds, step in pauses[way]]
+            print(
+                f"round {number + 1} of {rounds}, {way}: {len(steps)} moves, "
+                f"pause {np.median(steps):.2f} steps in the median, {max(steps):.2f} at most",
+                flush=True,
+            )
         for streams in zip(*moved, strict=True):
             shortest = min(len(stream.tokens) for stream in streams)
             changed += len({tuple(stream.tokens[:shortest]) for stream in streams}) > 1
