@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.http_errors import answer_errors, with_errors
+from rescheduler.serving.http_errors import answer_errors
 
 __all__ = ["admin_app"]
 
@@ -34,13 +34,11 @@ def admin_app(proxy: Proxy, token: str) -> web.Application:
     endpoints = _Endpoints(proxy)
     app = web.Application(middlewares=[answer_errors, check_token])
     app.add_routes(
-        with_errors(
-            [
-                web.get("/admin/instances", endpoints.instances),
-                web.post("/admin/drain/{instance}", endpoints.drain),
-                web.post("/admin/undrain/{instance}", endpoints.undrain),
-            ]
-        )
+        [
+            web.get("/admin/instances", endpoints.instances),
+            web.post("/admin/drain/{instance}", endpoints.drain),
+            web.post("/admin/undrain/{instance}", endpoints.undrain),
+        ]
     )
     return app
 

@@ -20,7 +20,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
-from rescheduler.serving.http_errors import answer_errors, with_errors
+from rescheduler.serving.http_errors import answer_errors
 from rescheduler.serving.request_bodies import RequestBodies
 
 __all__ = ["http_app"]
@@ -38,18 +38,16 @@ def http_app(proxy: Proxy) -> web.Application:
     app = web.Application(client_max_size=largest, middlewares=[answer_errors])
     app.on_response_prepare.append(endpoints.close_when_ending)
     app.add_routes(
-        with_errors(
-            [
-                web.post(COMPLETIONS, endpoints.generate),
-                web.post(CHAT, endpoints.generate),
-                *(web.post(path, endpoints.generate) for path in FORWARDED),
-                *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
-                web.get("/v1/models", endpoints.models),
-                web.get("/health", endpoints.health),
-                web.get("/ready", endpoints.ready),
-                web.get("/metrics", endpoints.metrics),
-            ]
-        )
+        [
+            web.post(COMPLETIONS, endpoints.generate),
+            web.post(CHAT, endpoints.generate),
+            *(web.post(path, endpoints.generate) for path in FORWARDED),
+            *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
+            web.get("/v1/models", endpoints.models),
+            web.get("/health", endpoints.health),
+            web.get("/ready", endpoints.ready),
+            web.get("/metrics", endpoints.metrics),
+        ]
     )
     return app
 

@@ -17,9 +17,6 @@ __all__ = ["Listeners"]
 
 logger = logging.getLogger("headway.serve")
 
-_PROTOCOL = logging.getLogger("headway.serve.http")
-_PROTOCOL.setLevel(logging.CRITICAL)  # a traceback for whatever strangers send that is not HTTP
-
 _ADMIN_HOST = "127.0.0.1"
 _CLEANUP_SECONDS = 2.0
 _BACKLOG = 1024
@@ -49,8 +46,6 @@ class Listeners:
             shutdown_timeout=_CLEANUP_SECONDS,
             keepalive_timeout=self._options.idle_seconds,
             lingering_time=_CLEANUP_SECONDS,
-            auto_decompress=False,
-            logger=_PROTOCOL,
         )
         self._admin: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -112,8 +107,7 @@ class Listeners:
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        app = admin_app(self._proxy, self.admin_token)
-        self._admin = web.AppRunner(app, access_log=None, auto_decompress=False, logger=_PROTOCOL)
+        self._admin = web.AppRunner(admin_app(self._proxy, self.admin_token), access_log=None)
         await self._admin.setup()
         await web.SockSite(self._admin, listening).start()
         self.admin_url = _url(_ADMIN_HOST, port)

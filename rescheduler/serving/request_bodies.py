@@ -50,11 +50,8 @@ class RequestBodies:
         """Return a body.
 
         Raises:
-            RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large;
-                415, it is compressed.
+            RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large.
         """
-        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise RequestRefusedError(415, "send the body as it is, without `Content-Encoding`")
         seconds = self._options.body_seconds
         try:
             async with asyncio.timeout(seconds):
