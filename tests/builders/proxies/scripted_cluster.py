@@ -164,12 +164,13 @@ async def cluster(
     decodes: int = 2,
     migration: Any = None,
     routing: dict[str, Any] | None = None,
+    engine: type[ScriptedEngine] = ScriptedEngine,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     engines: dict[str, ScriptedEngine] = {}
-    instances = [await ScriptedEngine("prefill-0", "prefill", tokenizer, engines).start()]
+    instances = [await engine("prefill-0", "prefill", tokenizer, engines).start()]
     for i in range(decodes):
-        instances.append(await ScriptedEngine(f"decode-{i}", "decode", tokenizer, engines).start())
+        instances.append(await engine(f"decode-{i}", "decode", tokenizer, engines).start())
     deployment = Deployment(
         model="m",
         instances=instances,
