@@ -16,6 +16,8 @@ logger = logging.getLogger("headway.serve")
 class Connection(web.RequestHandler):
     """Answers bytes that are no HTTP in OpenAI's shape, and logs no traceback of them.
 
+    Bodies are left compressed: `RequestBodies` knows how much of one may be unpacked.
+
     Args:
         server: that it belongs to.
         loop: the running event loop.
@@ -25,7 +27,7 @@ class Connection(web.RequestHandler):
     __slots__ = ()
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
-        own: dict[str, Any] = {"access_log": None}
+        own: dict[str, Any] = {"access_log": None, "auto_decompress": False}
         super().__init__(server, loop=loop, **own, **options)
 
     def handle_error(
