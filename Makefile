@@ -2,6 +2,7 @@
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
 # make unit   the unit tests, in two processes
 # make test   every test, with a real vLLM
+# make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
 # make docs   the documentation site, in site/
 #
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit lint docs install clean
+.PHONY: demo test unit fuzz lint docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -36,6 +37,9 @@ test: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
+
+fuzz: $(INSTALLED)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --timeout 0 tests/unit/fuzz
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.ge
 # The first example of a property may compile, and no test depends on the machine's load.
 settings.register_profile("default", deadline=None, derandomize=False, max_examples=25)
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=500)
+settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=100_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -82,6 +82,7 @@ _KINDS = {
     501: "NotImplementedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }

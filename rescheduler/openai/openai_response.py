@@ -1,5 +1,6 @@
 """A whole answer, collected from the chunks of a stream."""
 
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -39,7 +40,7 @@ class ResponseCollector:
         self._prompt_token_ids = chunk.get("prompt_token_ids") or self._prompt_token_ids
         if "prompt_text" in chunk and chunk["prompt_text"] is not None:
             self._tail["prompt_text"] = chunk["prompt_text"]
-        for choice in chunk["choices"]:
+        for choice in chunk.get("choices", ()):
             self._add_choice(choice)
 
     def response(self) -> bytes:
@@ -77,13 +78,12 @@ class ResponseCollector:
         for name, entries in (choice.get("logprobs") or {}).items():
             if self._logprobs is None:
                 self._logprobs = {}
-            self._logprobs.setdefault(name, []).extend(entries or [])
+            if isinstance(entries, list):
+                self._logprobs.setdefault(name, []).extend(entries)
 
     def _whole_logprobs(self) -> dict[str, list[Any]] | None:
         logprobs = self._logprobs
         if logprobs is not None and "text_offset" in logprobs:
-            offset = 0
-            for i, token in enumerate(logprobs["tokens"]):
-                logprobs["text_offset"][i] = offset
-                offset += len(token)
+            lengths = map(len, logprobs.get("tokens", ()))
+            logprobs["text_offset"] = list(accumulate(lengths, initial=0))[:-1]
         return logprobs

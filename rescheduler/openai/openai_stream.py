@@ -1,7 +1,7 @@
 """Chunks of an engine's stream, spliced into the one stream that the client reads."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -16,6 +16,8 @@ DONE = b"[DONE]"
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[0-9,\s]*\]')
 _encode = msgspec.json.encode
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class _Delta(msgspec.Struct):
@@ -33,8 +35,8 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -45,13 +47,15 @@ class Chunk(msgspec.Struct):
         created: seconds since 1970.
         prompt_token_ids: of a chat's first chunk.
         system_fingerprint: of the last chunk.
+        usage: token counts, of the last chunk or of all.
         error: instead of everything else.
     """
 
     choices: list[_Choice] = []
     created: int = 0
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     system_fingerprint: str | None = None
+    usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
     @property
@@ -74,7 +78,11 @@ def read_chunk(data: bytes) -> Chunk:
     Raises:
         msgspec.DecodeError: not a chunk.
     """
-    return _decoder.decode(data)
+    try:
+        data.decode()  # the decoder skips what it does not read
+        return _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def event(data: bytes) -> bytes:
@@ -248,7 +256,7 @@ class StreamSplicer:
                 logprobs[name] = entries[:counted]
         if "text_offset" in logprobs:
             offsets = []
-            for token in logprobs["tokens"]:
+            for token in logprobs.get("tokens", ()):
                 offsets.append(self._text_offset)
                 self._text_offset += len(token)
             logprobs["text_offset"] = offsets

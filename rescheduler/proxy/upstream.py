@@ -156,8 +156,10 @@ class Upstream:
         except TimeoutError as error:
             seconds = self._options.prefill_seconds
             raise UpstreamError(instance, f"no prefill within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UpstreamError(instance, f"its answer to a prefill is no JSON: {error}") from error
         try:
             read = msgspec.convert(answer, _PrefillAnswer)
         except msgspec.ValidationError as error:

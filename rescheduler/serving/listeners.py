@@ -11,6 +11,7 @@ from rescheduler.engines.deployment import DeploymentError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import admin_app
 from rescheduler.serving.admin_token import create_admin_token
+from rescheduler.serving.connection import Connection, refuse_expectations
 from rescheduler.serving.http_app import http_app
 
 __all__ = ["Listeners"]
@@ -40,15 +41,11 @@ class Listeners:
         self.url = self.admin_url = self.admin_token = ""
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
-            http_app(proxy),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=_CLEANUP_SECONDS,
-            keepalive_timeout=self._options.idle_seconds,
-            lingering_time=_CLEANUP_SECONDS,
+            http_app(proxy), handler_cancellation=True, shutdown_timeout=_CLEANUP_SECONDS
         )
         self._admin: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
+        self._admin_server: asyncio.Server | None = None
 
     @property
     def connections(self) -> int:
@@ -66,12 +63,20 @@ class Listeners:
         await self._clients.setup()
         served = self._clients.server
         assert served is not None
+        refuse_expectations(served)
 
         def accept() -> asyncio.Protocol:
             full = self.connections >= most
             if full:
                 logger.warning("refused a client: %d connections are open", most)
-            return _Full() if full else served()
+            if full:
+                return _Full()
+            return Connection(
+                served,
+                loop=loop,
+                keepalive_timeout=self._options.idle_seconds,
+                lingering_time=_CLEANUP_SECONDS,
+            )
 
         host, port = self._options.host, self._options.port
         loop = asyncio.get_running_loop()
@@ -92,6 +97,8 @@ class Listeners:
         """Close every connection."""
         await self.stop()
         await self._clients.cleanup()
+        if self._admin_server is not None:
+            self._admin_server.close()
         if self._admin is not None:
             await self._admin.cleanup()
 
@@ -107,9 +114,14 @@ class Listeners:
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        self._admin = web.AppRunner(admin_app(self._proxy, self.admin_token), access_log=None)
+        self._admin = web.AppRunner(admin_app(self._proxy, self.admin_token))
         await self._admin.setup()
-        await web.SockSite(self._admin, listening).start()
+        served, loop = self._admin.server, asyncio.get_running_loop()
+        assert served is not None
+        refuse_expectations(served)
+        self._admin_server = await loop.create_server(
+            lambda: Connection(served, loop=loop), sock=listening
+        )
         self.admin_url = _url(_ADMIN_HOST, port)
 
 

@@ -1,6 +1,7 @@
 """Reading clients' request bodies: not too large, not too slowly, not too many."""
 
 import asyncio
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,8 @@ from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 
 __all__ = ["RequestBodies"]
+
+_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class RequestBodies:
@@ -32,7 +35,7 @@ class RequestBodies:
             RequestRefusedError: 413, it is too large; 503, all of them together are.
         """
         size = http.content_length
-        if size is None:
+        if size is None or _encoding(http):
             size = self._largest
         if size > self._largest:
             raise self._too_large()
@@ -50,19 +53,45 @@ class RequestBodies:
         """Return a body.
 
         Raises:
-            RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large.
+            RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large;
+                415, it is compressed in another way than gzip's or zlib's.
         """
-        seconds = self._options.body_seconds
+        seconds, encoding = self._options.body_seconds, _encoding(http)
+        if encoding not in ("", *_WINDOW_BITS):
+            raise RequestRefusedError(415, "a body may be compressed as gzip or deflate only")
         try:
             async with asyncio.timeout(seconds):
-                return await http.read()
+                raw = await http.read()
         except TimeoutError:
             raise RequestRefusedError(408, f"the body took more than {seconds:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large() from None
         except web.RequestPayloadError as error:
             raise RequestRefusedError(400, "the body is incomplete or damaged") from error
+        return self._unpacked(raw, encoding) if encoding else raw
+
+    def _unpacked(self, packed: bytes, encoding: str) -> bytes:
+        """Return what a compressed body holds, but no more than the largest body.
+
+        A kilobyte can hold a megabyte: what is too large is not unpacked to its end.
+        """
+        unpacking = zlib.decompressobj(_WINDOW_BITS[encoding])
+        try:
+            raw = unpacking.decompress(packed, self._largest + 1)
+        except zlib.error as error:
+            raise RequestRefusedError(400, "the body is incomplete or damaged") from error
+        if len(raw) > self._largest:
+            raise self._too_large()
+        if not unpacking.eof:
+            raise RequestRefusedError(400, "the body is incomplete or damaged")
+        return raw
 
     def _too_large(self) -> RequestRefusedError:
         megabytes = self._options.largest_body_mb
         return RequestRefusedError(413, f"the body is larger than {megabytes} MiB")
+
+
+def _encoding(http: web.Request) -> str:
+    """Return how a body is compressed; nothing if it is not."""
+    encoding = http.headers.get("Content-Encoding", "").strip().lower()
+    return "" if encoding == "identity" else encoding

@@ -1,9 +1,10 @@
-"""Predictors that several files test, each trained once."""
+"""Predictors that several files test, each trained once, and the embedded model's tokenizer."""
 
 from pathlib import Path
 
 import pytest
 from memoryless_dataset import record_memoryless
+from tokenizers import Tokenizer
 from training_runs import FEW_ROWS, SURVIVAL, fit
 
 
@@ -34,3 +35,8 @@ def as_ended_checkpoint(memoryless: Path, tmp_path_factory: pytest.TempPathFacto
     """STAR's regressor, which counts cut requests as if they had ended there."""
     out = tmp_path_factory.mktemp("as_ended") / "checkpoint"
     return fit("star", memoryless, out, "--data.cut_requests", "as_ended", *FEW_ROWS)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))

@@ -165,6 +165,7 @@ async def cluster(
     migration: Any = None,
     routing: dict[str, Any] | None = None,
     prefix_caching: bool = True,
+    kind: type[ScriptedEngine] = ScriptedEngine,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """Run a proxy before scripted engines.
@@ -176,7 +177,7 @@ async def cluster(
     names = ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
     instances = []
     for name in names:
-        engine = ScriptedEngine(name, name.partition("-")[0], tokenizer, engines)
+        engine = kind(name, name.partition("-")[0], tokenizer, engines)
         engine.prefix_caching = prefix_caching
         instances.append(await engine.start())
     deployment = Deployment(

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rescheduler.engines.deployment import Instance
+from rescheduler.openai.openai_request import FORWARDED
 from rescheduler.transfer.control_messages import (
     EngineState,
     Freeze,
@@ -40,14 +41,6 @@ __all__ = ["Running", "ScriptedEngine", "reference"]
 
 _BLOCKS = 1000
 _BLOCK = 16
-
-
-@web.middleware
-async def _refuse_what_is_invalid(http: web.Request, handler: Any) -> web.StreamResponse:
-    try:
-        return await handler(http)  # type: ignore[no-any-return]
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        return web.json_response({"error": {"message": "scripted", "code": 400}}, status=400)
 
 
 def next_token(context: list[int]) -> int:
@@ -100,6 +93,7 @@ class ScriptedEngine:
         poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
         key: API key that requests must have; empty: none.
         padding: bytes added to every chunk.
+        longest: tokens of a chat that sets no limit.
         kept: tokens kept for other engines, by id.
         bodies: every request body.
         pulled: requests whose context came from elsewhere.
@@ -128,6 +122,7 @@ class ScriptedEngine:
     poisoned: str = ""
     key: str = ""
     padding: int = 0
+    longest: int = 100_000
     over: dict[str, int] = field(default_factory=dict)
     kept: dict[str, list[int]] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
@@ -142,11 +137,11 @@ class ScriptedEngine:
 
     async def start(self) -> Instance:
         """Serve; return what a deployment says of it."""
-        app = web.Application(client_max_size=1 << 28, middlewares=[_refuse_what_is_invalid])
+        app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/v1/responses", self._respond)
-        app.router.add_post("/tokenize", self._respond)
+        for path in FORWARDED:
+            app.router.add_post(path, self._respond)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -303,7 +298,7 @@ class ScriptedEngine:
         head, prompt = self._head(http, chat), list(running.context)
         text = DecodeStream(ids=prompt, skip_special_tokens=True)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
-        most = 100_000 if most is None and chat else most or 16
+        most = self.longest if most is None and chat else most or 16
         while self.hangs:
             await asyncio.sleep(0.01)
         await response.prepare(http)

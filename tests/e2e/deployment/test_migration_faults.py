@@ -20,7 +20,7 @@ from moving import (
 )
 from running_deployment import RunningDeployment
 
-BODY = GREEDY | {"temperature": 1.0, "seed": 17}
+BODY = GREEDY | {"prompt": f"Again. {STORY * 8}", "temperature": 1.0, "seed": 17}  # 8 blocks
 SOURCE = "decode-0"
 
 
