@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+import yaml
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
 from rescheduler.commands.option_spelling import normalised
 
@@ -18,6 +19,11 @@ _UNKNOWN = re.compile(
     r"|(?:^Option|does not accept option) '(?P<key>[\w.-]+)'"
 )
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w.]*_[\w.]*")
+
+_INVALID_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError)
+"""What PyYAML raises; the last three for values that do not fit their tags, as ``!!bool x``."""
+
+set_loader("yaml", get_loader("yaml"), _INVALID_YAML)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -67,7 +73,9 @@ class CommandParser(ArgumentParser):
 
 
 def _shortened(message: str) -> str:
-    """Return the line about an unknown key, without the types that were tried around it."""
+    """Return a message without the whole file, or the types that were tried, around the mistake."""
+    if message.startswith("Unexpected config"):
+        return "the configuration must be a mapping of options to their values"
     key = re.match(r'Parser key "([\w.-]+)":\n', message)
     found = re.search(r"Option '[\w.-]+' is not accepted.*", message)
     return f"{key[1]}: {found[0]}" if key and found else message

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
+from data_collection.yaml_file import read_yaml
 from predictor.live.curve_keys import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 
@@ -258,11 +258,9 @@ def read_deployment(path: Path | str) -> Deployment:
     """
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DeploymentError(f"{path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path}: invalid YAML: {' '.join(str(error).split())}") from error
+        values = read_yaml(path)
+    except ValueError as error:
+        raise DeploymentError(str(error)) from error
     try:
         return Deployment.from_values(values)
     except DeploymentError as error:

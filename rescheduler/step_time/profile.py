@@ -8,6 +8,7 @@ import msgspec
 import yaml
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.yaml_file import read_yaml
 from rescheduler.step_time.engine_description import EngineDescription
 
 __all__ = ["BatchTime", "FitQuality", "Gradients", "Profile", "load_profile", "write_profile"]
@@ -100,9 +101,10 @@ def load_profile(path: str | Path) -> Profile:
     Raises:
         ValueError: the file cannot be read or is none; says where.
     """
+    values = read_yaml(Path(path))
     try:
-        profile = msgspec.convert(yaml.safe_load(Path(path).read_text("utf-8")), Profile)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        profile = msgspec.convert(values, Profile)
+    except msgspec.ValidationError as error:
         raise ValueError(f"{path}: no profile of an engine: {error}") from error
     if not all(0 <= seconds < inf for seconds in profile.batch) or not any(profile.batch):
         raise ValueError(f"{path}: batch must be seconds from 0, not all 0: {profile.batch}")

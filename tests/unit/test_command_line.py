@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 import yaml
+from command_for import command_for
 from recorded_dataset import record
 
 from rescheduler.commands.command_line import _VERBS, main
@@ -101,19 +102,7 @@ def test_every_configuration_file_is_accepted(
     if config.parent.name == "serve":
         assert exit_status("launch", "--print", "--config", str(config)) == 0
         return
-    if config.parent.name == "collect":
-        arguments = ["collect", "out"]
-    elif config.parent.name == "prompt_length":
-        arguments = ["train-length", "dataset", "prompts"]
-    elif config.name.startswith("evaluate"):
-        arguments = ["evaluate", "dataset", "checkpoint"]
-    elif config.parent.name in ("papers", "simulate", "rl"):
-        command = config.read_text().partition("headway ")[2].split()  # as its first lines say
-        arguments = command[: command.index("--config")]
-        if arguments != ["simulate"]:
-            arguments += ["--out", "out"]
-    else:
-        arguments = ["train", "fit", "--data.dataset", "dataset"]
+    arguments = command_for(config)
     assert exit_status(*arguments, "--config", str(config), "--print_config") == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     given = yaml.safe_load(config.read_text())
