@@ -3,8 +3,9 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -74,6 +75,8 @@ REQUESTS_SCHEMA = pa.schema(
     ]
 )
 
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
 
 @dataclass
 class Session:
@@ -105,9 +108,9 @@ class Session:
     name: str
     model: str
     revision: str
-    hidden_size: int
-    dtype: str
-    k: int
+    hidden_size: Count
+    dtype: Literal["float16", "float32"]
+    k: Count
     engine: str
     runner: str
     headway: str
@@ -156,8 +159,8 @@ def read_sessions(dataset: Path) -> list[Session]:
     sessions = []
     for path in sorted((dataset / "sessions").glob("*.json")):
         try:
-            sessions.append(Session(**json.loads(path.read_text(encoding="utf-8"))))
-        except (ValueError, TypeError) as error:
+            sessions.append(msgspec.json.decode(path.read_bytes(), type=Session))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DatasetError(f"{path}: not a session's file: {error}") from error
     if not sessions:
         raise DatasetError(f"{dataset}: not a dataset recorded by Headway: no sessions/*.json")

@@ -41,7 +41,7 @@ def open_shard(file: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(file) as shard:
             yield shard
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{file.name}: not a whole Parquet file ({error}); move it away to use the rest"
         ) from error

@@ -44,7 +44,7 @@ def load_predictor(checkpoint: str) -> HiddenStateMLP:
     kind = read_config(folder).get("kind")
     if local and not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS}, so this is no checkpoint")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise CheckpointError(
             f"{checkpoint}: config.json says kind {kind!r}; known: {', '.join(_KINDS)}"
         )

@@ -232,7 +232,7 @@ def _check_shards(files: Sequence[Path]) -> None:
     for file in files:
         try:
             pq.read_metadata(file)
-        except (OSError, pa.ArrowInvalid) as error:
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             raise DatasetError(
                 f"{file}: not a whole Parquet file ({error}); move it away to use the rest"
             ) from error

@@ -59,7 +59,7 @@ def read_engine(path: Path) -> EngineDescription:
     beside = _engine_file(path)
     try:
         return msgspec.json.decode(beside.read_bytes(), type=EngineDescription)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ValueError(
             f"{beside}: does not say whose steps {path.name} holds: {error}"
         ) from error
