@@ -15,7 +15,8 @@ requests move all the time, and at random
 
 The table that it ends with: ``tokens_changed`` of honest answers, requests ``lost`` without a
 word, ``blocks_leaked`` once all is idle, ``honest_5xx`` while an engine was healthy (and
-``honest_5xx_at_a_kill``: while one was killed or stopped; ``cut_by_proxy_restart`` were told so),
+``honest_5xx_at_a_kill``: while one was killed or stopped; ``cut_by_proxy_restart`` were told so,
+``refused_at_proxy_restart`` found no proxy),
 and ``loop_stall_ms``, the longest computation of the proxy's event loop at a stretch.
 """
 

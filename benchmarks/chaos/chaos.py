@@ -40,7 +40,7 @@ async def chaos(
     seconds: float,
     kinds: tuple[str, ...] = KINDS,
     questions: int = _QUESTIONS,
-    at_once: int = 16,
+    at_once: int = 12,
     seed: int = 1,
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.

@@ -23,7 +23,7 @@ __all__ = ["Harm"]
 _PAUSE_SECONDS = (5.0, 20.0)
 _STOPPED_SECONDS = (5.0, 40.0)
 _GARBAGE_SECONDS = 4.0
-_DRAIN_SECONDS = (6.0, 10.0)
+_DRAIN_SECONDS = (3.0, 6.0)
 _LONG_PROMPT = "and then " * 180  # about 360 tokens
 
 

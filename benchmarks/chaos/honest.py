@@ -90,7 +90,8 @@ class HonestClients:
             status = error.status_code
             failed("5xx" if status >= 500 else "429" if status == 429 else "4xx", error)
         except (openai.APIConnectionError, httpx.TransportError) as error:
-            failed("broken", error)
+            refused = isinstance(error.__cause__, httpx.ConnectError)
+            failed("refused" if refused else "broken", error)
         except openai.APIError as error:  # an event of the stream
             failed("5xx", error)
         else:

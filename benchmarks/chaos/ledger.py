@@ -58,9 +58,12 @@ class Ledger:
             expected: all of its tokens.
             began: when it was sent.
             why: for the notes.
-            how: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``broken`` (connection), or
-                ``silent`` (the stream ended as if all was well).
+            how: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
+                (connection), or ``silent`` (the stream ended as if all was well).
         """
+        if how == "refused" and self.during("proxy", began):
+            self.counts["refused_at_proxy_restart"] += 1
+            return
         self.counts["requests"] += 1
         if tokens != expected[: len(tokens)]:
             self._changed(number, tokens, expected)
@@ -68,7 +71,7 @@ class Ledger:
             self.counts["cut_by_proxy_restart"] += 1
             return
         self.notes.append(f"request {number}, {len(tokens)} tokens, {how}: {why}")
-        if how in ("broken", "silent"):
+        if how in ("refused", "broken", "silent"):
             self.counts["lost"] += 1
         elif how == "5xx":
             at_outage = self.during("engine", began)

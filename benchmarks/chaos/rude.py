@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.chaos.ledger import Ledger
 __all__ = ["RudeClients"]
 
 _STALL_SECONDS = 20.0
+_POISON_SECONDS = 120.0
 _PROMPT = "Tell me everything about the sea, from the beginning"
 
 _NO_JSON = (
@@ -124,18 +126,24 @@ class RudeClients:
         fields: dict[str, Any] = r.choice(_POISON)
         raw: bytes = r.choice([*_NO_JSON, *[json.dumps(body | fields).encode()] * 4])
         path = r.choice(("completions", "chat/completions", "responses", "embeddings", "nothing"))
-        reader, writer = await self._connected()
-        try:
-            writer.write(self._head(path, len(raw)) + raw)
-            async with asyncio.timeout(120):
-                line = await reader.readline()
-            answered = line.startswith(b"HTTP/1.1 ")
-            self._ledger.counts["poison_answered"] += answered
+        began, line = time.monotonic(), b""
+        with suppress(OSError, TimeoutError):
+            reader, writer = await self._connected()
+            try:
+                writer.write(self._head(path, len(raw)) + raw)
+                async with asyncio.timeout(_POISON_SECONDS):
+                    line = await reader.readline()
+            finally:
+                writer.close()
+        counts, what = self._ledger.counts, f"poison to {path}: {line!r}: {raw[:200]!r}"
+        if line.startswith(b"HTTP/1.1 "):
+            counts["poison_answered"] += 1
             if line.startswith(b"HTTP/1.1 5") and line.split()[1] not in (b"501", b"503"):
-                self._ledger.counts["poison_5xx"] += 1
-                self._ledger.notes.append(f"poison to {path}: {line!r}: {raw[:200]!r}")
-        finally:
-            writer.close()
+                counts["poison_5xx"] += 1
+                self._ledger.notes.append(what)
+        elif not self._ledger.during("proxy", began):
+            counts["poison_unanswered"] += 1
+            self._ledger.notes.append(f"{what}, after {time.monotonic() - began:.0f} s")
 
     async def _sent(
         self, body: dict[str, Any], path: str = "completions"
