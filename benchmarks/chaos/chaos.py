@@ -27,7 +27,7 @@ from rescheduler.transfer.control_messages import ControlError
 
 __all__ = ["KINDS", "chaos"]
 
-KINDS = ("kill_decode", "kill_prefill", "stop", "fill", "garbage", "restart")
+KINDS = ("fill", "garbage", "stop", "restart", "kill_decode", "kill_prefill")
 _QUESTIONS = 40
 _RUDE_SECONDS = 3.0
 _SCRAPE_SECONDS = 1.0

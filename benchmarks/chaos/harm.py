@@ -59,7 +59,7 @@ class Harm:
 
         Args:
             kinds: ``kill_decode``, ``kill_prefill``, ``stop``, ``fill``, ``garbage``, ``restart``;
-                each is done once before any is done again.
+                in this order at first, then at random, each once before any is done again.
             until: when to end.
         """
         actions: dict[str, Callable[[], Awaitable[None]]] = {
@@ -70,7 +70,7 @@ class Harm:
             "garbage": self._garbage,
             "restart": self._restart_proxy,
         }
-        waiting: list[str] = []
+        waiting = [*reversed(kinds)]
         while not until.is_set():
             if not waiting:
                 waiting = self._random.sample(kinds, len(kinds))

@@ -9,7 +9,7 @@ from benchmarks.chaos.chaos import chaos
 from rescheduler.engines.deployment import ProxyOptions
 
 SECONDS = 60.0
-KINDS = ("stop", "garbage", "restart")  # a killed engine takes longer to come back
+KINDS = ("garbage", "restart", "kill_decode", "stop")
 
 
 def test_honest_clients_get_their_tokens_whatever_happens(deployment: RunningDeployment) -> None:
@@ -20,8 +20,8 @@ def test_honest_clients_get_their_tokens_whatever_happens(deployment: RunningDep
         chaos(deployment.launched, described, SECONDS, KINDS, questions=8, at_once=6, seed=2)
     )
     counts = ledger.counts
-    promised = ("tokens_changed", "lost", "blocks_leaked", "honest_5xx", "honest_4xx")
-    assert {name: counts[name] for name in promised} == dict.fromkeys(promised, 0), ledger.notes
-    assert counts["poison_5xx"] == 0, ledger.notes
-    assert counts["requests"] >= 8 and counts["moves"] >= 4, counts
-    assert counts["stops"] + counts["kills"] + counts["proxy_restarts"] >= 1, counts
+    harmless = ("tokens_changed", "lost", "blocks_leaked", "honest_5xx", "honest_4xx")
+    harmless += ("poison_5xx", "poison_unanswered")
+    assert {name: counts[name] for name in harmless} == dict.fromkeys(harmless, 0), ledger.notes
+    assert counts["requests"] >= 8 and counts["moves"] >= 2, counts
+    assert counts["garbage"] and counts["proxy_restarts"] and counts["kills"], counts

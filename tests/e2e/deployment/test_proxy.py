@@ -318,7 +318,7 @@ def impatient_proxy(
 def test_an_engine_that_hangs_loses_no_token(
     deployment: RunningDeployment, impatient_proxy: Served
 ) -> None:
-    """One that is killed: see `test_soak`."""
+    """One that is killed: see `test_chaos`."""
 
     async def work(client: Client) -> None:
         body = {**LONG, "max_tokens": 80}
