@@ -82,6 +82,7 @@ class RudeClients:
         finally:
             for task in clients:
                 task.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
 
     async def _rude(self, kind: Callable[[], Awaitable[None]]) -> None:
         with suppress(OSError, aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError):
@@ -91,10 +92,12 @@ class RudeClients:
         """Leave at a random moment: before the answer, or in the middle of it."""
         self._ledger.counts["clients_left"] += 1
         _, writer = await self._sent(self._body(max_tokens=150))
-        await asyncio.sleep(self._random.choice((0.0, 0.02, 0.2, 2.0, 6.0)))
-        if self._random.random() < 0.5:
-            writer.transport.abort()
-        writer.close()
+        try:
+            await asyncio.sleep(self._random.choice((0.0, 0.02, 0.2, 2.0, 6.0)))
+        finally:
+            if self._random.random() < 0.5:
+                writer.transport.abort()
+            writer.close()
 
     async def _stalls(self) -> None:
         """Send half of something, or read nothing, for a while."""
