@@ -101,11 +101,11 @@ def load_profile(path: str | Path) -> Profile:
     Raises:
         ValueError: the file cannot be read or is none; says where.
     """
-    values = read_yaml(Path(path))
     try:
-        profile = msgspec.convert(values, Profile)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: no profile of an engine: {error}") from error
+        profile = msgspec.convert(read_yaml(Path(path)), Profile)
+    except ValueError as error:  # msgspec's too
+        reason = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: no profile of an engine: {reason}") from error
     if not all(0 <= seconds < inf for seconds in profile.batch) or not any(profile.batch):
         raise ValueError(f"{path}: batch must be seconds from 0, not all 0: {profile.batch}")
     return profile

@@ -154,7 +154,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
         for engine in it.decodes:
             engine.padding = PADDING
         async with stalled(it, LONG):
-            await until(lambda: it.proxy.running == 1 and it.live().client_blocks)
+            await until(lambda: any(request.client_blocks for request in it.requests()))
             blocked = it.live()
             assert not blocked.can_move
             assert await it.move() == "gone"

@@ -392,10 +392,10 @@ async def test_a_client_that_leaves_frees_everything(
         elif moment == "first token":
             await until(lambda: any(engine.running for engine in it.decodes))
         else:
-            await until(lambda: any(e.running for e in it.decodes) and it.live().can_move)
+            await until(lambda: any(request.can_move for request in it.requests()))
         if moment == "freeze":
             moving = asyncio.create_task(it.move())
-            await until(lambda: it.live().may_be_frozen)
+            await until(lambda: any(request.may_be_frozen for request in it.requests()))
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: it.proxy.running == 0)
