@@ -25,7 +25,7 @@ from rescheduler.serving import listeners
 
 BATCH = 50
 LONGEST_STALL = 0.3
-"""Seconds; 0.1 at the proxy alone, but clients and engines compute in this loop, too."""
+"""Seconds that the event loop computes; the clients and the engines run in it, too."""
 SHORT = {"body_seconds": 0.3, "idle_seconds": 0.3, "pool_seconds": 0.5}
 INTERNAL = (b"Traceback", b".py", b"127.0.0.1", b"site-packages", b"0x7f")
 """What no client should learn from an error."""
