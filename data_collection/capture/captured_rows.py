@@ -48,6 +48,8 @@ class FinishedRequest(msgspec.Struct, frozen=True):
         prompt_token_ids: the prompt, or None when it came as embeddings.
         output_token_ids: [total_tokens] the answer.
         extra_args: what the client attached to its sampling parameters.
+        temperature: with which the answer was sampled; None when unknown.
+        top_p: nucleus of the sampling; None when unknown.
     """
 
     request_id: str
@@ -58,6 +60,8 @@ class FinishedRequest(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None
     output_token_ids: list[int]
     extra_args: dict[str, Any]
+    temperature: float | None = None
+    top_p: float | None = None
 
 
 class RowConsumer(Protocol):

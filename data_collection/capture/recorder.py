@@ -255,6 +255,8 @@ class Recorder:
             "censored": censored,
             "finish_reason": finished.finish_reason,
             "max_tokens": finished.max_tokens,
+            "temperature": finished.temperature,
+            "top_p": finished.top_p,
             "source": source,
             "task": task,
             "rows": n_rows,

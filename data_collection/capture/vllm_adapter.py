@@ -145,6 +145,8 @@ def finished_request(request: Any) -> FinishedRequest:
         prompt_token_ids=list(request.prompt_token_ids) if request.prompt_token_ids else None,
         output_token_ids=list(request.output_token_ids),
         extra_args=dict(sampling.extra_args or {}) if sampling else {},
+        temperature=sampling.temperature if sampling else None,
+        top_p=sampling.top_p if sampling else None,
     )
 
 

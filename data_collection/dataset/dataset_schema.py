@@ -67,6 +67,8 @@ REQUESTS_SCHEMA = pa.schema(
         ("censored", pa.bool_()),
         ("finish_reason", pa.string()),
         ("max_tokens", pa.int32()),
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
         ("source", pa.string()),
         ("task", pa.string()),
         ("rows", pa.int32()),

@@ -25,6 +25,9 @@ from data_collection.dataset.split import split_requests
 __all__ = ["open_shard", "validate"]
 
 _BATCH_ROWS = 4096
+_ADDED_LATER = ("temperature", "top_p")
+"""Columns that datasets of earlier versions do not have."""
+
 _EXAMPLES = 3
 
 BoolArray = npt.NDArray[np.bool_]
@@ -200,6 +203,8 @@ class _Check:
         wrong = []
         for column in expected:
             place = found.get_field_index(column.name)
+            if place < 0 and column.name in _ADDED_LATER:
+                continue
             if place < 0:
                 wrong.append(f"{column.name} is missing")
             elif not (kind := found.field(place).type).equals(column.type):

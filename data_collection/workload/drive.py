@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -170,12 +171,13 @@ class _Drive:
     ) -> None:
         request_id = ID_PREFIX + prompt.id
         self._in_flight.add(request_id)
+        settings = replace(self._sampling, **prompt.sampling)
         sampling = SamplingParams(
-            temperature=self._sampling.temperature,
-            top_p=self._sampling.top_p,
-            max_tokens=self._sampling.max_tokens,
-            n=self._sampling.n,
-            seed=None if self._sampling.seed is None else self._sampling.seed + index,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+            n=settings.n,
+            seed=None if settings.seed is None else settings.seed + index,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={"headway_source": prompt.source, "headway_task": prompt.task},

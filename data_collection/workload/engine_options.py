@@ -1,6 +1,7 @@
 """The settings that start an engine and drive it: options, sampling, what is recorded."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 __all__ = ["ID_PREFIX", "EngineOptions", "RecordOptions", "Sampling", "engine_arguments"]
@@ -48,7 +49,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse what no engine can sample with."""
         for name, value, wrong, expected in (
-            ("temperature", self.temperature, self.temperature < 0, "0 or more"),
+            ("temperature", self.temperature, not 0 <= self.temperature < inf, "0 or more"),
             ("top_p", self.top_p, not 0 < self.top_p <= 1, "above 0, at most 1"),
             ("max_tokens", self.max_tokens, self.max_tokens < 1, "1 or more"),
             ("n", self.n, self.n < 1, "1 or more"),

@@ -4,9 +4,11 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
+
+from data_collection.workload.engine_options import Sampling
 
 __all__ = ["Prompt", "PromptError", "load_prompts"]
 
@@ -16,6 +18,8 @@ _STARTER = Path(__file__).with_name("starter_prompts.jsonl")
 Length is what a predictor learns, so the set mixes kinds of answers: any stretch of it covers
 most tasks.
 """
+
+_SAMPLING = ("temperature", "top_p", "max_tokens")
 
 _JSONL = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 
@@ -33,12 +37,14 @@ class Prompt:
         messages: the conversation so far, as chat messages.
         source: where it comes from.
         task: what kind of request it is.
+        sampling: the settings of `Sampling` that this request has of its own.
     """
 
     id: str
     messages: list[dict[str, str]]
     source: str
     task: str
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
@@ -46,8 +52,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Args:
         source: ``starter`` (bundled), a JSONL file (``.jsonl``, also gzipped) whose lines have
-            ``prompt`` or ``messages`` and optionally ``id``, ``source``, ``task``, or the id of
-            a Hugging Face dataset with such columns, optionally ``OWNER/NAME:SPLIT``.
+            ``prompt`` or ``messages`` and optionally ``id``, ``source``, ``task``,
+            ``temperature``, ``top_p`` and ``max_tokens``, or the id of a Hugging Face dataset
+            with such columns, optionally ``OWNER/NAME:SPLIT``.
         limit: keep only so many.
 
     Raises:
@@ -97,7 +104,22 @@ def _parse(where: str, record: Any, index: int, default_source: str) -> Prompt:
         messages=[{"role": m["role"], "content": m["content"]} for m in messages or []],
         source=_text(record, "source", default_source),
         task=_text(record, "task", ""),
+        sampling=_sampling(where, record),
     )
+
+
+def _sampling(where: str, record: dict[str, Any]) -> dict[str, Any]:
+    given = {name: record[name] for name in _SAMPLING if record.get(name) is not None}
+    for name, value in given.items():
+        whole = name == "max_tokens"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            expected = "a whole number" if whole else "a number"
+            raise PromptError(f"{where}: {name}: {value!r} is invalid; expected {expected}")
+    try:
+        replace(Sampling(), **given)
+    except ValueError as error:
+        raise PromptError(f"{where}: {error}") from error
+    return given
 
 
 def _text(record: dict[str, Any], key: str, default: str) -> str:

@@ -118,3 +118,32 @@ def test_another_encoding_is_refused(tmp_path: Path) -> None:
     path.write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
     with pytest.raises(PromptError, match=r"mine\.jsonl: not UTF-8"):
         load_prompts(str(path))
+
+
+def test_a_prompt_brings_its_own_sampling(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "mine.jsonl",
+        {"prompt": "a", "temperature": 0, "max_tokens": 64},
+        {"prompt": "b", "top_p": 0.9, "temperature": None},
+    )
+    first, second = load_prompts(source)
+    assert first.sampling == {"temperature": 0, "max_tokens": 64}
+    assert second.sampling == {"top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"temperature": -1}, "line 1: temperature: -1 is invalid; expected 0 or more"),
+        ({"temperature": float("nan")}, "temperature: nan is invalid; expected 0 or more"),
+        ({"temperature": "hot"}, "line 1: temperature: 'hot' is invalid; expected a number"),
+        ({"max_tokens": 1.5}, "line 1: max_tokens: 1.5 is invalid; expected a whole number"),
+        ({"max_tokens": True}, "line 1: max_tokens: True is invalid; expected a whole number"),
+        ({"top_p": 0}, "line 1: top_p: 0 is invalid; expected above 0, at most 1"),
+    ],
+)
+def test_sampling_that_no_engine_can_use_is_refused(
+    tmp_path: Path, setting: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(PromptError, match=expected):
+        load_prompts(write(tmp_path / "mine.jsonl", {"prompt": "a"} | setting))
