@@ -59,6 +59,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             )
         refuse_unsupported(vllm_config)
         self._capture = read_capture_config(vllm_config.additional_config, self.config_type)
+        self._replays = self._capture.record is not None and self._capture.record.replays
         self._generated: dict[str, int] = {}
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -75,7 +76,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         self._engine_steps += 1
         if self._hook is not None and self._armed:
             started = time.thread_time()
-            note_scheduled(self._hook, scheduler_output)
+            note_scheduled(self._hook, scheduler_output, self._replays)
             finished = getattr(scheduler_output, FINISHED_ATTRIBUTE, [])
             self._hook.step_done(*step_rows(self.model_runner), finished)
             self._hook_seconds += time.thread_time() - started

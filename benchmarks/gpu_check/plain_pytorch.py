@@ -109,7 +109,7 @@ def forecaster(findings: Findings, here: Here) -> None:
         made = Forecaster(_predictor(), device, _BATCH, publisher=None)
         hook = CaptureHook(1, [made])
         names = _add_requests(hook, size)
-        hook.step_done(names, lambda rows: model.hidden[rows], [])
+        hook.step_done(names, lambda rows, _behind: model.hidden[rows], [])
         (forecasts,) = _wait_for(made.take_arrived, 1)
         findings.require_at_most(
             f"largest_difference_of_{size}", _difference(forecasts, hidden[:size]), CURVES_WITHIN
@@ -200,7 +200,7 @@ def _replay(
     hook = CaptureHook(1, consumers)
     names = _add_requests(hook, _BATCH)
 
-    def gather(positions: list[int]) -> torch.Tensor:
+    def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
         rows = torch.tensor(positions, pin_memory=device.type == "cuda")
         return torch.index_select(model.hidden, 0, rows.to(device, non_blocking=True))
 

@@ -26,6 +26,8 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         queue_rows: rows that may wait for the writing thread; more are dropped and counted.
         shard_rows: rows in a Parquet shard.
         flush_seconds: longest time the rows of a finished request wait to be written.
+        replays: requests may bring an answer to be computed as a prefill, see `Replay`. Never
+            on for clients: they could write any length into the dataset.
     """
 
     path: str
@@ -34,6 +36,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_rows: Annotated[int, msgspec.Meta(ge=1)] = 65_536
     shard_rows: Annotated[int, msgspec.Meta(ge=1)] = 8_192
     flush_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    replays: bool = False
 
 
 class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """Which rows of a step to capture, and who receives them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,26 @@ from data_collection.capture.captured_rows import (
     RowConsumer,
 )
 
-__all__ = ["CaptureHook"]
+__all__ = ["CaptureHook", "Gather"]
+
+Gather = Callable[[list[int], list[int]], torch.Tensor]
+"""Copies the hidden states [n_rows, d] of positions in the batch, each so many tokens behind the
+last token that the step computed of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    prompt_tokens: int
+    max_tokens: int
+    is_replay: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The rows n that are due of a request whose step ends at ``last`` generated tokens."""
+
+    rows: range
+    last: int
 
 
 class CaptureHook:
@@ -23,7 +43,8 @@ class CaptureHook:
     otherwise the step is one part of a chunked prefill, or of a recomputation after
     preemption, and the row belongs to a token in the middle. A row is due at n = 0, the end of
     prefill, and then when n is a multiple of k, or in every k-th step of the engine, as the
-    consumer's cadence says.
+    consumer's cadence says. Of a replay, whose answer is part of what is prefilled, every n in
+    the step is the row of a token that is known, and all multiples of k are due.
 
     Args:
         k: tokens, or steps, between two captured rows of a request.
@@ -42,13 +63,15 @@ class CaptureHook:
         self.consumers = tuple(consumers)
         self.steps = 0
         self._generated = {} if generated is None else generated
-        self._requests: dict[str, tuple[int, int]] = {}
+        self._requests: dict[str, _Known] = {}
         cadences = {consumer.cadence for consumer in self.consumers}
-        self._due: dict[Cadence, dict[str, int]] = {cadence: {} for cadence in sorted(cadences)}
+        self._due: dict[Cadence, dict[str, _Due]] = {cadence: {} for cadence in sorted(cadences)}
 
-    def request_added(self, request_id: str, prompt_tokens: int, max_tokens: int) -> None:
+    def request_added(
+        self, request_id: str, prompt_tokens: int, max_tokens: int, is_replay: bool = False
+    ) -> None:
         """Learn of a request, before its first `request_scheduled`."""
-        self._requests[request_id] = (prompt_tokens, max_tokens)
+        self._requests[request_id] = _Known(prompt_tokens, max_tokens, is_replay)
 
     def request_scheduled(self, request_id: str, computed: int, scheduled: int, known: int) -> None:
         """Note a request of this step, and whether its row is due.
@@ -59,26 +82,35 @@ class CaptureHook:
             scheduled: tokens of this step.
             known: generated tokens that existed when the step was scheduled.
         """
-        n = computed + scheduled - self._requests[request_id][0]
+        request = self._requests[request_id]
+        n = computed + scheduled - request.prompt_tokens
+        if request.is_replay:
+            self._replay_scheduled(request_id, n - scheduled + 1, n)
+            return
         if n < known or n < 0:
             return
         self._generated[request_id] = n
         for cadence, due in self._due.items():
             count = n if cadence == "request" else self.steps + 1
             if n == 0 or count % self.k == 0:
-                due[request_id] = n
+                due[request_id] = _Due(range(n, n + 1), n)
+
+    def _replay_scheduled(self, request_id: str, first: int, last: int) -> None:
+        multiples = range(-(-max(first, 0) // self.k) * self.k, last + 1, self.k)
+        if multiples and "request" in self._due:
+            self._due["request"][request_id] = _Due(multiples, last)
 
     def step_done(
         self,
         batch_request_ids: Sequence[str],
-        gather: Callable[[list[int]], torch.Tensor],
+        gather: Gather,
         finished: list[FinishedRequest],
     ) -> None:
         """Hand on what the step brought.
 
         Args:
             batch_request_ids: [n_reqs] ids in the order of the batch.
-            gather: copies the hidden states [n_rows, d] of the given batch positions.
+            gather: copies the rows that are due.
             finished: requests that ended before this step was scheduled.
         """
         self.steps += 1
@@ -98,20 +130,26 @@ class CaptureHook:
 
     def _rows(
         self,
-        due: dict[str, int],
+        due: dict[str, _Due],
         batch_request_ids: Sequence[str],
-        gather: Callable[[list[int]], torch.Tensor],
+        gather: Gather,
     ) -> CapturedRows:
-        positions = [i for i, name in enumerate(batch_request_ids) if name in due]
-        request_ids = [batch_request_ids[i] for i in positions]
-        known = [self._requests[name] for name in request_ids]
+        rows = [
+            (i, name, n)
+            for i, name in enumerate(batch_request_ids)
+            if name in due
+            for n in due[name].rows
+        ]
+        known = [self._requests[name] for _, name, _ in rows]
         return CapturedRows(
             step=self.steps,
-            request_ids=request_ids,
-            prompt_tokens=[prompt_tokens for prompt_tokens, _ in known],
-            generated_tokens=[due[name] for name in request_ids],
-            max_tokens=[max_tokens for _, max_tokens in known],
-            hidden_states=gather(positions),
+            request_ids=[name for _, name, _ in rows],
+            prompt_tokens=[request.prompt_tokens for request in known],
+            generated_tokens=[n for _, _, n in rows],
+            max_tokens=[request.max_tokens for request in known],
+            hidden_states=gather(
+                [i for i, _, _ in rows], [due[name].last - n for _, name, n in rows]
+            ),
         )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from data_collection.atomic_file import create_private_folder, replace_file
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
 from data_collection.capture.request_ids import parse_request_id
+from data_collection.capture.transcript_requests import as_recorded
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
@@ -237,6 +238,11 @@ class Recorder:
         request = self._open.pop(finished.request_id, None) or _OpenRequest(
             finished.prompt_tokens, finished.max_tokens
         )
+        if self._config.replays:
+            recorded = as_recorded(finished)
+            if recorded is None:
+                return
+            finished = recorded
         latest = {n: i for i, n in enumerate(request.generated) if n < finished.total_tokens}
         order = [latest[n] for n in sorted(latest)]
         generated = np.array([request.generated[i] for i in order], dtype=np.int32)
@@ -286,7 +292,12 @@ class Recorder:
         self._n_ready += n_rows
 
     def _censor_open_requests(self) -> None:
-        """Label requests that still run: all we know is that n tokens were not the end."""
+        """Label requests that still run: all we know is that n tokens were not the end.
+
+        A replay that was cut short is done again, whole, by whoever resumes.
+        """
+        if self._config.replays:
+            self._open.clear()
         for request_id, request in list(self._open.items()):
             self._label(
                 FinishedRequest(

@@ -4,16 +4,17 @@ Written against vLLM 0.32. `tests/integration/test_vllm_contract.py` names every
 here, for both model runners, so that another version fails there and says which one moved.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
-from data_collection.capture.capture_hook import CaptureHook
+from data_collection.capture.capture_hook import CaptureHook, Gather
 from data_collection.capture.captured_rows import FinishedRequest
 from data_collection.capture.refusals import refuse
 from data_collection.capture.request_ids import MIGRATION_PARAMS
+from data_collection.capture.transcript_requests import replay_of
 
 __all__ = [
     "FINISHED_ATTRIBUTE",
@@ -79,8 +80,14 @@ def is_recording_rank(tp_rank: int, pp_rank: int, pp_size: int) -> bool:
     return tp_rank == 0 and pp_rank == pp_size - 1
 
 
-def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
-    """Pass the requests of a step to the hook, from the scheduler's output alone."""
+def note_scheduled(hook: CaptureHook, scheduler_output: Any, replays: bool = False) -> None:
+    """Pass the requests of a step to the hook, from the scheduler's output alone.
+
+    Args:
+        hook: what captures.
+        scheduler_output: the step, as it was scheduled.
+        replays: whether requests may be replays of transcripts.
+    """
     scheduled = scheduler_output.num_scheduled_tokens
     for request in scheduler_output.scheduled_new_reqs:
         prompt_tokens = request.prompt_len
@@ -88,7 +95,13 @@ def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
         known = len(request.prefill_token_ids) if request.prefill_token_ids else prompt_tokens
         sampling = request.sampling_params
         max_tokens = _asked_max_tokens(sampling) if sampling else 0
-        hook.request_added(request.req_id, prompt_tokens, max_tokens)
+        replay = replay_of(sampling.extra_args) if replays and sampling else None
+        if replay is None:
+            hook.request_added(request.req_id, prompt_tokens, max_tokens)
+        else:
+            hook.request_added(
+                request.req_id, replay.prompt_tokens, replay.max_tokens, is_replay=True
+            )
         hook.request_scheduled(
             request.req_id,
             request.num_computed_tokens,
@@ -102,34 +115,31 @@ def note_scheduled(hook: CaptureHook, scheduler_output: Any) -> None:
         hook.request_scheduled(name, computed, scheduled[name], known)
 
 
-def step_rows(model_runner: Any) -> tuple[Sequence[str], Callable[[list[int]], torch.Tensor]]:
+def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
     """Read the batch the runner has just computed.
 
     Returns:
         The request ids in batch order, and a function that copies the hidden states (last
-        layer, after the final norm, last token) of given batch positions. On a GPU the copy
-        is enqueued on the current stream at once: the buffer belongs to a CUDA graph.
+        layer, after the final norm) of given batch positions, as many tokens behind the last as
+        is asked. On a GPU the copy is enqueued on the current stream at once: the buffer belongs
+        to a CUDA graph.
     """
     state = model_runner.execute_model_state
     if state is None:
         return (), _nothing_ran
     if uses_v2_runner(model_runner):
-        batch = state.input_batch
+        request_ids, last_rows = state.input_batch.req_ids, state.input_batch.logits_indices
+    else:
+        batch = model_runner.input_batch
+        request_ids = batch.req_ids[: batch.num_reqs]
+        last_rows = model_runner.query_start_loc.gpu[1:] - 1
 
-        def gather(positions: list[int]) -> torch.Tensor:
-            rows = batch.logits_indices[_on_device(positions, batch.logits_indices.device)]
-            return torch.index_select(state.hidden_states, 0, rows)
+    def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
+        device = last_rows.device
+        rows = last_rows[_on_device(positions, device)] - _on_device(behind, device)
+        return torch.index_select(state.hidden_states, 0, rows)
 
-        return batch.req_ids, gather
-
-    def gather_sampled(positions: list[int]) -> torch.Tensor:
-        hidden_states: torch.Tensor = state.sample_hidden_states
-        return torch.index_select(
-            hidden_states, 0, _on_device(positions, state.sample_hidden_states.device)
-        )
-
-    input_batch = model_runner.input_batch
-    return input_batch.req_ids[: input_batch.num_reqs], gather_sampled
+    return request_ids, gather
 
 
 def finished_request(request: Any) -> FinishedRequest:
@@ -175,5 +185,5 @@ def _on_device(positions: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(positions, pin_memory=on_gpu).to(device, non_blocking=True)
 
 
-def _nothing_ran(positions: list[int]) -> torch.Tensor:
+def _nothing_ran(positions: list[int], behind: list[int]) -> torch.Tensor:
     raise RuntimeError(f"rows {positions} are due in a step that ran no model")

@@ -3,12 +3,14 @@
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
+from data_collection.capture.request_ids import RequestName, parse_request_id
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import DatasetError, read_sessions, requests_files
 from data_collection.models import ModelIdentity, identify, resolve_model
@@ -22,7 +24,13 @@ from data_collection.workload.engine_options import (
     Sampling,
     engine_arguments,
 )
-from data_collection.workload.prompts import load_prompts
+from data_collection.workload.engine_requests import (
+    RequestSource,
+    prompt_requests,
+    transcript_requests,
+)
+from data_collection.workload.prompts import PromptError, load_prompts
+from data_collection.workload.transcripts import load_transcripts
 
 __all__ = ["collect", "done_prompts"]
 
@@ -34,6 +42,7 @@ def collect(
     out: Path,
     model: str = "smollm2",
     prompts: str = "starter",
+    transcripts: Path | None = None,
     limit: int | None = None,
     sampling: Sampling = Sampling(),
     arrivals: Arrivals = Arrivals(),
@@ -52,8 +61,12 @@ def collect(
         model: ``smollm2`` (embedded), a Hugging Face id, or a folder.
         prompts: ``starter``, a JSONL file with ``prompt`` or ``messages``, or the id of a
             Hugging Face dataset.
+        transcripts: in place of prompts: prompts with their answers, which are computed as
+            prefills and give the rows of the run that they are of. What ``headway dataset
+            transcripts`` wrote, or JSON Lines with ``prompt``, ``messages`` or
+            ``prompt_token_ids``, and ``answer`` or ``output_token_ids``.
         limit: number of prompts to drive, from the first; all when not given.
-        sampling: how tokens are sampled.
+        sampling: how tokens are sampled; a prompt's own settings come first.
         arrivals: when requests arrive.
         record: what is recorded.
         engine: the engine that is started.
@@ -62,10 +75,15 @@ def collect(
     Raises:
         CollectionError: the collection ended early; the message says what was lost.
         DatasetError: ``out`` holds a dataset of another model.
-        PromptError: the prompts cannot be used.
+        PromptError: the prompts or transcripts cannot be used.
     """
-    everything = load_prompts(prompts, limit)
-    recording = {"path": str(out.resolve()), "dtype": record.dtype}
+    work = (
+        _prompts(out, prompts, limit, sampling)
+        if transcripts is None
+        else _transcripts(out, transcripts, limit, model)
+    )
+    replays = transcripts is not None
+    recording = {"path": str(out.resolve()), "dtype": record.dtype, "replays": replays}
     capture = {
         "headway": {
             "k": record.k,
@@ -73,11 +91,9 @@ def collect(
         }
     }
     read_capture_config(capture, CaptureConfig)
-    done = done_prompts(out, sampling.n)
-    to_do = [prompt for prompt in everything if prompt.id not in done]
-    if len(to_do) < len(everything):
-        print(f"{len(everything) - len(to_do)} of {len(everything)} prompts are done already")
-    if not to_do:
+    if work.n_done:
+        print(f"{work.n_done} of {work.n_done + work.n_left} {work.what} are done already")
+    if not work.n_left:
         return
     options = {
         "dtype": engine.dtype,
@@ -86,6 +102,8 @@ def collect(
         "enforce_eager": engine.enforce_eager,
         **engine.extra,
     }
+    if replays:
+        options["enable_prefix_caching"] = False  # the states of cached tokens are not computed
     if vllm_version() is None:
         raise RuntimeError("vLLM is not installed; run `headway doctor`")
     folder = resolve_model(model)
@@ -93,7 +111,8 @@ def collect(
     arguments = engine_arguments(folder, capture, options)
     log = None if verbose else out / _LOG
     print(
-        f"starting the engine for {len(to_do)} prompts" + (f", its log in {log}" if log else ""),
+        f"starting the engine for {work.n_left} {work.what}"
+        + (f", its log in {log}" if log else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -101,9 +120,56 @@ def collect(
         with engine_output_to(log) as terminal:
             from data_collection.workload.drive import drive  # loads vLLM, which takes long
 
-            drive(to_do, arguments, sampling, arrivals, terminal)
+            drive(work.source, arguments, arrivals, terminal)
     finally:
-        _describe(out, sampling, arrivals, prompts)
+        _describe(out, sampling, arrivals, prompts, transcripts)
+
+
+class _Work(NamedTuple):
+    """What is left to do."""
+
+    source: RequestSource
+    what: str
+    n_left: int
+    n_done: int
+
+
+def _prompts(out: Path, prompts: str, limit: int | None, sampling: Sampling) -> _Work:
+    everything = load_prompts(prompts, limit)
+    done = done_prompts(out, sampling.n)
+    left = [prompt for prompt in everything if prompt.id not in done]
+    n_done = len(everything) - len(left)
+    return _Work(prompt_requests(left, sampling), "prompts", len(left), n_done)
+
+
+def _transcripts(out: Path, path: Path, limit: int | None, model: str) -> _Work:
+    file = load_transcripts(path, limit)
+    if file.model is not None:
+        identity = identify(resolve_model(model))
+        if (file.model, file.revision) != (identity.name, identity.revision):
+            raise PromptError(
+                f"{path}: transcripts of {file.model}, revision {file.revision}; the model is "
+                f"{identity.name}, revision {identity.revision}, whose states would be of "
+                "answers that it did not give"
+            )
+    done = _done_answers(out)
+    left = [
+        transcript
+        for transcript in file.transcripts
+        if parse_request_id(transcript.request_id) not in done
+    ]
+    n_done = len(file.transcripts) - len(left)
+    return _Work(transcript_requests(left), "transcripts", len(left), n_done)
+
+
+def _done_answers(dataset: Path) -> set[RequestName]:
+    """Return the names of all answers in the dataset; of replays only whole ones are kept."""
+    columns = list(RequestName._fields)
+    return {
+        RequestName(**row)
+        for file in requests_files(dataset)
+        for row in pq.read_table(file, columns=columns).to_pylist()
+    }
 
 
 def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOptions) -> None:
@@ -131,14 +197,19 @@ def done_prompts(dataset: Path, n: int) -> set[str]:
     return {name.removeprefix(ID_PREFIX) for name, count in counts.items() if count >= n}
 
 
-def _describe(dataset: Path, sampling: Sampling, arrivals: Arrivals, prompts: str) -> None:
+def _describe(
+    dataset: Path, sampling: Sampling, arrivals: Arrivals, prompts: str, transcripts: Path | None
+) -> None:
     """Write into the newest session how it was driven."""
     try:
         session = read_sessions(dataset)[-1]
     except DatasetError:
         return  # the engine never started
-    session.sampling = asdict(sampling)
-    session.workload = {"prompts": Path(prompts).name, **asdict(arrivals)}
+    if transcripts is None:
+        session.sampling = asdict(sampling)
+        session.workload = {"prompts": Path(prompts).name, **asdict(arrivals)}
+    else:
+        session.workload = {"transcripts": transcripts.name, **asdict(arrivals)}
     if arrivals.trace:
         session.workload["trace"] = Path(arrivals.trace).name
     session.write(dataset)

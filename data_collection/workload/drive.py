@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -18,8 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from data_collection.workload.arrivals import Arrivals, arrival_times
 from data_collection.workload.engine_log import Terminal, last_lines
-from data_collection.workload.engine_options import ID_PREFIX, Sampling
-from data_collection.workload.prompts import Prompt, PromptError
+from data_collection.workload.engine_requests import EngineRequest, RequestSource
+from data_collection.workload.prompts import PromptError
 
 __all__ = ["CollectionError", "drive"]
 
@@ -36,13 +35,12 @@ class CollectionError(RuntimeError):
 
 
 def drive(
-    prompts: list[Prompt],
+    source: RequestSource,
     engine_arguments: dict[str, Any],
-    sampling: Sampling,
     arrivals: Arrivals,
     terminal: Terminal,
 ) -> None:
-    """Run every prompt once and return when all are done.
+    """Run every request once and return when all are done.
 
     Raises:
         CollectionError: Ctrl-C, the engine died or did not start, or recording failed.
@@ -50,22 +48,21 @@ def drive(
     """
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
-    asyncio.run(_Drive(sampling, arrivals, terminal).run(prompts, engine_arguments))
+    asyncio.run(_Drive(arrivals, terminal).run(source, engine_arguments))
 
 
 class _Drive:
-    """One run over the prompts: counts, progress bar and the reasons to stop."""
+    """One run over the requests: counts, progress bar and the reasons to stop."""
 
-    def __init__(self, sampling: Sampling, arrivals: Arrivals, terminal: Terminal) -> None:
+    def __init__(self, arrivals: Arrivals, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._sampling = sampling
         self._arrivals = arrivals
         self._tokens = 0
         self._in_flight: set[str] = set()
         self._status: dict[str, Any] = {}
         self._bar: tqdm[Any] | None = None
 
-    async def run(self, prompts: list[Prompt], engine_arguments: dict[str, Any]) -> None:
+    async def run(self, source: RequestSource, engine_arguments: dict[str, Any]) -> None:
         interrupted = asyncio.Event()
         loop = asyncio.get_running_loop()
         try:
@@ -76,7 +73,7 @@ class _Drive:
             ) from error
         loop.add_signal_handler(signal.SIGINT, interrupted.set)
         try:
-            requests = await self._tokenise(engine, prompts)
+            requests = self._that_fit(engine, source(engine.get_tokenizer()))
             with tqdm(
                 total=len(requests),
                 unit="request",
@@ -112,46 +109,38 @@ class _Drive:
             engine.shutdown()
             print(self._summary(), file=self._terminal.out)
 
-    async def _tokenise(
-        self, engine: AsyncLLM, prompts: list[Prompt]
-    ) -> list[tuple[Prompt, list[int]]]:
-        """Apply the chat template; leave out, by name, what does not fit the model."""
-        tokenizer = engine.get_tokenizer()
+    def _that_fit(self, engine: AsyncLLM, requests: list[EngineRequest]) -> list[EngineRequest]:
+        """Leave out, by name, what does not fit the model."""
         longest = engine.model_config.max_model_len
-        requests, too_long = [], []
-        for prompt in prompts:
-            ids = tokenizer.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            if len(ids) < longest:
-                requests.append((prompt, ids))
-            else:
-                too_long.append(f"{prompt.id} ({len(ids)} tokens)")
+        too_long = [request for request in requests if len(request.token_ids) >= longest]
         if too_long:
+            named = ", ".join(
+                f"{request.name} ({len(request.token_ids)} tokens)" for request in too_long[:5]
+            )
             message = (
                 f"{len(too_long)} prompts are longer than the model's {longest} tokens and left "
-                f"out: {', '.join(too_long[:5])}{' ...' if len(too_long) > 5 else ''}"
+                f"out: {named}{' ...' if len(too_long) > 5 else ''}"
             )
-            if not requests:
+            if len(too_long) == len(requests):
                 raise PromptError(message)
             print(message, file=self._terminal.err)
-        return requests
+        return [request for request in requests if len(request.token_ids) < longest]
 
-    async def _send_all(self, engine: AsyncLLM, requests: list[tuple[Prompt, list[int]]]) -> None:
+    async def _send_all(self, engine: AsyncLLM, requests: list[EngineRequest]) -> None:
         """Start every request when it arrives and a place is free; return when all ended."""
         places = asyncio.Semaphore(self._arrivals.concurrency)
         started = time.monotonic()
 
-        async def send(index: int, prompt: Prompt, token_ids: list[int]) -> None:
+        async def send(index: int, request: EngineRequest) -> None:
             try:
-                await self._send(engine, index, prompt, token_ids)
+                await self._send(engine, index, request)
             finally:
                 places.release()
 
         try:
             async with asyncio.TaskGroup() as group:
                 arriving = arrival_times(self._arrivals)
-                for index, (prompt, ids) in enumerate(requests):
+                for index, request in enumerate(requests):
                     arrival = next(arriving, None)
                     if arrival is None:
                         left = len(requests) - index
@@ -162,16 +151,13 @@ class _Drive:
                         break
                     await asyncio.sleep(max(0.0, started + arrival - time.monotonic()))
                     await places.acquire()
-                    group.create_task(send(index, prompt, ids))
+                    group.create_task(send(index, request))
         except ExceptionGroup as failures:  # the first says what happened
             raise failures.exceptions[0] from None
 
-    async def _send(
-        self, engine: AsyncLLM, index: int, prompt: Prompt, token_ids: list[int]
-    ) -> None:
-        request_id = ID_PREFIX + prompt.id
-        self._in_flight.add(request_id)
-        settings = replace(self._sampling, **prompt.sampling)
+    async def _send(self, engine: AsyncLLM, index: int, request: EngineRequest) -> None:
+        self._in_flight.add(request.id)
+        settings = request.sampling
         sampling = SamplingParams(
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -180,13 +166,13 @@ class _Drive:
             seed=None if settings.seed is None else settings.seed + index,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"headway_source": prompt.source, "headway_task": prompt.task},
+            extra_args=request.extra_args,
         )
         async for output in engine.generate(
-            TokensPrompt(prompt_token_ids=token_ids), sampling, request_id
+            TokensPrompt(prompt_token_ids=request.token_ids), sampling, request.id
         ):
             self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        self._in_flight.discard(request_id)
+        self._in_flight.discard(request.id)
         assert self._bar is not None
         self._bar.update()
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from data_collection.workload.engine_options import Sampling
 
-__all__ = ["Prompt", "PromptError", "load_prompts"]
+__all__ = ["Prompt", "PromptError", "load_prompts", "parse_prompt", "read_json_lines"]
 
 _STARTER = Path(__file__).with_name("starter_prompts.jsonl")
 """Templates filled with topics, whose answers run from one word to the usual cap of 1,024 tokens.
@@ -64,9 +64,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     if limit is not None and limit < 1:
         raise PromptError(f"the number of prompts must be at least 1, not {limit}")
     if source == "starter":
-        records = _jsonl_records(_STARTER)
+        records = read_json_lines(_STARTER)
     elif source.endswith(_JSONL):
-        records = _jsonl_records(Path(source))
+        records = read_json_lines(Path(source))
     elif Path(source).exists():
         raise PromptError(f"{source}: prompt files are JSON Lines ({', '.join(_JSONL)})")
     else:
@@ -74,7 +74,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: set[str] = set()
     for where, record in records:
-        prompt = _parse(where, record, len(prompts), default_source=Path(source).name)
+        prompt = parse_prompt(where, record, len(prompts), default_source=Path(source).name)
         if prompt.id in seen:
             raise PromptError(f"{where}: the id {prompt.id!r} appeared before")
         seen.add(prompt.id)
@@ -86,7 +86,18 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _parse(where: str, record: Any, index: int, default_source: str) -> Prompt:
+def parse_prompt(where: str, record: Any, index: int, default_source: str) -> Prompt:
+    """Return the prompt of a record.
+
+    Args:
+        where: the record's place, for messages.
+        record: what was read.
+        index: its number, which is its id where it has none.
+        default_source: its source where it names none.
+
+    Raises:
+        PromptError: it is malformed.
+    """
     if not isinstance(record, dict):
         raise PromptError(f"{where}: expected a JSON object, found {type(record).__name__}")
     messages = record.get("messages")
@@ -140,7 +151,12 @@ def _is_conversation(messages: Any) -> bool:
     )
 
 
-def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of every line.
+
+    Raises:
+        PromptError: the file cannot be read, or a line is not JSON.
+    """
     try:
         with _open(path) as lines:
             for number, line in enumerate(lines, 1):

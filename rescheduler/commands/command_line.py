@@ -35,6 +35,10 @@ _DATASET = {
         "check everything that training relies on",
     ),
     "merge": ("data_collection.dataset.merge_datasets:merge", "merge datasets into a new one"),
+    "transcripts": (
+        "data_collection.dataset.export_transcripts:export_transcripts",
+        "keep a dataset as its prompts and answers, to collect it again from",
+    ),
 }
 
 _STUDIES = {
@@ -62,7 +66,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
         "collect": _Verb(
             "data_collection.workload.collect:collect", "collect a dataset from a model in vLLM"
         ),
-        "dataset": _Verb("", "inspect, validate or merge datasets", _DATASET),
+        "dataset": _Verb("", "inspect, validate, merge or export datasets", _DATASET),
         "train": _Verb("rescheduler.commands.train:train", "train a predictor with Lightning"),
         "train-length": _Verb(
             "predictor.prompt_length.train_length:train_length",

@@ -9,6 +9,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +18,7 @@ from forked_vllm import Command, running_command
 from truncated_model import truncated_model
 
 from data_collection.dataset.dataset_schema import requests_files, rows_files
+from data_collection.dataset.export_transcripts import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import load_rows
 
@@ -119,6 +122,66 @@ def test_interrupt_then_kill_then_finish(folder: Path) -> None:
 def describe(dataset: Path) -> str:
     sessions = (dataset / "README.md").read_text().split("## Sessions")[1]
     return f"{sessions.count('- `')} sessions"
+
+
+def test_transcripts_give_the_rows_of_the_run_that_they_are_of(
+    folder: Path,
+) -> None:
+    """Same tokens, same states, also where the answer is prefilled in several parts."""
+    live, again = folder / "live", folder / "again"
+    transcripts = folder / "mine.parquet"
+    with running_command(arguments(folder, live), folder / "live.log") as command:
+        status, output = command.end()
+    assert status == 0, output[-3000:]
+    export_transcripts(live, transcripts)
+
+    replay = arguments(
+        folder, again, "--transcripts", str(transcripts),
+        "--engine.extra", '{"max_num_batched_tokens": 40, "enable_chunked_prefill": true}',
+    )  # fmt: skip
+    with running_command(replay, folder / "again.log") as command:
+        status, output = command.end()
+    assert status == 0, output[-3000:]
+    validate(again)
+    with running_command(replay, folder / "resumed.log") as command:
+        status, output = command.end()
+    assert status == 0 and f"{N_PROMPTS} of {N_PROMPTS} transcripts are done already" in output
+
+    was, found = states(live), states(again)
+    assert was.keys() == found.keys() and len(was) == 2 * N_PROMPTS
+    for key, state in was.items():
+        cosine = state @ found[key] / np.linalg.norm(state) / np.linalg.norm(found[key])
+        assert cosine >= 0.9999, (key, cosine)
+    assert answers(again) == answers(live)
+
+    other = arguments(folder, folder / "other", "--transcripts", str(transcripts))
+    other[other.index("--model") + 1] = "smollm2"
+    with running_command(other, folder / "other.log") as command:
+        status, output = command.end()
+    assert status == 1 and "whose states would be of answers that it did not give" in output
+
+
+def states(dataset: Path) -> dict[tuple[str, int], npt.NDArray[np.float64]]:
+    """The hidden states of a dataset, by request and number of generated tokens."""
+    name = {
+        row["request_id"]: row["external_id"]
+        for file in requests_files(dataset)
+        for row in pq.read_table(file).to_pylist()
+    }
+    return {
+        (name[row["request_id"]], row["generated_tokens"]): np.array(row["hidden_state"])
+        for file in rows_files(dataset)
+        for row in pq.read_table(file).to_pylist()
+    }
+
+
+def answers(dataset: Path) -> dict[str, dict[str, object]]:
+    """All that is known of the requests, without the ids that an engine gives."""
+    return {
+        row["external_id"]: {k: v for k, v in row.items() if k != "request_id"}
+        for file in requests_files(dataset)
+        for row in pq.read_table(file).to_pylist()
+    }
 
 
 def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(

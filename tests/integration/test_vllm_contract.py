@@ -95,8 +95,8 @@ def test_worker_hooks() -> None:
 
 
 def test_v1_runner_state() -> None:
-    assert "sample_hidden_states" in ExecuteModelState._fields
-    assert "execute_model_state" in attributes_set_in(
+    assert "hidden_states" in ExecuteModelState._fields
+    assert {"execute_model_state", "query_start_loc"} <= attributes_set_in(
         "v1.worker.gpu_model_runner", "GPUModelRunner"
     )
     assert isinstance(InputBatch.req_ids, property)

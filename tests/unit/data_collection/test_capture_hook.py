@@ -1,6 +1,8 @@
 """Which rows are due: by a request's own tokens, or for all requests in every k-th step."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_collection.capture.capture_hook import CaptureHook
 from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
@@ -42,7 +44,7 @@ def run(hook: CaptureHook, steps: list[dict[str, int]], prompts: dict[str, int])
                 hook.request_scheduled(name, 0, prompts[name], 0)
             else:
                 hook.request_scheduled(name, prompts[name] + n - 1, 1, n)
-        hook.step_done(list(step), lambda positions: torch.zeros(len(positions), 2), [])
+        hook.step_done(list(step), lambda positions, behind: torch.zeros(len(positions), 2), [])
 
 
 def staggered() -> tuple[Listener, Listener, dict[str, int]]:
@@ -84,12 +86,12 @@ def test_parts_of_a_chunked_prefill_and_of_a_recomputation_are_not_rows() -> Non
     hook = CaptureHook(1, [by_step], generated)
     hook.request_added("a", 10, max_tokens=50)
     hook.request_scheduled("a", 0, 6, 0)  # the first part of the prompt
-    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
     assert by_step.captured() == [] and generated == {}
     hook.request_scheduled("a", 6, 4, 0)
-    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
     hook.request_scheduled("a", 0, 12, 5)  # preempted at n = 5, recomputed in parts
-    hook.step_done(["a"], lambda positions: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
     assert by_step.captured() == [(2, "a", 0)]
 
 
@@ -98,5 +100,36 @@ def test_ended_requests_are_forgotten() -> None:
     hook = CaptureHook(K, [by_request], generated)
     run(hook, [{"a": 0}], {"a": 3})
     end = FinishedRequest("a", "stop", 3, 1, 50, None, [], {})
-    hook.step_done([], lambda positions: torch.zeros(0, 2), [end])
+    hook.step_done([], lambda positions, behind: torch.zeros(0, 2), [end])
     assert by_request.ended == ["a"] and generated == {}
+
+
+@given(
+    k=st.integers(1, 9),
+    prompt=st.integers(1, 30),
+    answer=st.integers(1, 60),
+    chunks=st.lists(st.integers(1, 25), min_size=1),
+)
+def test_a_replay_gives_every_row_of_the_live_run_once(
+    k: int, prompt: int, answer: int, chunks: list[int]
+) -> None:
+    by_request, generated = Listener("request"), {}
+    hook = CaptureHook(k, [by_request], generated)
+    hook.request_added("other", 5, max_tokens=9)
+    hook.request_added("a", prompt, max_tokens=50, is_replay=True)
+    computed, known = 0, prompt + answer - 1
+    while computed < known:
+        chunk = min(chunks[computed % len(chunks)], known - computed)
+        last = computed + chunk - 1
+
+        def positions(batch: list[int], behind: list[int], last: int = last) -> torch.Tensor:
+            assert set(batch) == {1}
+            return torch.tensor([[float(last - back)] for back in behind])
+
+        hook.request_scheduled("a", computed, chunk, 0)
+        hook.step_done(["other", "a"], positions, [])
+        computed += chunk
+    assert [n for _, _, n in by_request.captured()] == list(range(0, answer, k))
+    found = [int(row) for rows in by_request.rows for row in rows.hidden_states[:, 0]]
+    assert found == [prompt + n - 1 for n in range(0, answer, k)], "token p + n, from 1"
+    assert generated == {}, "a replay generates nothing that a forecast could be of"
