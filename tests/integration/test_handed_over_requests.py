@@ -70,5 +70,5 @@ def test_a_prefill_forecasts_up_to_the_client_s_cap(
     rows = _Rows()
     hook = CaptureHook(5, [rows])
     note_scheduled(hook, output)
-    hook.step_done(["r"], lambda positions: torch.zeros(len(positions), 4), [])
+    hook.step_done(["r"], lambda positions, behind: torch.zeros(len(positions), 4), [])
     assert [taken.max_tokens for taken in rows.rows] == [[cap]]
