@@ -29,15 +29,14 @@ TRANSCRIPTS_SCHEMA = pa.schema(
 )
 
 _SHARED = TRANSCRIPTS_SCHEMA.names[2:]
-_WHOLE = ("stop", "length", "repetition")
 
 
 def export_transcripts(dataset: Path, out: Path) -> None:
     """Write the token ids of a dataset's requests into one Parquet file.
 
     The file takes a few bytes a token, where the rows take some kilobytes each;
-    ``headway collect --transcripts`` makes the rows of it again. Requests that a client or a
-    stop of the server cut short are left out: how they would have ended is not known.
+    ``headway collect --transcripts`` makes the rows of it again. Requests whose tokens were not
+    kept are left out: those that a stop of the server cut, and private ones.
 
     Args:
         dataset: folder of a dataset.
@@ -51,15 +50,13 @@ def export_transcripts(dataset: Path, out: Path) -> None:
     session = read_sessions(dataset)[-1]
     answers: Counter[str] = Counter()
     transcripts: list[dict[str, Any]] = []
-    n_cut = n_private = 0
+    n_without = 0
     for file in requests_files(dataset):
         with open_shard(file) as shard:
             requests = shard.read().to_pylist()
         for request in requests:
-            if request["finish_reason"] not in _WHOLE:
-                n_cut += 1
-            elif not request["prompt_token_ids"] or not request["output_token_ids"]:
-                n_private += 1
+            if not request["prompt_token_ids"] or not request["output_token_ids"]:
+                n_without += 1
             else:
                 name = request["external_id"]
                 if name.startswith("cmpl-"):
@@ -69,13 +66,13 @@ def export_transcripts(dataset: Path, out: Path) -> None:
                 answers[name] += 1
     if not transcripts:
         raise DatasetError(
-            f"{dataset}: no request with token ids to its end "
-            f"({n_cut} were cut short, {n_private} were recorded with tokens: false)"
+            f"{dataset}: none of {n_without} requests has token ids: recorded with tokens: false, "
+            "or cut by a stop of the server"
         )
     described = {"headway.model": session.model, "headway.revision": session.revision}
     table = pa.Table.from_pylist(transcripts, TRANSCRIPTS_SCHEMA.with_metadata(described))
     with replace_file(out) as file:
         pq.write_table(table, file, compression="zstd", compression_level=19)
     print(f"{out}: {len(transcripts):,} answers to {len(answers):,} prompts")
-    if n_cut or n_private:
-        print(f"left out: {n_cut} requests that were cut short, {n_private} without token ids")
+    if n_without:
+        print(f"left out: {n_without} requests without token ids")

@@ -13,6 +13,7 @@ from data_collection.workload.prompts import PromptError, parse_prompt, read_jso
 
 __all__ = ["Transcript", "TranscriptFile", "load_transcripts"]
 
+_REASONS = ("stop", "length", "repetition", "abort")
 _NUMBERED = re.compile(r"^cmpl-.*-\d+$")
 
 
@@ -25,7 +26,8 @@ class Transcript:
         sample_index: which of the answers to this prompt it is.
         prompt: token ids, or chat messages for the model's own template.
         answer: token ids, the end-of-sequence token included where the model ended it; or text.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop``, ``length`` (the cap was reached), ``repetition`` or ``abort`` (the
+            client left); all but ``stop`` make censored rows.
         max_tokens: the cap the request asked for; 0 when unknown.
         temperature: with which the answer was sampled; None when unknown.
         top_p: nucleus of the sampling; None when unknown.
@@ -139,10 +141,9 @@ def _parse(where: str, record: Any, index: int, default_source: str) -> Transcri
     else:
         raise PromptError(f"{where}: needs 'answer' (a text) or 'output_token_ids'")
     reason = record.get("finish_reason") or "stop"
-    if reason not in ("stop", "length", "repetition"):
+    if reason not in _REASONS:
         raise PromptError(
-            f"{where}: finish_reason: {reason!r} is invalid; expected 'stop' or 'length': how "
-            "an answer that was cut short would have ended is not known"
+            f"{where}: finish_reason: {reason!r} is invalid; expected one of {', '.join(_REASONS)}"
         )
     sample_index = record.get("sample_index") or 0
     if type(sample_index) is not int or sample_index < 0:

@@ -80,7 +80,7 @@ def test_a_dataset_survives_as_its_transcripts(tmp_path: Path) -> None:
     assert entries(tmp_path / "again") == entries(tmp_path / "dataset")
 
 
-def test_answers_cut_short_and_private_ones_are_not_exported(
+def test_requests_without_token_ids_are_not_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = Recorder(RecordConfig(path=str(tmp_path / "d"), dtype="float32"), new_session())
@@ -91,8 +91,8 @@ def test_answers_cut_short_and_private_ones_are_not_exported(
     validate(tmp_path / "d")
     export_transcripts(tmp_path / "d", tmp_path / "mine.parquet")
     names = [t.request_id for t in load_transcripts(tmp_path / "mine.parquet").transcripts]
-    assert names == ["0_a", "1_a"], "two answers to one prompt are numbered"
-    assert "left out: 2 requests that were cut short, 0 without" in capsys.readouterr().out
+    assert names == ["0_a", "1_a", "0_left"], "two answers to one prompt are numbered"
+    assert "left out: 1 requests without token ids" in capsys.readouterr().out
 
 
 def test_a_dataset_without_token_ids_cannot_be_exported(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_dataset_without_token_ids_cannot_be_exported(tmp_path: Path) -> None:
     recorder = Recorder(config, new_session())
     recorder.on_finished([ended("a-00000002", 3)])
     recorder.close()
-    with pytest.raises(DatasetError, match="1 were recorded with tokens: false"):
+    with pytest.raises(DatasetError, match="none of 1 requests has token ids"):
         export_transcripts(tmp_path / "d", tmp_path / "mine.parquet")
     with pytest.raises(DatasetError, match="name the file"):
         export_transcripts(tmp_path / "d", tmp_path / "mine.csv")
@@ -153,7 +153,7 @@ def test_clients_of_a_recording_server_cannot_forge_lengths(tmp_path: Path) -> N
         ({"prompt": "1", "output_token_ids": []}, "output_token_ids: expected token ids"),
         ({"prompt": "1", "output_token_ids": [1, -1]}, "output_token_ids: expected token ids"),
         ({"prompt_token_ids": "1", "answer": "1"}, "prompt_token_ids: expected token ids"),
-        ({"prompt": "1", "answer": "1", "finish_reason": "abort"}, "finish_reason: 'abort'"),
+        ({"prompt": "1", "answer": "1", "finish_reason": "error"}, "finish_reason: 'error'"),
         ({"prompt": "1", "answer": "1", "sample_index": "a"}, "sample_index: 'a' is invalid"),
         ({"prompt": "1", "answer": "1", "temperature": -1}, "temperature: -1 is invalid"),
     ],
