@@ -214,7 +214,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         try:
             deployment = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            raise DeploymentError(_with_path_first(str(error))) from error
+            raise DeploymentError(" ".join(_with_path_first(str(error)).split())) from error
         _check(deployment)
         return deployment
 

@@ -87,6 +87,7 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
             "control: 'tcp://10.0.0.1:5'}]",
             r"instances\[1\].control: .*headway keys",
         ),
+        ('model: m\n"li\\nne": 1\ninstances: []', "unknown field `li ne`"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name_and_field(
@@ -95,6 +96,7 @@ def test_a_wrong_file_is_refused_with_its_name_and_field(
     with pytest.raises(DeploymentError, match=message) as caught:
         read_deployment(write(tmp_path, text))
     assert "deployment.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_reported() -> None:
