@@ -7,6 +7,7 @@ from rescheduler.routing.bfio.policy import BFIO
 from rescheduler.routing.heuristics.decode_balancer import DecodeBalancer
 from rescheduler.routing.heuristics.dedicated_small_large import DedicatedSmallLarge
 from rescheduler.routing.heuristics.fcfs import FCFS
+from rescheduler.routing.heuristics.headroom import Headroom
 from rescheduler.routing.heuristics.jsq import JSQ
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
 from rescheduler.routing.heuristics.jsq_tokens import JSQTokens
@@ -39,6 +40,7 @@ __all__ = [
     "DecodeBalancer",
     "DedicatedSmallLarge",
     "FastPhi",
+    "Headroom",
     "JSQLoad",
     "JSQTokens",
     "LearnedRouter",

@@ -281,8 +281,9 @@ EXACT: dict[str, Callable[[], dict[str, npt.NDArray[Any]]]] = {
     **{f"plans: {label}": partial(plans, label) for label in PLANNERS},
     **{f"migration inputs: {kind}": partial(migration_inputs, kind) for kind in KINDS},
 }
-ANYWHERE = sorted({*policy_names()} - {"pab", "rl"})
-"""Policies that need neither what engines report nor a cluster like that of their training."""
+ANYWHERE = sorted({*policy_names()} - {"pab", "rl", "headroom"})
+"""Policies that need neither what engines report nor a cluster like that of their training, and
+that place a request as soon as it fits."""
 
 SIMULATED: dict[str, dict[str, Any]] = {
     **{

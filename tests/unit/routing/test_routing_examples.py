@@ -1,6 +1,7 @@
 """Each routing policy on a case worked out by hand, and its ties."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
-from rescheduler.routing import BRH, FastPhi, Overflow, create_policy
+from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.routing import BRH, FastPhi, Headroom, Overflow, create_policy
 from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
 from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
 from rescheduler.routing.balance.subset_sum import fullest_sum, reachable_sums, subset_of_sum
@@ -309,3 +312,62 @@ def test_the_bitset_finds_the_sums_that_trying_all_subsets_finds(
             taken = subset_of_sum(reach, items, n_items, found)
             assert taken.sum() == n_items
             assert items[taken].sum() == found
+
+
+def test_headroom_places_where_the_most_room_stays_free() -> None:
+    # The first holds less now and much more later: 100 steps ahead 6 x 180, against 700.
+    growing = [[(80, 500)] * 6, [(600, 500)]]
+    assert placed("headroom", cluster(growing, [(50, 500)], capacity=2000), horizon=100) == [1]
+    assert placed("headroom", cluster(growing, [(50, 500)], capacity=2000), horizon=1) == [0]
+
+
+def test_headroom_lets_the_front_wait_where_the_cache_would_overflow() -> None:
+    # 500 + 100 and 300 + 100 tokens 100 steps ahead: 1,000 hold both, 999 do not.
+    running, waiting = [[(500, 150)]], [(300, 150), (10, 5)]
+    assert placed("headroom", cluster(running, waiting, capacity=1000), horizon=100)[0] == 0
+    assert placed("headroom", cluster(running, waiting, capacity=999), horizon=100) == [-1, -1]
+    # The one that runs ends first.
+    ending = [[(500, 20)]]
+    assert placed("headroom", cluster(ending, waiting, capacity=999), horizon=100)[0] == 0
+    # An empty instance takes what may overflow alone: nobody would ever be placed otherwise.
+    assert placed("headroom", cluster([[]], [(300, 900)], capacity=350), horizon=100) == [0]
+
+
+@given(survival=st.floats(0.05, 0.95), others=st.integers(1, 60), epsilon=st.floats(0.01, 0.4))
+def test_headroom_keeps_so_many_deviations_free(
+    survival: float, others: int, epsilon: float
+) -> None:
+    def view(capacity: int) -> ClusterView:
+        requests = cluster([[(100, 1)] * others], [(100, 1)], capacity=capacity)
+        curves = [[1, survival, survival**2]] * others
+        return replace(
+            requests,
+            forecast=SurvivalForecast.new([0, 10, 200], curves),
+            waiting_forecast=SurvivalForecast.new([0, 10, 200], curves[:1]),
+        )
+
+    policy = Headroom(epsilon=epsilon, horizon=20)
+    inputs = policy.inputs(view(10**6))
+    tokens = 100 + inputs.growth
+    mean = inputs.ahead[0] + inputs.survival[0] * tokens
+    variance = inputs.spread[0] + inputs.survival[0] * (1 - inputs.survival[0]) * tokens**2
+    assert variance[-1] > 0
+    needed = (mean + NormalDist().inv_cdf(1 - epsilon) * np.sqrt(variance)).max()
+    assert policy.assign(view(int(needed) + 1)).instance.tolist() == [0]
+    assert policy.assign(view(int(needed) - 1)).instance.tolist() == [-1]
+
+
+def test_headroom_looks_ahead_as_far_as_the_median_output() -> None:
+    assert Headroom().points()[-1] == 300
+    fitted = Headroom().with_lengths([5, 40, 900])
+    points = fitted.points()
+    assert points[0] == 0 and points[-1] == 40
+    assert (np.diff(points) >= 1).all()
+    assert (np.diff(points) <= np.maximum(1, 0.15 * points[1:])).all()
+    assert Headroom(horizon=7).with_lengths([100]).points().tolist() == list(range(8))
+    with pytest.raises(ValueError, match="output lengths"):
+        Headroom().with_lengths([])
+    with pytest.raises(ValueError, match="epsilon must be in"):
+        Headroom(epsilon=0)
+    with pytest.raises(ValueError, match="horizon must be a number of steps"):
+        Headroom(horizon=-1)
