@@ -3,7 +3,7 @@
 import gzip
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from typing import Any
 
 import msgspec
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 from recorded_dataset import record
 
+from data_collection.dataset.export_transcripts import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from data_collection.workload.prompts import load_prompts
+from data_collection.workload.transcripts import load_transcripts
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
@@ -91,6 +93,19 @@ PROMPTS = (
     b'{"id": "a", "task": "story", "prompt": "Tell me a story", "source": "x"}\n'
     b'{"id": "b", "messages": [{"role": "user", "content": "Hello"}]}\n'
 )
+ANSWERED = (
+    b'{"id": "a", "sample_index": 1, "prompt": "Hello", "answer": "Hi", "temperature": 0.5}\n'
+    b'{"prompt_token_ids": [5, 6], "output_token_ids": [7, 2], "finish_reason": "length", '
+    b'"max_tokens": 2, "top_p": 0.9, "source": "x", "task": "chat"}\n'
+)
+LINES: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+    "prompts": (PROMPTS, lambda path: load_prompts(str(path))),
+    "transcripts": (ANSWERED, load_transcripts),
+    "finished": (
+        msgspec.json.encode(LOGGED) + b"\n",
+        lambda path: list(read_finished_log(path)),
+    ),
+}
 
 
 @fuzzed()
@@ -98,18 +113,21 @@ PROMPTS = (
 def test_lines_of_json_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    kind = data.draw(st.sampled_from(["prompts", "finished"]))
-    original = PROMPTS if kind == "prompts" else msgspec.json.encode(LOGGED) + b"\n"
+    kind = data.draw(st.sampled_from(sorted(LINES)))
+    original, read = LINES[kind]
     path = tmp_path_factory.getbasetemp() / f"{kind}.jsonl"
     path.write_bytes(damaged(data.draw, path.name, original))
-    if kind == "prompts":
-        try_to_read(lambda path: load_prompts(str(path)), path)
-    else:
-        try_to_read(lambda path: list(read_finished_log(path)), path)
+    try_to_read(read, path)
 
 
 def dataset(folder: Path) -> None:
     record(folder)
+
+
+def transcripts(folder: Path) -> None:
+    record(folder / "dataset")
+    export_transcripts(folder / "dataset", folder / "transcripts.parquet")
+    rmtree(folder / "dataset")
 
 
 def recording(folder: Path) -> None:
@@ -153,6 +171,7 @@ def steps_and_engine(folder: Path) -> object:
 FOLDERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "validated dataset": (dataset, validate),
     "dataset": (dataset, load_rows),
+    "transcripts": (transcripts, lambda folder: load_transcripts(folder / "transcripts.parquet")),
     "recording": (recording, lambda folder: read_recording(folder / "forecasts.parquet")),
     "steps": (steps, steps_and_engine),
     "predictor": (predictor, lambda folder: load_predictor(str(folder))),
