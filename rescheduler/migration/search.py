@@ -28,6 +28,9 @@ __all__ = [
     "why_none",
 ]
 
+_LEAST = 1e-9
+"""Least score of a move. Below are rounding errors, as of a lone request's, which gains nothing."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -83,9 +86,10 @@ def best_moves(
     r"""Return which candidates move where, best first, no instance taking part in two moves.
 
     The score of a move is worth · (relative reduction of the variance) − cost. The best is
-    taken while it is above 0, then the best of those between instances that have no part yet.
-    Since that leaves fewer moves and changes none of them, what was a request's best score stays
-    a bound of it, and only requests whose bound is the highest are looked at again.
+    taken while it is above 0 (by more than rounding errors), then the best of those between
+    instances that have no part yet. Since that leaves fewer moves and changes none of them, what
+    was a request's best score stays a bound of it, and only requests whose bound is the highest
+    are looked at again.
 
     Args:
         points: [P] decode steps ahead.
@@ -126,7 +130,7 @@ def best_moves(
             arrives += weights[p] * d * lowest[p]
         own[i] = leaves
         bound = candidates.worth[i] * scale * (leaves - arrives) - candidates.cost[i]
-        if bound > 0.0:
+        if bound > _LEAST:
             queue.append((-bound, i))
     heapq.heapify(queue)
     loads = np.empty(n_instances)
@@ -158,7 +162,7 @@ def best_moves(
         if best >= 0:
             target[i], gain[i] = best, scale * (own[i] - loads[best])
             score = candidates.worth[i] * gain[i] - candidates.cost[i]
-            if score > 0.0:
+            if score > _LEAST:
                 heapq.heappush(queue, (-score, i))
     return moved[:found], where[:found], gains[:found]
 

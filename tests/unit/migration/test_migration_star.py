@@ -1,5 +1,6 @@
 """STAR's planner: Algorithm 1 by hand, against plain Python, and what it never does."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from measured_profiles import profile_of
 from migration_views import FREE, assert_fits, moved, view, views
 from reference_planner import best_star_move
 
+from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.migration import Plan, Star, create_migration_policy
 from rescheduler.routing import Needs
 from rescheduler.step_time.profile import BatchTime, write_profile
@@ -109,6 +111,16 @@ def test_one_request_alone_stays() -> None:
     made = plan(view([(30, 99)], []), prediction=False)
     assert not made.migrations
     assert "no move of 1 requests lowers the variance" in made.reason
+
+
+@given(st.integers(1, 900), st.floats(0.001, 0.2), st.integers(0, 500), st.integers(1, 1000))
+def test_a_request_alone_stays_whatever_is_forecast_of_it(
+    context: int, hazard: float, age: int, limit: int
+) -> None:
+    edges = np.array([0, 1, 2, 4, 8, 16, 64, 400])
+    curve = SurvivalForecast.new(edges, (1 - hazard) ** edges[None]).aged([age]).capped([limit])
+    seen = replace(view([(context, 1)], []), forecast=curve)
+    assert not plan(seen, horizon=64, beta=0.99).migrations
 
 
 @given(views(), st.sampled_from([1, 4]), st.sampled_from([0.9, 1.0]), st.data())
