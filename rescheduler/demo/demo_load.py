@@ -55,6 +55,7 @@ class ServedRequest:
         request: that was sent.
         sent: when.
         chunks: its answer as it came.
+        prompt_tokens: of its prompt, as the server counts them; 0 before its first token.
         finish_reason: how it ended; empty before, and where it failed.
         error: why it failed; empty if it did not.
     """
@@ -62,6 +63,7 @@ class ServedRequest:
     request: LoadRequest
     sent: float
     chunks: list[StreamChunk] = field(default_factory=list)
+    prompt_tokens: int = 0
     finish_reason: str = ""
     error: str = ""
 
@@ -184,7 +186,9 @@ async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None
         if "error" in chunk:
             served.error = str(chunk["error"])
             return
-        tokens = (chunk.get("usage") or {}).get("completion_tokens", served.tokens)
+        usage = chunk.get("usage") or {}
+        tokens = usage.get("completion_tokens", served.tokens)
+        served.prompt_tokens = usage.get("prompt_tokens", served.prompt_tokens)
         for choice in chunk.get("choices", ()):
             text = choice.get("text") or choice.get("delta", {}).get("content") or ""
             if tokens > served.tokens or text:

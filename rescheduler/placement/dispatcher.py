@@ -1,6 +1,7 @@
 """Which instance a request goes to: prefill by least load, decode by the routing policy."""
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from rescheduler.routing.heuristics.jsq_load import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 
 __all__ = ["Dispatcher"]
+
+logger = logging.getLogger("headway.serve")
 
 _FIRST_STEP_SECONDS = 0.05
 _STEP_WEIGHT = 0.01
@@ -233,6 +236,13 @@ class Dispatcher:
             if instance is not None:
                 self.dispatched += 1
                 request.place(instance)
+                logger.debug(
+                    "request %s (%s), %d tokens: to %s",
+                    request.id,
+                    request.name,
+                    request.context_tokens,
+                    instance.name,
+                )
                 if self._budgets is not None:
                     self._budgets.spend(instance, request)
                 self.waiting.pop(request).set_result(instance)

@@ -61,22 +61,24 @@ class Migrator:
         source = request.instance
         if source is None or source is target or not request.can_move:
             return "gone"
-        move = request.move_to(target)
+        move, loop = request.move_to(target), asyncio.get_running_loop()
+        began = loop.time()
         try:
             outcome = await self._moved(request, move)
         finally:
             if request.is_copying(move):
                 request.not_copied()
         if outcome != "moved":
-            request.rest(asyncio.get_running_loop().time() + _REST_SECONDS)
+            request.rest(loop.time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
         logger.info(
-            "request %s, %d tokens: %s to %s: %s (%s)",
+            "request %s, %d tokens: %s to %s: %s after %.3f s (%s)",
             request.id,
             request.context_tokens,
             source.name,
             target.name,
             outcome,
+            loop.time() - began,
             why,
         )
         return outcome

@@ -14,7 +14,9 @@ from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.listeners import Listeners
 
-__all__ = ["load_tokenizer", "serve"]
+__all__ = ["LOG_FORMAT", "LOG_TIME", "load_tokenizer", "serve"]
+
+LOG_FORMAT, LOG_TIME = "%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%d %H:%M:%S"
 
 logger = logging.getLogger("headway.serve")
 
@@ -27,12 +29,12 @@ def serve(config: Deployment, verbose: bool = False) -> None:
 
     Args:
         config: the deployment.
-        verbose: also log why no request is moved, and the messages of libraries.
+        verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:
         DeploymentError: the deployment cannot be served.
     """
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(format=LOG_FORMAT, datefmt=LOG_TIME)
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     tokenizer = load_tokenizer(config.model)
     try:
