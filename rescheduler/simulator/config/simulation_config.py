@@ -142,14 +142,18 @@ class TransferConfig:
         gigabits_per_second: of the network between two instances.
         bytes_per_token: of the KV cache; 2 * layers * KV heads * head size * bytes of a number.
             131,072 is Llama-3-8B's in 16 bits.
+        block_tokens: of a block of the KV cache. A request that is to move decodes on until it
+            has just filled one, since whole blocks are copied; 0: it leaves with its next token.
     """
 
     handshake_s: float = 0.01
     gigabits_per_second: float = 25.0
     bytes_per_token: float = 131_072.0
+    block_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a transfer that never ends."""
+        _at_least(0, **{"transfer.block_tokens": self.block_tokens})
         for name in ("gigabits_per_second", "bytes_per_token"):
             _above_zero(f"transfer.{name}", getattr(self, name))
         if not 0 <= self.handshake_s < math.inf:

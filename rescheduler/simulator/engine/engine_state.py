@@ -115,6 +115,7 @@ class Rules(NamedTuple):
     most_growth: int
     handshake_seconds: float
     tokens_per_second: float
+    block_tokens: int
     max_steps: int
     max_seconds: float
     plan_every: int

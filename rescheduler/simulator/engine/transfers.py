@@ -7,12 +7,16 @@ from rescheduler.simulator.engine.slots import leave, occupied
 
 __all__ = ["land_migrations", "send_migrations"]
 
+_FEW_TOKENS = 2
+"""In a block that is not full, when it is time for a copy, as `Migrator` has it."""
+
 
 @compiled_core
 def send_migrations(rules: Rules, cluster: Cluster, g: int) -> None:
     """Freeze the requests that are to move, after the step in which that was decided.
 
-    The source keeps a request's tokens in memory until the target has them.
+    With ``block_tokens`` they fill a block first. The source keeps a request's tokens in memory
+    until the target has them.
     """
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     slot = 0
@@ -22,11 +26,15 @@ def send_migrations(rules: Rules, cluster: Cluster, g: int) -> None:
         if target == NONE:
             slot += 1
             continue
+        context = request.context + instance.grown
+        if rules.block_tokens > 0 and context % rules.block_tokens > _FEW_TOKENS:
+            slot += 1  # the copy is made when its block is full
+            continue
         request.target = NONE
         scalars.leaving -= 1
         there = cluster.instances[target]
         tokens = there.load + there.queued_tokens + there.arriving_tokens + there.leaving_tokens
-        tokens += request.context + instance.grown
+        tokens += context
         if occupied(cluster, target) >= rules.slots or tokens > rules.kv_capacity:
             slot += 1  # no longer room: it stays
             continue
