@@ -55,17 +55,17 @@ class ServedRequest:
         request: that was sent.
         sent: when.
         chunks: its answer as it came.
-        prompt_tokens: of its prompt, as the server counts them; 0 before its first token.
         finish_reason: how it ended; empty before, and where it failed.
         error: why it failed; empty if it did not.
+        prompt_tokens: as the server counts them; 0 before its first token.
     """
 
     request: LoadRequest
     sent: float
     chunks: list[StreamChunk] = field(default_factory=list)
-    prompt_tokens: int = 0
     finish_reason: str = ""
     error: str = ""
+    prompt_tokens: int = 0
 
     @property
     def tokens(self) -> int:
