@@ -52,6 +52,7 @@ class ClusterView:
         prefill_budget: [n_instances] prompt tokens that each engine can take on and still
             compute within their time, as it last reported, less those placed there since; None
             if engines report none.
+        step_seconds: mean duration of a decode step lately; None where nobody measures it.
     """
 
     slots: IntArray
@@ -69,6 +70,7 @@ class ClusterView:
     instant: bool = False
     since_move: IntArray | None = None
     prefill_budget: FloatArray | None = None
+    step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together.

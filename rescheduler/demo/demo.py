@@ -54,7 +54,6 @@ _MIGRATION = {
     "handshake_seconds": 0.2,
     "bandwidth": 5e8,
     "kv_bytes_per_token": 46_080,
-    "step_seconds": 0.1,
     "horizon": 300,
     "stride": 10,
 }

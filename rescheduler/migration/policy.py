@@ -77,7 +77,8 @@ class MigrationPolicy(ABC):
         handshake_seconds: before a request's first byte travels.
         bandwidth: B, bytes per second between two instances.
         kv_bytes_per_token: of the KV cache, :math:`b_{token}`.
-        step_seconds: mean duration of a decode step, :math:`T_{exec}`.
+        step_seconds: mean duration of a decode step, :math:`T_{exec}`, where the view does not
+            say it. `headway serve` measures it.
         profile: file of `headway profile`; :math:`T_{exec}` is then that of a step with the mean
             instance's requests and load, at every plan of a `ClusterView`.
         horizon: H, decode steps looked ahead.
@@ -151,6 +152,8 @@ class MigrationPolicy(ABC):
 
     def _timed(self, view: ClusterView) -> Self:
         """Return the planner with the duration of a step as the cluster is now."""
+        if self.profile is None and view.step_seconds is not None:
+            return replace(self, step_seconds=view.step_seconds)
         if self.profile is None or len(view.instance) == 0:
             return self
         requests = len(view.instance) / view.n_instances

@@ -41,7 +41,7 @@ def cluster_view(
         waiting: requests that wait for one of them, in order of arrival.
         forecasts: of remaining lengths; None if the decision needs none.
         now: seconds on the clock of ``waiting_since``.
-        step_seconds: mean duration of a decode step.
+        step_seconds: mean duration of a decode step lately.
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
@@ -78,6 +78,7 @@ def cluster_view(
         dispatched=dispatched,
         since_move=since,
         prefill_budget=prefill_budget,
+        step_seconds=step_seconds,
     )
 
 

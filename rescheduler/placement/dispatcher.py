@@ -28,6 +28,7 @@ logger = logging.getLogger("headway.serve")
 
 _FIRST_STEP_SECONDS = 0.05
 _STEP_WEIGHT = 0.01
+_PAUSE_STEPS = 4.0
 
 
 class Dispatcher:
@@ -44,7 +45,7 @@ class Dispatcher:
         clock: seconds, of the event loop.
 
     Attributes:
-        step_seconds: mean time between two tokens of a request.
+        step_seconds: mean time between two tokens of a request, pauses left out.
         dispatched: requests placed so far.
         waiting: requests in the second pool, in order of arrival.
     """
@@ -169,7 +170,8 @@ class Dispatcher:
             guarded.policy.assign(crowded_view(len(self._decodes)))
 
     def step_took(self, seconds: float) -> None:
-        """Note the time between two tokens of a request."""
+        """Note the time between two tokens of a request; what is far longer is a pause, no step."""
+        seconds = min(seconds, _PAUSE_STEPS * self.step_seconds)
         self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
 
     def has_another(self, request: LiveRequest) -> bool:

@@ -53,6 +53,13 @@ def test_a_profile_says_how_long_a_step_is(tmp_path: Path) -> None:
         Star(profile=str(tmp_path / "none.yaml"))
 
 
+def test_what_the_view_says_of_a_step_counts_before_the_option() -> None:
+    costs = {"handshake_seconds": 0.11, "step_seconds": 0.02, "horizon": 4}
+    seen = view([(5, 5), (5, 5)], [(1, 5)])
+    assert not plan(replace(seen, step_seconds=0.02), **costs).migrations
+    assert plan(replace(seen, step_seconds=0.2), **costs).migrations
+
+
 def test_beta_says_how_much_the_steps_ahead_count() -> None:
     # As above: with beta = 1/10 the sums are 49 + 2.5 + 0.3025 before, and after the three moves
     # 4 + 2.5 + 0.3025, 9 + 0 + 0.0025 and 9 + 3.6 + 0.4225.

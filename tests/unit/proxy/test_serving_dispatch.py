@@ -85,6 +85,21 @@ async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
     assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
 
 
+def test_a_pause_is_no_step() -> None:
+    """Steps of 0.1 s, and among them one request that waits 60 s for room."""
+    dispatcher = Dispatcher(
+        Placements(), [], [], OneAtATime(), None, None, ProxyOptions(), time.monotonic
+    )
+    for _ in range(1000):
+        dispatcher.step_took(0.1)
+    assert dispatcher.step_seconds == pytest.approx(0.1, rel=0.01)
+    dispatcher.step_took(60.0)
+    assert dispatcher.step_seconds < 0.11
+    for _ in range(1000):
+        dispatcher.step_took(2.0)
+    assert dispatcher.step_seconds == pytest.approx(2.0, rel=0.05), "a slower engine is believed"
+
+
 async def test_a_router_for_other_instances_is_refused_at_the_start(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
