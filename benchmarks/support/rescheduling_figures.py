@@ -1,4 +1,4 @@
-"""The table and the figure of `benchmarks.live_rescheduling`."""
+"""The tables and the figure of `benchmarks.live_rescheduling`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,45 +6,105 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FULL", "draw", "print_table", "summarised"]
+from benchmarks.support.live_machine import Machine
+from benchmarks.support.live_runs import FULL
+from benchmarks.support.paired_rounds import Estimate, mean_of, paired_difference
 
-FULL = 0.99
-"""Share of the KV cache from which on it is full, as in STAR's Figure 12."""
+__all__ = ["PAIRS", "Rounds", "draw", "print_tables", "summarised"]
 
-SUMMARISED = (
+Rounds = dict[str, dict[int, dict[str, Any]]]
+"""Results by arm and round."""
+
+TTFT_TIMES, TPOT_TIMES = 20.0, 4.0
+
+FIGURES = (
     *("goodput", "met", "throughput", "tpot_p50", "tpot_p99", "ttft_p50", "ttft_p99", "gap_p99"),
-    *("preemptions", "migrations", "kv_full_share", "kv_difference", "seconds", "failed"),
+    *("preemptions", "migrations", "kv_use", "kv_full_share", "kv_difference", "seconds"),
+    *("failed", "changed_answers"),
 )
+PAIRS = (
+    ("star", "star_no_prediction"),
+    ("survival", "star_no_prediction"),
+    ("survival", "star"),
+    ("headroom", "reserve"),
+    ("headroom_survival", "reserve"),
+    ("headroom_survival", "headroom"),
+    ("headroom_survival", "survival"),
+)
+"""Arms that are compared beside all with the first."""
+
+COLUMNS = {
+    "goodput, req/min": ("goodput", 60.0, ".1f"),
+    "TTFT P99, s": ("ttft_p99", 1.0, ".1f"),
+    "TPOT P99, ms": ("tpot_p99", 1e3, ".0f"),
+    "longest pause P99, s": ("gap_p99", 1.0, ".1f"),
+    "preemptions": ("preemptions", 1.0, ".1f"),
+    "KV in use, %": ("kv_use", 100.0, ".0f"),
+    "migrations": ("migrations", 1.0, ".1f"),
+    "answers changed": ("changed_answers", 1.0, ".0f"),
+}
+
+Estimates = dict[float, dict[str, dict[str, Estimate]]]
+"""By load; by arm, or by "arm - other"; by figure."""
 
 
-def summarised(
-    rounds: dict[str, list[dict[str, Any]]], ttft_s: float, tpot_s: float
-) -> dict[str, float]:
-    """Return every arm's means over its rounds, and their standard errors.
+def summarised(loads: dict[float, Rounds], machine: Machine) -> tuple[dict[str, float], Estimates]:
+    """Return every mean and difference by name, with half its interval, and as estimates.
+
+    Goodput counts requests whose first token came within 20 times, and whose further tokens
+    within 4 times, what those of a request take that is alone.
 
     Args:
-        rounds: of every arm.
-        ttft_s: longest time to the first token of a request that is in time.
-        tpot_s: its longest mean time per further token.
+        loads: results by load.
+        machine: what it measured.
     """
-    figures: dict[str, float] = {"rounds": min(len(found) for found in rounds.values())}
-    for arm, found in rounds.items():
-        for result in found:
-            in_time = sum(_in_time(one, ttft_s, tpot_s) for one in result["requests"])
-            result["met"] = in_time / len(result["requests"])
-            result["goodput"] = in_time / result["seconds"]
-        for name in SUMMARISED:
-            values = [result[name] for result in found]
-            figures[f"{arm}_{name}"] = float(np.mean(values))
-            if len(values) > 1:
-                error = float(np.std(values, ddof=1)) / len(values) ** 0.5
-                figures[f"{arm}_{name}_error"] = error
-        figures[f"{arm}_changed_answers"] = sum(
-            one["text"] != other["text"]
-            for result, first in zip(found, rounds[next(iter(rounds))], strict=False)
-            for one, other in zip(result["requests"], first["requests"], strict=True)
-        )
-    return figures
+    figures: dict[str, float] = {}
+    estimates: Estimates = {}
+    for load, rounds in loads.items():
+        values = {arm: _values(found, rounds, machine) for arm, found in rounds.items()}
+        first = next(iter(values))
+        pairs = [(arm, first) for arm in values if arm != first]
+        pairs += [pair for pair in PAIRS if set(pair) <= set(values) and pair not in pairs]
+        estimates[load] = {
+            arm: {name: mean_of(by_round[name]) for name in FIGURES}
+            for arm, by_round in values.items()
+        } | {
+            f"{arm} - {other}": {
+                name: paired_difference(values[arm][name], values[other][name]) for name in FIGURES
+            }
+            for arm, other in pairs
+        }
+        for what, found in estimates[load].items():
+            for name, one in found.items():
+                key = f"load{100 * load:g}_{what.replace(' - ', '_minus_')}_{name}"
+                figures[key] = one.mean
+                if one.rounds > 1:
+                    figures[f"{key}_half_interval"] = one.half
+                figures[f"{key}_rounds"] = one.rounds
+    return figures, estimates
+
+
+def _values(
+    found: dict[int, dict[str, Any]], rounds: Rounds, machine: Machine
+) -> dict[str, dict[int, float]]:
+    """Return an arm's figures by name and round."""
+    ttft, tpot = TTFT_TIMES * machine.alone_ttft, TPOT_TIMES * machine.alone_tpot
+    values: dict[str, dict[int, float]] = {name: {} for name in FIGURES}
+    for number, result in found.items():
+        requests = result["requests"]
+        in_time = sum(_in_time(one, ttft, tpot) for one in requests)
+        first = next(by_round[number] for by_round in rounds.values() if number in by_round)
+        own = {
+            "met": in_time / len(requests),
+            "goodput": in_time / result["seconds"],
+            "changed_answers": sum(
+                one["text"] != other["text"]
+                for one, other in zip(requests, first["requests"], strict=True)
+            ),
+        }
+        for name in FIGURES:
+            values[name][number] = float(own[name] if name in own else result[name])
+    return values
 
 
 def _in_time(request: dict[str, Any], ttft_s: float, tpot_s: float) -> bool:
@@ -53,31 +113,32 @@ def _in_time(request: dict[str, Any], ttft_s: float, tpot_s: float) -> bool:
     return request["tpot"] is None or request["tpot"] <= tpot_s
 
 
-def print_table(figures: dict[str, float], arms: Sequence[str]) -> None:
-    """Print a row an arm."""
-    columns = {
-        "goodput, req/min": ("goodput", 60.0, ".1f"),
-        "in time": ("met", 100.0, ".0f"),
-        "TPOT P99, ms": ("tpot_p99", 1e3, ".0f"),
-        "TPOT P50, ms": ("tpot_p50", 1e3, ".0f"),
-        "longest pause P99, s": ("gap_p99", 1.0, ".1f"),
-        "TTFT P99, s": ("ttft_p99", 1.0, ".1f"),
-        "preemptions": ("preemptions", 1.0, ".1f"),
-        "migrations": ("migrations", 1.0, ".1f"),
-        "KV full": ("kv_full_share", 100.0, ".0f"),
-    }
-    print(f"\n| arm | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
-    for arm in arms:
-        cells = []
-        for name, scale, spec in columns.values():
-            error = figures.get(f"{arm}_{name}_error")
-            around = "" if error is None else f" ± {scale * error:{spec}}"
-            percent = "%" if name in ("met", "kv_full_share") else ""
-            cells.append(f"{scale * figures[f'{arm}_{name}']:{spec}}{around}{percent}")
-        print(f"| {arm} | {' | '.join(cells)} |")
+def print_tables(estimates: Estimates, arms: Sequence[str]) -> None:
+    """Print for each load the means, and the differences with their 95% intervals."""
+    for load, found in estimates.items():
+        for title, rows in (
+            ("means", [name for name in found if name in arms]),
+            ("differences, paired by round", [name for name in found if name not in arms]),
+        ):
+            print(f"\nload {load:.0%}, {title}, with half a 95% interval; bold: it excludes 0")
+            print(f"| | {' | '.join(COLUMNS)} | rounds |\n|---|{'---:|' * (len(COLUMNS) + 1)}")
+            for row in rows:
+                cells = [
+                    _cell(found[row][name], scale, spec, bold=row not in arms)
+                    for name, scale, spec in COLUMNS.values()
+                ]
+                print(f"| {row} | {' | '.join(cells)} | {found[row]['goodput'].rounds} |")
 
 
-def draw(rounds: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def _cell(one: Estimate, scale: float, spec: str, bold: bool) -> str:
+    sign = "+" if bold else ""
+    text = f"{scale * one.mean:{sign}{spec}}"
+    if one.rounds > 1:
+        text += f" ± {scale * one.half:{spec}}"
+    return f"**{text}**" if bold and one.rounds > 1 and one.is_certain else text
+
+
+def draw(rounds: Rounds, path: Path) -> None:
     """Draw the fullest decode engine's KV usage of each arm's first round, as STAR's Figure 12."""
     import matplotlib as mpl
 
@@ -88,7 +149,8 @@ def draw(rounds: dict[str, list[dict[str, Any]]], path: Path) -> None:
         len(rounds), 1, sharex=True, sharey=True, figsize=(8, 1.6 * len(rounds)), squeeze=False
     )
     for axis, (arm, found) in zip(axes[:, 0], rounds.items(), strict=True):
-        samples = found[0]["samples"]
+        result = found[min(found)]
+        samples = result["samples"]
         seconds = np.array([one["seconds"] for one in samples])
         kv = np.array([one["kv"] for one in samples])
         axis.plot(seconds, 100 * kv.max(axis=1), color="tab:blue", linewidth=1.2)
@@ -102,8 +164,8 @@ def draw(rounds: dict[str, list[dict[str, Any]]], path: Path) -> None:
             at = seconds[np.flatnonzero(np.diff(counts, prepend=0))]
             axis.plot(at, np.full(len(at), 106.0), "|", color=colour, markersize=6)
         axis.set_title(
-            f"{arm.replace('_', ' ')}: {found[0]['migrations']:.0f} migrations, "
-            f"{found[0]['preemptions']:.0f} preemptions",
+            f"{arm.replace('_', ' ')}: {result['migrations']:.0f} migrations, "
+            f"{result['preemptions']:.0f} preemptions",
             fontsize=9,
             loc="left",
         )

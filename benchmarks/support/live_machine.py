@@ -1,0 +1,121 @@
+"""What a live measurement finds out about its machine first, and goes by from then on."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from benchmarks.support.live_load import round_load
+from benchmarks.support.live_runs import completed, proxy, run_load
+from data_collection.atomic_file import write_text_atomically
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.engines.deployment import Deployment
+
+__all__ = ["Machine", "measure_machine", "read_machine", "served_rate"]
+
+_FILE = "machine.json"
+_MEASURED_ROUND = 1_000_003  # whose requests no round has
+_RESERVE = {"name": "max_capacity", "reserve": 0.1}
+_MOVING = {"name": "star", "prediction": False}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast the deployment is on this machine.
+
+    Attributes:
+        alone_ttft: seconds to the first token of a request that is alone.
+        alone_tpot: seconds per further token of it.
+        capacity: requests a second that are served of a load that comes all at once, with a
+            tenth of each KV cache kept free.
+        step_seconds: mean time between two tokens of a request meanwhile.
+        pause: mean seconds that a moved request's stream pauses under such a load.
+        copying: mean seconds of the copy made before, while the request goes on.
+    """
+
+    alone_ttft: float
+    alone_tpot: float
+    capacity: float
+    step_seconds: float
+    pause: float
+    copying: float
+
+    @property
+    def patience(self) -> float:
+        """Seconds without any token after which something hangs."""
+        return 100 * self.alone_ttft + 1_000 * self.alone_tpot
+
+
+def read_machine(folder: Path) -> Machine | None:
+    """Return what was found out before, or None."""
+    kept = folder / _FILE
+    return Machine(**json.loads(kept.read_text())) if kept.is_file() else None
+
+
+def measure_machine(
+    deployment: Deployment, folder: Path, requests: int, max_tokens: int
+) -> Machine:
+    """Find out how fast a deployment is, and keep it in the folder.
+
+    Args:
+        deployment: whose engines run and are idle; routing and migration are replaced.
+        folder: where it is kept.
+        requests: of a run.
+        max_tokens: of a request.
+    """
+    machine = asyncio.run(_measure(deployment, folder, requests, max_tokens))
+    write_text_atomically(folder / _FILE, json.dumps(asdict(machine), indent=1) + "\n")
+    print(f"measured: {machine}", file=sys.stderr, flush=True)
+    return machine
+
+
+def served_rate(served: Sequence[ServedRequest]) -> float:
+    r"""Return the requests a second that a saturated deployment serves.
+
+    .. math:: \frac{0.6 \sum_i o_i}{t_{0.8} - t_{0.2}} \Big/ \frac1n \sum_i o_i
+
+    with o tokens of a request and t the times by which a fifth and four fifths of all tokens had
+    come: neither the beginning, when caches fill, nor the end, when they empty, counts.
+    """
+    times = []
+    for one in served:
+        before = 0
+        for piece in one.chunks:
+            times += [piece.time] * (piece.tokens - before)
+            before = piece.tokens
+    begin, end = np.quantile(times, [0.2, 0.8])
+    return float(0.6 * len(served) / (end - begin))
+
+
+async def _measure(deployment: Deployment, folder: Path, requests: int, max_tokens: int) -> Machine:
+    alone = await _alone(deployment, folder)
+    ttft = float(np.mean([one.ttft for one in alone]))
+    tpot = float(np.mean([one.tpot for one in alone]))
+    patience = Machine(ttft, tpot, 0.0, 0.0, 0.0, 0.0).patience
+    reserved = replace(deployment, routing=_RESERVE, migration=None)
+    at_once = round_load(_MEASURED_ROUND, requests, inf, max_tokens)
+    overload = await run_load(reserved, folder, at_once, "capacity", patience)
+    capacity = served_rate(overload.served)
+    steps = [one.tpot for one in overload.served if one.tpot is not None]
+    moving = replace(deployment, routing={"name": "round_robin"}, migration=_MOVING)
+    load = round_load(_MEASURED_ROUND, requests, 0.8 * capacity, max_tokens)
+    moved = await run_load(moving, folder, load, "moves", patience)
+    return Machine(ttft, tpot, capacity, float(np.median(steps)), moved.pause, moved.copying)
+
+
+async def _alone(deployment: Deployment, folder: Path) -> list[ServedRequest]:
+    """Return requests that had the engines to themselves, one after the other."""
+    text = "Write a story about a lighthouse keeper."
+    served: list[ServedRequest] = []
+    with proxy(replace(deployment, migration=None), folder) as server:
+        for i in range(6):
+            load = [LoadRequest(f"alone-{i}", text, 60, i, 0.0)]
+            run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt="alone")
+            served += await completed(run, inf, server)
+    return served[2:]  # the first two shake hands with the prefill engine
