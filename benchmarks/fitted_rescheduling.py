@@ -5,10 +5,10 @@
 
 Takes what `benchmarks.live_rescheduling` has kept, and simulates every load, round and arm of it:
 the same requests at the same times with the lengths that the engines generated, the forecasts that
-they published, and steps, prefills and moves as long as they took there. Then the differences
-between arms, paired by round, are held against the live ones. Where a live difference is certain,
-its interval excluding 0, the simulated one should have its sign; ``--check`` ends with status 1
-where it has not.
+they published, prefills as long as a lone request's, and steps and pauses as long as they took
+there. Then the differences between arms, paired by round, are held against the live ones. Where a
+live difference is certain, its interval excluding 0, the simulated one should have its sign;
+``--check`` ends with status 1 where it has not.
 """
 
 import json
@@ -35,7 +35,6 @@ from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     MigrationConfig,
     PoolConfig,
-    PrefillConfig,
     SimulationConfig,
     TransferConfig,
 )
@@ -54,22 +53,28 @@ _NO_TIME = 1e6  # gigabits per second: what a move takes is its pause
 
 @dataclass(frozen=True)
 class LiveRequests:
-    """The requests of a live round.
+    """The requests of a live round, as they come from their prefills.
 
     A request takes whole blocks of the KV cache, half a block more than its tokens on average.
+
+    Attributes:
+        requests: of a result.
+        prefill_seconds: of each.
+        block_size: tokens of a block.
     """
 
     name: ClassVar[str] = "live"
     has_arrivals: ClassVar[bool] = True
 
     requests: Sequence[dict[str, Any]]
+    prefill_seconds: float
     block_size: int
 
     def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
         """Yield them."""
         prompt = np.array([one["prompt"] for one in self.requests]) + self.block_size // 2
         yield TraceBlock(
-            arrival=np.array([one["arrives"] for one in self.requests]),
+            arrival=np.array([one["arrives"] for one in self.requests]) + self.prefill_seconds,
             prompt=prompt.astype(np.int64),
             output=np.array([one["tokens"] for one in self.requests], dtype=np.int64),
             template=np.arange(len(self.requests)),
@@ -178,7 +183,7 @@ def simulated_figures(
     result = simulate(found, arm, machine, fit)
     requests = result.requests
     # A live client sees its first token once its decode instance has begun.
-    ttft = requests.start + fit.a - requests.arrival
+    ttft = requests.start - requests.arrival + machine.alone_ttft
     tpot = (requests.end - requests.start) / requests.output
     return {
         "goodput": _in_time(ttft, tpot, machine) / result.seconds,
@@ -208,7 +213,6 @@ def simulate(found: LiveRound, arm: str, machine: Machine, fit: StepFit) -> RunR
         ),
         clock="independent",
         pool=PoolConfig(limit=_WAITING),
-        prefill=PrefillConfig(kind="stage"),
         transfer=TransferConfig(
             handshake_s=machine.pause,
             gigabits_per_second=_NO_TIME,
@@ -219,7 +223,7 @@ def simulate(found: LiveRound, arm: str, machine: Machine, fit: StepFit) -> RunR
     )
     setup = RunSetup(
         config=config,
-        trace=LiveRequests(first["requests"], engine["block_size"]),
+        trace=LiveRequests(first["requests"], machine.alone_ttft, engine["block_size"]),
         forecast=Replay(recording=found.folder / "forecasts.parquet"),
         step_time=step,
         power=power_model(config.power),

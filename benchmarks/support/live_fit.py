@@ -12,7 +12,7 @@ __all__ = ["StepFit", "fitted_steps", "step_samples"]
 FloatArray = npt.NDArray[np.float64]
 
 _EVERY = 8  # tokens of a request that one sample spans, since they come in bursts
-_PAUSE = 5.0  # medians; what takes longer has a pause in it
+_PAUSE = 30.0  # medians; what takes longer has a pause in it, as of a preemption
 
 
 class StepFit(NamedTuple):
