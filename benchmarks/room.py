@@ -1,50 +1,65 @@
 """What it is worth to forecast how much room an instance must keep free.
 
-    python -m benchmarks.room [--quick] [--traces DIR] --json OUT
+    python -m benchmarks.room [--quick] [--seeds N] [--traces DIR] --json OUT
 
-Four instances whose KV caches fill, with a pool, chunked prefill and vLLM's preemption: `headroom`
-with exact, recorded and Kaplan-Meier forecasts against shares of the cache kept free
-(`max_capacity` with ``reserve``), of which the best is chosen afterwards for each trace and load,
-and against `jsq_load` and BF-IO without lookahead. Traces are the requests that SmolLM2 served,
-with what the shipped predictor forecast of them; five tasks; and the CSV files of a folder. The
-load is a share of what ``max_capacity`` with a tenth kept free serves when overloaded.
+Instances whose KV caches fill, with vLLM's preemption: `headroom` with exact, recorded and
+Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity` with ``reserve``), of
+which the best is chosen afterwards for each trace and load, against `jsq_load` and BF-IO without
+lookahead, all with a pool; and against `jsq_load` and vLLM's own rule with instant dispatch. Traces
+are the requests that SmolLM2 served, with what the shipped predictor forecast of them; five tasks;
+the settings of two papers; and the CSV files of a folder. The load is a share of what
+``max_capacity`` with a tenth kept free serves when overloaded.
 
-Prints mean latencies, and the gain of `headroom` over the best reserve, paired by seed, with half
+Prints means, and the gain of `headroom` in latency over the best reserve, paired by seed, with half
 a 95% confidence interval; ``gain_TRACE_LOAD_FORECAST`` in the file is that gain in percent.
+*Goodput* counts the requests per second whose TTFT is at most 20 times, and whose TPOT at most 4
+times, what it is on an empty cluster, as in `benchmarks.live_rescheduling`. *KV* is the share of
+the caches in use until the last request has arrived.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from rich.progress import Progress
 from scipy.stats import t
 
 from benchmarks.support.report import arguments, write_report
 from rescheduler.routing import create_policy
+from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
+    MigrationConfig,
     PrefillConfig,
     SimulationConfig,
+    SLOConfig,
 )
 from rescheduler.simulator.results.metrics import run_metrics
+from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
 
 RECORDING = "checkpoints/smollm2-135m-instruct/forecasts.parquet"
 RESERVES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 LOADS = (0.8, 1.0, 1.2)
-SHOWN = ("latency", "latency_p99", "ttft", "tpot", "tpot_p99", "throughput", "preemptions")
+TTFT_TIMES, TPOT_TIMES = 20.0, 4.0
+SHOWN = (
+    *("latency", "latency_p99", "ttft", "tpot", "tpot_p99"),
+    *("goodput", "throughput", "kv", "preemptions"),
+)
+NONE, EXACT, BY_AGE = {"name": "none"}, {"name": "oracle"}, {"name": "kaplan_meier"}
+RECORDED = {"name": "replay", "recording": RECORDING}
 
 
 class Case(NamedTuple):
-    """A trace, and the capacity of the four KV caches that it fills, in tokens."""
+    """A cluster whose caches a trace fills, and what can be forecast of its requests."""
 
     name: str
-    trace: dict[str, Any]
-    capacity: int
+    config: SimulationConfig
     forecasts: tuple[dict[str, Any], ...]
 
 
@@ -52,41 +67,44 @@ def main() -> None:
     """Simulate all, and print the tables."""
     parser = arguments("room by probability against shares of the KV cache kept free")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each arm (default: 4)")
     options = parser.parse_args()
     few = 10 if options.quick else 1
     found = cases(options.traces, few)
-    seeds = 2 if options.quick else 8
+    seeds = 2 if options.quick else options.seeds
     figures: dict[str, float] = {}
     tables = []
     with Progress() as progress:
         task = progress.add_task("simulating", total=len(found) * len(LOADS))
         for case in found:
             served = capacity(case)
+            slo = objectives(case, served)
             for load in LOADS:
-                runs = simulated(case, load * served, seeds)
+                runs = simulated(case, load * served, slo, seeds)
                 gains = over_best_reserve(runs)
-                title = f"{case.name}, {load:.0%} load"
-                tables.append(table(title, runs, gains))
+                tables.append(table(f"{case.name}, {load:.0%} load", runs, gains))
+                print(tables[-1], flush=True)
                 for forecast, (gain, _) in gains.items():
                     figures[f"gain_{case.name}_{load}_{forecast}"] = gain
                 progress.advance(task)
-    print("\n\n".join(tables))
     write_report("room", figures, options.json, tables=tables)
 
 
 def cases(folder: Path | None, few: int) -> list[Case]:
-    """Return the traces: the two that come with Headway, and those of a folder."""
-    exact, unknown = {"name": "oracle"}, {"name": "kaplan_meier"}
-    recorded = {"name": "replay", "recording": RECORDING}
+    """Return the traces that come with Headway, the papers' settings, and a folder's traces."""
     replay = {"name": "replay", "recording": RECORDING, "requests": 3000 // few}
     five_tasks = {"name": "five_tasks", "requests": 3000 // few}
     all_cases = [
-        Case("smollm2", replay, 10_240, (exact, recorded, unknown)),
-        Case("five_tasks", five_tasks, 10_240, (exact, unknown)),
+        Case("smollm2", filled(replay, 10_240), (EXACT, RECORDED, BY_AGE)),
+        Case("five_tasks", filled(five_tasks, 10_240), (EXACT, BY_AGE)),
     ]
     for path in sorted(folder.glob("*.csv.gz")) if folder else ():
         trace = {"path": str(path), "requests": 1500 // few}
-        all_cases.append(Case(path.name.split(".")[0], trace, tokens(path), (exact, unknown)))
+        config = filled(trace, tokens(path))
+        all_cases.append(Case(path.name.split(".")[0], config, (EXACT, BY_AGE)))
+    for name, requests in (("mixed_workloads", 3000), ("star_trace", 800)):
+        config = of_paper(name, requests // few)
+        all_cases.append(Case(name, config, (EXACT, BY_AGE)))
     return all_cases
 
 
@@ -98,20 +116,30 @@ def tokens(path: Path) -> int:
     return int(max(32 * mean, (inputs + outputs).max() + 200))
 
 
-def configuration(case: Case, rate: float, forecast: dict[str, Any]) -> RunSetup:
-    """Return the cluster under this trace at so many requests per second."""
-    return run_setup(
-        SimulationConfig(
-            cluster=ClusterConfig(4, slots=128, kv_capacity=case.capacity),
-            clock="independent",
-            dispatch="pool",
-            prefill=PrefillConfig("chunked", max_batched_tokens=4096),
-            step_time={"name": "batch", "a": 0.02, "b": 3.2e-4, "c": 0.0},
-            trace=case.trace,
-            arrivals=ArrivalsConfig("poisson", rate=rate),
-            forecast=forecast,
-        )
+def filled(trace: dict[str, Any], kv_capacity: int) -> SimulationConfig:
+    """Return four instances with so large KV caches under a trace."""
+    return SimulationConfig(
+        cluster=ClusterConfig(4, slots=128, kv_capacity=kv_capacity),
+        clock="independent",
+        prefill=PrefillConfig("chunked", max_batched_tokens=4096),
+        step_time={"name": "batch", "a": 0.02, "b": 3.2e-4, "c": 0.0},
+        trace=trace,
     )
+
+
+def of_paper(name: str, requests: int) -> SimulationConfig:
+    """Return a paper's setting, from `configs/papers`, with a pool and nothing that moves."""
+    values = yaml.safe_load(Path(f"configs/papers/{name}.yaml").read_text(encoding="utf-8"))
+    for varied in ("vary", "cases", "seeds"):
+        values.pop(varied, None)
+    values["trace"]["requests"] = requests
+    return replace(read_config(values), migration=MigrationConfig(), max_seconds=None)
+
+
+def at_rate(case: Case, rate: float, forecast: dict[str, Any], dispatch: str = "pool") -> RunSetup:
+    """Return a case at so many requests per second."""
+    arrivals = ArrivalsConfig("poisson", rate=rate)
+    return run_setup(replace(case.config, arrivals=arrivals, forecast=forecast, dispatch=dispatch))
 
 
 def capacity(case: Case) -> float:
@@ -120,33 +148,49 @@ def capacity(case: Case) -> float:
     Counted from the first fifth of them to the last third, so that neither filling nor draining
     the instances counts.
     """
-    setup = configuration(case, 1000.0, {"name": "none"})
-    result = run(setup, create_policy("max_capacity", reserve=0.1), 0)
-    first, last = np.quantile(result.requests.end, [0.2, 2 / 3])
+    result = run(at_rate(case, 1000.0, NONE), create_policy("max_capacity", reserve=0.1), 0)
+    first, last = np.nanquantile(result.requests.end, [0.2, 2 / 3])
     return float((2 / 3 - 0.2) * len(result.requests.end) / (last - first))
+
+
+def objectives(case: Case, served: float) -> SLOConfig:
+    """Return multiples of what requests take at a hundredth of the capacity."""
+    result = run(at_rate(case, served / 100, NONE), create_policy("jsq_load"), 0)
+    alone = run_metrics(result)
+    return SLOConfig(ttft_s=TTFT_TIMES * alone["ttft"], tpot_s=TPOT_TIMES * alone["tpot"])
 
 
 Runs = dict[str, list[dict[str, float]]]
 """Policy → the figures of each seed."""
 
 
-def simulated(case: Case, rate: float, seeds: int) -> Runs:
+def simulated(case: Case, rate: float, slo: SLOConfig, seeds: int) -> Runs:
     """Return the figures of all policies, by seed."""
-    blind = configuration(case, rate, {"name": "none"})
+    blind, instant = at_rate(case, rate, NONE), at_rate(case, rate, NONE, "instant")
     arms: list[tuple[str, RunSetup, str, dict[str, float]]] = [
+        ("vllm, instant", instant, "vllm", {}),
+        ("jsq_load, instant", instant, "jsq_load", {}),
         ("jsq_load", blind, "jsq_load", {}),
         ("bfio, H = 0", blind, "bfio", {"horizon": 0}),
         *((f"reserve {r:.0%}", blind, "max_capacity", {"reserve": r}) for r in RESERVES),
         *(
-            (f"headroom, {forecast['name']}", configuration(case, rate, forecast), "headroom", {})
+            (f"headroom, {forecast['name']}", at_rate(case, rate, forecast), "headroom", {})
             for forecast in case.forecasts
         ),
     ]
     runs: Runs = defaultdict(list)
     for seed in range(seeds):
         for label, setup, name, options in arms:
-            runs[label].append(run_metrics(run(setup, create_policy(name, **options), seed)))
+            result = run(setup, create_policy(name, **options), seed)
+            kv = in_use(result, case.config.cluster.capacity_tokens)
+            runs[label].append(run_metrics(result, slo) | {"kv": kv})
     return dict(runs)
+
+
+def in_use(result: RunResult, kv_capacity: int) -> float:
+    """Return the share of the KV caches that holds something while requests arrive."""
+    arriving = result.series.time <= result.requests.arrival.max()
+    return float(result.series.load[arriving].mean() / kv_capacity)
 
 
 def over_best_reserve(runs: Runs) -> dict[str, tuple[float, float]]:

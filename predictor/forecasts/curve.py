@@ -13,7 +13,7 @@ numba. Arguments that several functions share: ``edges`` [n_edges], ``curve`` [n
 ``limit`` in tokens since the prediction.
 """
 
-from math import ceil
+from math import ceil, exp, inf
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from predictor.compilation import compiled_core, compiled_inline
 
 __all__ = [
     "EXCESS",
+    "TILTS",
     "add_load",
     "aged_mean",
     "aged_survival",
@@ -31,6 +32,9 @@ __all__ = [
     "draw_steps",
     "edge_after",
     "load_of_known_ends",
+    "no_load",
+    "overflow_bound",
+    "tilt_by",
     "tokens_left",
 ]
 
@@ -42,6 +46,11 @@ Curve = npt.NDArray[np.floating[Any]]
 EXCESS = 8
 """Doubles in the widest vector register of a CPU, a power of two: `draw_steps` writes as many past
 the last step."""
+
+
+TILTS = 9
+"""Tilts θ at which the exponential moment of a load is kept: 2, 4, 8 .. 512. With too few, the
+bound is loose; with the last, a load that is certain counts as up to ln(1/ε)/512 fuller."""
 
 
 @compiled_inline
@@ -170,20 +179,25 @@ def add_load(
     context: float,
     survival: FloatArray,
     growth: FloatArray,
+    capacity: float,
     ahead: FloatArray,
     spread: FloatArray,
+    excess: FloatArray,
 ) -> None:
-    r"""Add one request of c tokens to Λ and V of its instance.
+    r"""Add one request of c tokens to Λ, V and E of its instance.
 
     .. math:: \Lambda(h) \mathrel{+}= S(h)(c + g(h)), \quad
-              V(h) \mathrel{+}= S(h)(1 - S(h))(c + g(h))^2
+              V(h) \mathrel{+}= S(h)(1 - S(h))(c + g(h))^2, \quad
+              E_k(h) \mathrel{\times}= 1 + S(h)\big(e^{\theta_k (c + g(h)) / K} - 1\big)
 
     Args:
         context: c, tokens in its KV cache.
         survival: [P] S at points h ahead.
         growth: [P] g, tokens that it gains until each.
+        capacity: K, tokens that the instance holds.
         ahead: [P] Λ.
         spread: [P] V, or [0].
+        excess: [P, TILTS] E, or [P, 0].
     """
     for p in range(len(survival)):
         tokens = context + growth[p]
@@ -191,6 +205,43 @@ def add_load(
         ahead[p] += expected
         if len(spread) > 0:
             spread[p] += expected * (tokens - expected)
+        if excess.shape[1] > 0 and survival[p] > 0.0:
+            tilt_by(survival[p], tokens / capacity, excess[p])
+
+
+@compiled_inline
+def tilt_by(survival: float, share: float, excess: FloatArray) -> None:
+    r"""Count a request in E [TILTS] that holds a share x of the cache with probability S.
+
+    .. math:: E_k \mathrel{\times}= 1 + S\,(e^{\theta_k \min(x, 1)} - 1),
+              \qquad \theta_k = 2^{k + 1}
+
+    Alone in the cache it would fill it, which is all that can be said of a larger one.
+    """
+    power = exp(2.0 * min(share, 1.0))
+    for k in range(len(excess)):
+        excess[k] *= 1.0 + survival * (power - 1.0)
+        power *= power
+
+
+@compiled_inline
+def overflow_bound(survival: float, share: float, excess: FloatArray) -> float:
+    """Return the least of what `tilt_by` would write: no overflow is likelier (Chernoff)."""
+    least = inf
+    power = exp(2.0 * min(share, 1.0))
+    for k in range(len(excess)):
+        least = min(least, excess[k] * (1.0 + survival * (power - 1.0)))
+        power *= power
+    return least
+
+
+@compiled_inline
+def no_load(excess: FloatArray) -> None:
+    r"""Write E of empty instances, :math:`e^{-\theta_k}`, into [G, P, TILTS]."""
+    theta = 2.0
+    for k in range(excess.shape[2]):
+        excess[:, :, k] = exp(-theta)
+        theta *= 2.0
 
 
 @compiled_core

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core
-from predictor.forecasts.curve import add_load
+from predictor.forecasts.curve import TILTS, add_load, no_load, tilt_by
 from predictor.forecasts.expected_load import expected_load
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
@@ -56,6 +56,8 @@ class RoutingInputs(NamedTuple):
         growth: [P] tokens that a request gains until each point: h, or a drift's sum.
         ahead: [G, P] Λ_g(h), the expected load at each point.
         spread: [G, P] V_g(h), the variance of the load, or [G, 0].
+        excess: [G, P, TILTS] :math:`E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]` at θ = 2, 4 ..,
+            each at least the probability that the load passes the capacity; or [G, P, 0].
         size: [n] context tokens that each waiting request brings.
         survival: [n, P] S_i(h) of each waiting request.
         remaining: [n] tokens it is expected to generate; likewise.
@@ -83,6 +85,7 @@ class RoutingInputs(NamedTuple):
     growth: FloatArray
     ahead: FloatArray
     spread: FloatArray
+    excess: FloatArray
     size: IntArray
     survival: FloatArray
     remaining: FloatArray
@@ -161,7 +164,15 @@ def place(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> None:
     inputs.work[g] += inputs.remaining[i]
     inputs.budget[g] -= size
     inputs.dispatched[0] += 1
-    add_load(size, inputs.survival[i], inputs.growth, inputs.ahead[g], inputs.spread[g])
+    add_load(
+        size,
+        inputs.survival[i],
+        inputs.growth,
+        inputs.capacity[g],
+        inputs.ahead[g],
+        inputs.spread[g],
+        inputs.excess[g],
+    )
 
 
 def new_routing_inputs(
@@ -170,10 +181,13 @@ def new_routing_inputs(
     points: IntArray,
     growth: FloatArray,
     with_spread: bool,
+    with_excess: bool,
     edges: IntArray,
 ) -> RoutingInputs:
     """Return the inputs of a decision on empty instances, [G], with room for n waiting requests."""
     n, n_points = len(kv_capacity), len(points)
+    excess = np.empty((n, n_points, TILTS if with_excess else 0))
+    no_load(excess)
     return RoutingInputs(
         load=np.zeros(n, dtype=np.int64),
         running=np.zeros(n, dtype=np.int64),
@@ -187,6 +201,7 @@ def new_routing_inputs(
         growth=growth,
         ahead=np.zeros((n, n_points)),
         spread=np.zeros((n, n_points if with_spread else 0)),
+        excess=excess,
         size=np.zeros(n_waiting, dtype=np.int64),
         survival=np.ones((n_waiting, n_points)),
         remaining=np.zeros(n_waiting),
@@ -234,6 +249,7 @@ def routing_inputs(
     with_spread: bool,
     with_lengths: bool = False,
     edges: IntArray = NO_EDGES,
+    with_excess: bool = False,
 ) -> RoutingInputs:
     """Return the inputs of a decision on a cluster as it is.
 
@@ -243,13 +259,14 @@ def routing_inputs(
         with_spread: compute their variance too.
         with_lengths: compute expected lengths, which take a mean of every forecast.
         edges: [K] output tokens from which buckets of requests begin, which take the same.
+        with_excess: bound the probability that each instance overflows too.
 
     Raises:
         ValueError: horizon points, or expected lengths, without forecasts.
     """
     growth = points.astype(np.float64)
     inputs = new_routing_inputs(
-        view.kv_capacity, view.n_waiting, points, growth, with_spread, edges
+        view.kv_capacity, view.n_waiting, points, growth, with_spread, with_excess, edges
     )
     inputs.load[:] = view.kv_load
     inputs.running[:] = view.running
@@ -268,6 +285,9 @@ def routing_inputs(
         inputs.ahead[:] = expected.mean[:, points]
         if with_spread:
             inputs.spread[:] = expected.variance[:, points]
+        if with_excess:
+            survival = np.asarray(view.forecast.at(points), dtype=np.float64)
+            _tilt(inputs, np.asarray(view.instance), view.context_tokens, survival)
         inputs.survival[:] = view.waiting_forecast.at(points)
     left = np.empty(0)
     if with_lengths:
@@ -286,6 +306,19 @@ def routing_inputs(
         left,
     )
     return inputs
+
+
+@compiled
+def _tilt(
+    inputs: RoutingInputs, instance: IntArray, context: IntArray, survival: FloatArray
+) -> None:
+    """Write the excess of n requests with survival [n, P]."""
+    for i in range(len(instance)):
+        g = instance[i]
+        for p in range(len(inputs.growth)):
+            if survival[i, p] > 0.0:
+                share = (context[i] + inputs.growth[p]) / inputs.capacity[g]
+                tilt_by(survival[i, p], share, inputs.excess[g, p])
 
 
 @compiled

@@ -48,6 +48,8 @@ class RoutingPolicy(ABC):
     needs: ClassVar[Needs]
     needs_lengths: ClassVar[bool] = False
     """Whether it is fitted to output lengths seen before, by `with_lengths`."""
+    needs_curves: ClassVar[bool] = False
+    """Whether it goes by how uncertain a length is, so that a guess must not pass for certain."""
     needs_budget: ClassVar[bool] = False
     """Whether it goes by the prefill budgets that engines report."""
     whole_cluster: ClassVar[bool] = False
@@ -65,6 +67,10 @@ class RoutingPolicy(ABC):
 
     def with_spread(self) -> bool:
         """Return whether the policy also reads the variance of the loads."""
+        return False
+
+    def with_excess(self) -> bool:
+        """Return whether the policy also reads how likely each instance overflows."""
         return False
 
     def length_edges(self) -> IntArray:
@@ -99,7 +105,9 @@ class RoutingPolicy(ABC):
         """Return the arrays of a decision, with what this policy reads of them."""
         with_lengths = self.needs == Needs.LENGTHS
         edges = self.length_edges()
-        return routing_inputs(view, self.points(), self.with_spread(), with_lengths, edges)
+        return routing_inputs(
+            view, self.points(), self.with_spread(), with_lengths, edges, self.with_excess()
+        )
 
     def assign(self, view: ClusterView) -> Assignment:
         """Return where the waiting requests of a view go.

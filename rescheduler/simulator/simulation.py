@@ -48,8 +48,10 @@ from rescheduler.simulator.engine.placed_requests import gather_placed
 from rescheduler.simulator.forecasts.forecast_arrays import (
     CURVE,
     MARGINAL,
+    POINT,
     ForecastArrays,
     expected_remaining,
+    knows_ends,
 )
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
@@ -115,6 +117,16 @@ class Simulation:
             raise ValueError(
                 f"{self.policy.name} needs forecasts, but forecast.name is none; choose oracle, "
                 "classified, kaplan_meier, replay, or another policy"
+            )
+        if (
+            self.policy.needs_curves
+            and self.forecast.kind == POINT
+            and not knows_ends(self.forecast)
+        ):
+            raise ValueError(
+                f"{self.policy.name} goes by how uncertain lengths are, which forecast.name "
+                f"{setup.forecast.name} does not say; choose kaplan_meier, replay, oracle, or "
+                "another policy"
             )
         self.planner = planner
         if planner is not None and planner.needs >= Needs.LENGTHS and self.forecast.kind == 0:

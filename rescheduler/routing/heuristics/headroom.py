@@ -1,13 +1,12 @@
 """Headroom by probability: place where the KV cache is unlikely to overflow, else wait."""
 
-from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from predictor.compilation import compiled
+from predictor.compilation import compiled, compiled_inline
+from predictor.forecasts.curve import overflow_bound
 from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -16,127 +15,123 @@ __all__ = ["Headroom", "headroom"]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-FIRST_HORIZON = 300
-"""Steps ahead before any length is known: of the order of chat traffic."""
+FURTHEST = 16_384
+"""Steps ahead of the last point. Half the load has ended long before, or the cache is full."""
 
 
 @compiled
 def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Place the front of the queue where the most room is left, while an overflow is unlikely.
+    """Place the front of the queue where an overflow threatens least, if little enough.
 
-    The parameters are [1] z, the normal quantile of 1 - ε.
+    The parameters are [1] ε.
     """
-    capacity, load = inputs.capacity, inputs.load
-    slots, room = inputs.slots, inputs.room
-    ahead, spread = inputs.ahead, inputs.spread
-    survival, growth = inputs.survival, inputs.growth
-    quantile = parameters[0]
+    slots, room, load, running = inputs.slots, inputs.room, inputs.load, inputs.running
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
-        best, most = -1, -np.inf
+        best, least = -1, np.inf
         for g in range(len(load)):
-            if slots[g] <= 0 or room[g] < size:
+            if slots[g] <= 0 or room[g] < inputs.size[i]:
                 continue
-            left = np.inf
-            for p in range(len(growth)):
-                tokens = size + growth[p]
-                expected = survival[i, p] * tokens
-                variance = spread[g, p] + expected * (tokens - expected)
-                likely = ahead[g, p] + expected + quantile * np.sqrt(max(variance, 0.0))
-                left = min(left, capacity[g] - likely)
-            if left < 0.0 and inputs.running[g] > 0:
+            risk = _wasted(inputs, i, g)
+            if risk > parameters[0] and running[g] > 0:
                 continue
-            if left > most:
-                best, most = g, left
+            if risk < least or (risk == least and load[g] < load[best]):
+                best, least = g, risk
         if best < 0:
             return
         place(inputs, target, i, best)
 
 
+@compiled_inline
+def _wasted(inputs: RoutingInputs, i: int, g: int) -> float:
+    """Return the tokens computed again for one gained, with i on g, at the worst step."""
+    size, growth, survival = inputs.size[i], inputs.growth, inputs.survival[i]
+    ahead = inputs.ahead[g]
+    worst = 0.0
+    for p in range(len(growth)):
+        tokens = size + growth[p]
+        none_ended = ahead[0] + inputs.running[g] * growth[p] + tokens
+        if ahead[p] + survival[p] * tokens < 0.5 * none_ended:
+            break
+        bound = overflow_bound(survival[p], tokens / inputs.capacity[g], inputs.excess[g, p])
+        worst = max(worst, bound * tokens / (growth[p] + 1.0))
+    return worst
+
+
 @routing_policy("headroom")
 @dataclass(frozen=True)
 class Headroom(RoutingPolicy):
-    r"""The most room that stays free with probability 1 - ε; where there is none, requests wait.
+    r"""The instance least likely to overflow; where none is unlikely enough, requests wait.
 
-    The front of the queue, of s tokens and survival S, is placed on an instance g only if
+    A request of s tokens that is preempted h steps from now has gained h + 1 tokens by then and
+    takes a prefill of s + h to go on. So the front of the queue is placed on an instance g of
+    capacity K only if, with it, the load :math:`L_g(h)` has
+
+    .. math:: P(L_g(h) > K_g)\,\frac{s + h}{h + 1} \le \varepsilon
+
+    at every step of the horizon: of the tokens it gains, a share ε at most is computed again, and
+    the cache overflows with probability ε at most. The probability is bounded by Chernoff's
 
     .. math::
-        \Lambda_g(h) + S(h)(s + h) + z_{1-\varepsilon}
-        \sqrt{V_g(h) + S(h)\big(1 - S(h)\big)(s + h)^2} \le K_g
-        \quad \text{for all } 0 \le h \le H
+        P(L_g(h) > K_g) \le \min_k E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]
+        = \min_k e^{-\theta_k} \prod_{i \text{ on } g}
+          \Big(1 + S_i(h)\big(e^{\theta_k (c_i + h) / K_g} - 1\big)\Big)
 
-    with the mean Λ and variance V of the load h steps ahead and the capacity K: in the normal
-    approximation the cache overflows at a given step with probability ε at most. Of the instances
-    where this holds, the one with the largest least margin takes it. If it holds nowhere, the
-    front waits, and with it those behind; an empty instance takes whatever fits.
+    at tilts θ = 2, 4 .. 512, which holds for any number of requests. At one step it is some three
+    times the probability; the many steps of the horizon add less than that, so that the load
+    passes the capacity *within* the horizon with probability ε at most, too (measured, see
+    ``tests/unit/routing/test_headroom.py``). Of the instances where the condition holds, the one
+    that fulfils it best takes the request. If it holds nowhere, the front waits, and with it
+    those behind; an empty instance takes whatever fits.
 
-    H is the median output length: half of what runs has ended by then, so decisions made in the
-    meantime can still prevent what threatens later. Each step looked at is about a tenth further
-    ahead than the one before. Point forecasts have no variance: this policy takes them for
-    certain, so give it curves.
+    The horizon of an instance ends where the expected load is half of what it would be if no
+    request ended, :math:`\Lambda_g(h) < \tfrac12 \sum_i (c_i + h)`: what threatens later
+    threatens requests that are mostly yet to come. An overflow costs a prefill, when it comes;
+    memory kept free for it costs from now on. Each step looked at is about a quarter further
+    ahead than the one before.
 
     Source: Headway's own. The load ahead is that of BF-IO (Chen et al. 2026, 4).
 
     Attributes:
-        epsilon: ε, probability of an overflow at any one step.
-        horizon: H in decode steps; 0: the median length, 300 until lengths are known.
+        epsilon: ε, tokens computed again for one gained, and so the probability of an overflow.
         every: seconds between two decisions; 0: whenever something happens, which takes a pool.
-        fitted: the median length; `with_lengths` replaces it.
 
     Raises:
-        ValueError: ε is not between 0 and 1, or the horizon or the time is negative.
+        ValueError: ε is not between 0 and 1, or the time is negative.
     """
 
     needs = Needs.FORECASTS
-    needs_lengths = True
+    needs_curves = True
     kernel = headroom
 
-    epsilon: float = 0.05
-    horizon: int = 0
+    epsilon: float = 0.4
     every: float = 0.0
-    fitted: int = FIRST_HORIZON
 
     def __post_init__(self) -> None:
-        """Refuse an invalid probability or horizon."""
+        """Refuse an invalid probability or time."""
         if not 0 < self.epsilon < 1:
             raise ValueError(f"headroom: epsilon must be in (0, 1), not {self.epsilon}")
-        for name, steps in (("horizon", self.horizon), ("fitted", self.fitted)):
-            if not (steps >= 0 and steps == int(steps)):
-                raise ValueError(f"headroom: {name} must be a number of steps, not {steps}")
         if not 0 <= self.every < np.inf:
             raise ValueError(f"headroom: every must be 0 seconds or more, not {self.every}")
 
     def parameters(self) -> FloatArray:
-        """Return the normal quantile."""
-        return np.array([NormalDist().inv_cdf(1 - self.epsilon)])
+        """Return ε."""
+        return np.array([float(self.epsilon)])
 
     def points(self) -> IntArray:
-        """Return the steps ahead: 0, 1, 2, ..., each about a tenth further, to the horizon."""
-        horizon = int(self.horizon or self.fitted)
+        """Return the steps ahead: 0, 1, 2, ..., each about a quarter further than the last."""
         steps = [0]
-        while steps[-1] < horizon:
-            steps.append(min(horizon, max(steps[-1] + 1, round(1.1 * steps[-1]))))
+        while steps[-1] < FURTHEST:
+            steps.append(min(FURTHEST, max(steps[-1] + 1, round(1.25 * steps[-1]))))
         return np.array(steps, dtype=np.int64)
 
     def decide_every(self) -> float:
         """Return the seconds between two decisions."""
         return self.every
 
-    def with_spread(self) -> bool:
-        """Return that variances are read."""
+    def with_excess(self) -> bool:
+        """Return that the bounds are read."""
         return True
 
     def holds_back(self) -> bool:
         """Return that the front may wait although it fits."""
         return True
-
-    def with_lengths(self, lengths: npt.ArrayLike) -> Self:
-        """Return the policy with the median of these output lengths as its horizon.
-
-        Raises:
-            ValueError: no lengths, or none above 0.
-        """
-        seen = np.asarray(lengths, dtype=np.float64)
-        if not seen.size or not seen.min() > 0:
-            raise ValueError(f"headroom: {seen.size} output lengths; give some, all above 0")
-        return replace(self, fitted=int(np.ceil(np.median(seen))))

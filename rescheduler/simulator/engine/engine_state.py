@@ -315,7 +315,9 @@ def new_policy_state(
     # A changing drift is known to a policy by its mean.
     growth = (points * rules.drift.mean()).astype(np.float64)
     capacity = np.full(n, rules.kv_capacity)
-    inputs = new_routing_inputs(capacity, width, points, growth, policy.with_spread(), edges)
+    inputs = new_routing_inputs(
+        capacity, width, points, growth, policy.with_spread(), policy.with_excess(), edges
+    )
     return PolicyState(
         asks=asks,
         parameters=np.ascontiguousarray(policy.parameters(), dtype=np.float64),

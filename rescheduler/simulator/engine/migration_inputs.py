@@ -82,7 +82,10 @@ def _add_expected_loads(
     spread: FloatArray,
 ) -> None:
     row, ending = np.empty(len(points)), np.empty((2, ahead.shape[0], len(points) + 1))
-    add_expected_loads(forecast, cluster, n, points, growth, row, ending, ahead, spread)
+    capacity, no_excess = np.empty(len(ahead), np.int64), np.empty((len(ahead), len(points), 0))
+    add_expected_loads(
+        forecast, cluster, n, points, growth, capacity, row, ending, ahead, spread, no_excess
+    )
 
 
 @compiled

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from predictor.forecasts.curve import load_of_known_ends
+from predictor.forecasts.curve import load_of_known_ends, no_load
 from rescheduler.routing.inputs import RoutingInputs, count_length, limit_placements
 from rescheduler.simulator.engine.engine_state import Arrivals, Cluster, PolicyState, Rules
 from rescheduler.simulator.engine.placed_requests import gather_placed
@@ -61,6 +61,7 @@ def fill_routing_inputs(
         inputs.growth,
         inputs.ahead,
         inputs.spread,
+        inputs.excess,
         inputs.size[:n],
         inputs.survival[:n],
         inputs.remaining[:n],
@@ -85,10 +86,12 @@ def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals)
             n,
             inputs.points,
             inputs.growth,
+            inputs.capacity,
             policy_state.row,
             policy_state.ending,
             inputs.ahead,
             inputs.spread,
+            inputs.excess,
         )
     if policy_state.with_lengths:
         inputs.work[:] = 0.0
@@ -124,19 +127,22 @@ def add_expected_loads(
     n: int,
     points: IntArray,
     growth: FloatArray,
+    capacity: IntArray,
     row: FloatArray,
     ending: FloatArray,
     ahead: FloatArray,
     spread: FloatArray,
+    excess: FloatArray,
 ) -> None:
-    """Write the expected loads, [G, P], of the first n requests of ``cluster.placed``.
+    """Write the loads ahead, [G, P], of the first n requests of ``cluster.placed``.
 
     ``row``, [P], and ``ending``, [2, G, P + 1], are scratch.
     """
     placed = cluster.placed[:n]
     ahead[:] = 0.0
     spread[:] = 0.0
-    if knows_ends(forecast):
+    no_load(excess)
+    if knows_ends(forecast) and excess.shape[2] == 0:
         load_of_known_ends(
             placed["left"], placed["instance"], placed["context"], points, growth, ending, ahead
         )
@@ -153,9 +159,11 @@ def add_expected_loads(
             one.context,
             points,
             growth,
+            capacity[one.instance],
             row,
             ahead[one.instance],
             spread[one.instance],
+            excess[one.instance],
         )
 
 

@@ -302,13 +302,13 @@ def add_expected(
     context: int,
     points: IntArray,
     growth: FloatArray,
+    capacity: float,
     row: FloatArray,
     ahead: FloatArray,
     spread: FloatArray,
+    excess: FloatArray,
 ) -> None:
-    r"""Add one request to Λ_g(h) and V_g(h) of its instance.
-
-    .. math:: S(h)(c + h), \qquad S(h)(1 - S(h))(c + h)^2
+    """Add one request to the load ahead of its instance, see `add_load`.
 
     Args:
         f: the source of forecasts.
@@ -319,9 +319,11 @@ def add_expected(
         context: c, tokens in its KV cache.
         points: [P] steps ahead.
         growth: [P] tokens that it gains until each.
+        capacity: K, tokens that the instance holds.
         row: [P] scratch.
         ahead: [P] Λ_g.
         spread: [P] V_g, or [0].
+        excess: [P, TILTS] E_g, or [P, 0].
     """
     survival_row(f, number, template, generated, output, points, row)
-    add_load(context, row, growth, ahead, spread)
+    add_load(context, row, growth, capacity, ahead, spread, excess)

@@ -148,3 +148,20 @@ class ByLength(RoutingPolicy):
 
     def length_edges(self) -> npt.NDArray[np.int64]:
         return np.array([0, 4, 7])
+
+
+class ByChance(RoutingPolicy):
+    """Reads everything that is shown of loads ahead; decides as `JSQTokens` does."""
+
+    name = "by_chance"
+    needs = Needs.FORECASTS
+    kernel = jsq_tokens
+
+    def points(self) -> npt.NDArray[np.int64]:
+        return np.array([0, 1, 3, 8])
+
+    def with_spread(self) -> bool:
+        return True
+
+    def with_excess(self) -> bool:
+        return True

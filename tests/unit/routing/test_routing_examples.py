@@ -1,7 +1,6 @@
 """Each routing policy on a case worked out by hand, and its ties."""
 
 from dataclasses import replace
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
-from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.routing import BRH, FastPhi, Headroom, Overflow, create_policy
 from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
@@ -314,60 +312,39 @@ def test_the_bitset_finds_the_sums_that_trying_all_subsets_finds(
             assert items[taken].sum() == found
 
 
-def test_headroom_places_where_the_most_room_stays_free() -> None:
+def test_headroom_places_where_an_overflow_is_least_likely() -> None:
     # The first holds less now and much more later: 100 steps ahead 6 x 180, against 700.
-    growing = [[(80, 500)] * 6, [(600, 500)]]
-    assert placed("headroom", cluster(growing, [(50, 500)], capacity=2000), horizon=100) == [1]
-    assert placed("headroom", cluster(growing, [(50, 500)], capacity=2000), horizon=1) == [0]
+    for left, expected in ((500, 1), (20, 0)):
+        growing = [[(80, left)] * 6, [(600, left)]]
+        assert placed("headroom", cluster(growing, [(50, left)], capacity=2000)) == [expected]
+    without_limit = cluster([[(80, 9)], [(70, 9)]], [(50, 9)])
+    assert placed("headroom", without_limit) == [1]  # no difference but the load
 
 
 def test_headroom_lets_the_front_wait_where_the_cache_would_overflow() -> None:
-    # 500 + 100 and 300 + 100 tokens 100 steps ahead: 1,000 hold both, 999 do not.
+    # 500 + 149 and 300 + 149 tokens in the end.
     running, waiting = [[(500, 150)]], [(300, 150), (10, 5)]
-    assert placed("headroom", cluster(running, waiting, capacity=1000), horizon=100)[0] == 0
-    assert placed("headroom", cluster(running, waiting, capacity=999), horizon=100) == [-1, -1]
-    # The one that runs ends first.
-    ending = [[(500, 20)]]
-    assert placed("headroom", cluster(ending, waiting, capacity=999), horizon=100)[0] == 0
+    assert placed("headroom", cluster(running, waiting, capacity=1150))[0] == 0
+    assert placed("headroom", cluster(running, waiting, capacity=1000)) == [-1, -1]
+    # The one that runs ends first, and with it more than half of the load.
+    assert placed("headroom", cluster([[(500, 20)]], waiting, capacity=900))[0] == 0
     # An empty instance takes what may overflow alone: nobody would ever be placed otherwise.
-    assert placed("headroom", cluster([[]], [(300, 900)], capacity=350), horizon=100) == [0]
+    assert placed("headroom", cluster([[]], [(300, 900)], capacity=350)) == [0]
 
 
-@given(survival=st.floats(0.05, 0.95), others=st.integers(1, 60), epsilon=st.floats(0.01, 0.4))
-def test_headroom_keeps_so_many_deviations_free(
-    survival: float, others: int, epsilon: float
-) -> None:
-    def view(capacity: int) -> ClusterView:
-        requests = cluster([[(100, 1)] * others], [(100, 1)], capacity=capacity)
-        curves = [[1, survival, survival**2]] * others
-        return replace(
-            requests,
-            forecast=SurvivalForecast.new([0, 10, 200], curves),
-            waiting_forecast=SurvivalForecast.new([0, 10, 200], curves[:1]),
-        )
+def test_headroom_looks_no_further_than_half_of_the_load_lasts() -> None:
+    # Two long requests overflow 1,300 tokens in the end; until the short ones end nothing does.
+    def view(short: int) -> ClusterView:
+        running = [(100, 700), *[(100, 40)] * short]
+        return cluster([running], [(100, 700)], capacity=1300)
 
-    policy = Headroom(epsilon=epsilon, horizon=20)
-    inputs = policy.inputs(view(10**6))
-    tokens = 100 + inputs.growth
-    mean = inputs.ahead[0] + inputs.survival[0] * tokens
-    variance = inputs.spread[0] + inputs.survival[0] * (1 - inputs.survival[0]) * tokens**2
-    assert variance[-1] > 0
-    needed = (mean + NormalDist().inv_cdf(1 - epsilon) * np.sqrt(variance)).max()
-    assert policy.assign(view(int(needed) + 1)).instance.tolist() == [0]
-    assert policy.assign(view(int(needed) - 1)).instance.tolist() == [-1]
+    assert placed("headroom", view(0)) == [-1]
+    assert placed("headroom", view(1)) == [-1]  # two thirds of the load outlast it
+    assert placed("headroom", view(6)) == [0]
 
 
-def test_headroom_looks_ahead_as_far_as_the_median_output() -> None:
-    assert Headroom().points()[-1] == 300
-    fitted = Headroom().with_lengths([5, 40, 900])
-    points = fitted.points()
-    assert points[0] == 0 and points[-1] == 40
-    assert (np.diff(points) >= 1).all()
-    assert (np.diff(points) <= np.maximum(1, 0.15 * points[1:])).all()
-    assert Headroom(horizon=7).with_lengths([100]).points().tolist() == list(range(8))
-    with pytest.raises(ValueError, match="output lengths"):
-        Headroom().with_lengths([])
+def test_headroom_refuses_what_is_no_probability_or_time() -> None:
     with pytest.raises(ValueError, match="epsilon must be in"):
         Headroom(epsilon=0)
-    with pytest.raises(ValueError, match="horizon must be a number of steps"):
-        Headroom(horizon=-1)
+    with pytest.raises(ValueError, match="every must be 0 seconds or more"):
+        Headroom(every=-1)

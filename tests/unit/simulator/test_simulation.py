@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig, reference_run
-from simulated_cases import ByLength, ListedTrace, Requests, engine_setup, reference_cases
+from simulated_cases import ByChance, ByLength, ListedTrace, Requests, engine_setup, reference_cases
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
@@ -81,7 +81,10 @@ def test_the_engine_agrees_with_the_reference(case: Case, name: str) -> None:
         np.testing.assert_allclose(result.series.time, [step.time for step in expected.steps])
 
 
-@given(reference_cases(drift=(1,)), st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]))
+@given(
+    reference_cases(drift=(1,)),
+    st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]),
+)
 def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: str) -> None:
     config, requests = case
     policy = create_policy(name)
@@ -107,7 +110,7 @@ FORECASTS = [
 @given(
     reference_cases(drift=(1,)),
     st.sampled_from(FORECASTS),
-    st.sampled_from([create_policy("overflow", horizon=6), RISK, ByLength()]),
+    st.sampled_from([create_policy("overflow", horizon=6), RISK, ByChance(), ByLength()]),
     st.integers(0, 30),
 )
 def test_the_engine_has_the_inputs_of_its_view(
@@ -127,6 +130,14 @@ def test_the_engine_has_the_inputs_of_its_view(
         np.testing.assert_allclose(
             values, getattr(expected, name), rtol=1e-12, atol=1e-9, err_msg=name
         )
+
+
+def test_a_guess_does_not_pass_for_certain() -> None:
+    config = ReferenceConfig(instances=2, slots=2, capacity=100)
+    for forecast in (Noisy(sigma=0.5), Binned(edges=[0, 2, 5, 9])):
+        setup = engine_setup(config, [(None, 5, 5)], forecast)
+        with pytest.raises(ValueError, match=f"headroom .* forecast.name {forecast.name} does not"):
+            run(setup, create_policy("headroom"), seed=0)
 
 
 @given(reference_cases(drift=(1,)), st.integers(0, 30))
