@@ -183,12 +183,14 @@ def add_load(
     ahead: FloatArray,
     spread: FloatArray,
     excess: FloatArray,
+    alive: FloatArray,
 ) -> None:
-    r"""Add one request of c tokens to Λ, V and E of its instance.
+    r"""Add one request of c tokens to Λ, V, E and N of its instance.
 
     .. math:: \Lambda(h) \mathrel{+}= S(h)(c + g(h)), \quad
               V(h) \mathrel{+}= S(h)(1 - S(h))(c + g(h))^2, \quad
-              E_k(h) \mathrel{\times}= 1 + S(h)\big(e^{\theta_k (c + g(h)) / K} - 1\big)
+              E_k(h) \mathrel{\times}= 1 + S(h)\big(e^{\theta_k (c + g(h)) / K} - 1\big), \quad
+              N(h) \mathrel{+}= S(h)
 
     Args:
         context: c, tokens in its KV cache.
@@ -198,6 +200,7 @@ def add_load(
         ahead: [P] Λ.
         spread: [P] V, or [0].
         excess: [P, TILTS] E, or [P, 0].
+        alive: [P] N, or [0].
     """
     for p in range(len(survival)):
         tokens = context + growth[p]
@@ -207,6 +210,8 @@ def add_load(
             spread[p] += expected * (tokens - expected)
         if excess.shape[1] > 0 and survival[p] > 0.0:
             tilt_by(survival[p], tokens / capacity, excess[p])
+    for p in range(len(alive)):
+        alive[p] += survival[p]
 
 
 @compiled_inline
@@ -253,10 +258,12 @@ def load_of_known_ends(
     growth: FloatArray,
     ending: FloatArray,
     ahead: FloatArray,
+    alive: FloatArray,
 ) -> None:
-    r"""Write Λ of requests whose ends are known, in O(n + G P) for every step ahead.
+    r"""Write Λ and N of requests whose ends are known, in O(n + G P) for every step ahead.
 
-    .. math:: \Lambda_g(h) = \sum_{i: R_i > h} c_i + g(h)\,|\{i: R_i > h\}|
+    .. math:: N_g(h) = |\{i: R_i > h\}|, \quad
+              \Lambda_g(h) = \sum_{i: R_i > h} c_i + g(h)\,N_g(h)
 
     Args:
         remaining: [n] R, tokens until each request ends.
@@ -266,6 +273,7 @@ def load_of_known_ends(
         growth: [P] g, tokens that each gains until a point.
         ending: [2, G, P + 1] scratch: requests, and their tokens, by the points they outlive.
         ahead: [G, P] Λ.
+        alive: [G, P] N, or [G, 0].
     """
     ending[:] = 0.0
     n_instances, n_points = ahead.shape
@@ -281,5 +289,7 @@ def load_of_known_ends(
         requests, tokens = ending[0, g, n_points], ending[1, g, n_points]
         for p in range(n_points - 1, -1, -1):
             ahead[g, p] = tokens + growth[p] * requests
+            if alive.shape[1] > 0:
+                alive[g, p] = requests
             requests += ending[0, g, p]
             tokens += ending[1, g, p]

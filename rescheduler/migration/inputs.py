@@ -147,8 +147,8 @@ def _add_point_loads(
     growth: FloatArray,
     ahead: FloatArray,
 ) -> None:
-    ending = np.empty((2, ahead.shape[0], len(points) + 1))
-    load_of_known_ends(remaining, instance, context, points, growth, ending, ahead)
+    ending, alive = np.empty((2, ahead.shape[0], len(points) + 1)), np.empty((ahead.shape[0], 0))
+    load_of_known_ends(remaining, instance, context, points, growth, ending, ahead, alive)
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core
-from predictor.forecasts.curve import TILTS, add_load, no_load, tilt_by
+from predictor.forecasts.curve import TILTS, add_load, no_load
 from predictor.forecasts.expected_load import expected_load
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
@@ -58,6 +58,7 @@ class RoutingInputs(NamedTuple):
         spread: [G, P] V_g(h), the variance of the load, or [G, 0].
         excess: [G, P, TILTS] :math:`E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]` at θ = 2, 4 ..,
             each at least the probability that the load passes the capacity; or [G, P, 0].
+        alive: [G, P] N_g(h), requests expected to be there still, or [G, 0].
         size: [n] context tokens that each waiting request brings.
         survival: [n, P] S_i(h) of each waiting request.
         remaining: [n] tokens it is expected to generate; likewise.
@@ -86,6 +87,7 @@ class RoutingInputs(NamedTuple):
     ahead: FloatArray
     spread: FloatArray
     excess: FloatArray
+    alive: FloatArray
     size: IntArray
     survival: FloatArray
     remaining: FloatArray
@@ -172,6 +174,7 @@ def place(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> None:
         inputs.ahead[g],
         inputs.spread[g],
         inputs.excess[g],
+        inputs.alive[g],
     )
 
 
@@ -182,6 +185,7 @@ def new_routing_inputs(
     growth: FloatArray,
     with_spread: bool,
     with_excess: bool,
+    with_alive: bool,
     edges: IntArray,
 ) -> RoutingInputs:
     """Return the inputs of a decision on empty instances, [G], with room for n waiting requests."""
@@ -202,6 +206,7 @@ def new_routing_inputs(
         ahead=np.zeros((n, n_points)),
         spread=np.zeros((n, n_points if with_spread else 0)),
         excess=excess,
+        alive=np.zeros((n, n_points if with_alive else 0)),
         size=np.zeros(n_waiting, dtype=np.int64),
         survival=np.ones((n_waiting, n_points)),
         remaining=np.zeros(n_waiting),
@@ -247,6 +252,7 @@ def routing_inputs(
     view: ClusterView,
     points: IntArray,
     with_spread: bool,
+    with_alive: bool = False,
     with_lengths: bool = False,
     edges: IntArray = NO_EDGES,
     with_excess: bool = False,
@@ -257,6 +263,7 @@ def routing_inputs(
         view: of the cluster; with forecasts if there are points.
         points: [P] decode steps ahead at which expected loads are needed.
         with_spread: compute their variance too.
+        with_alive: compute how many requests are expected to remain too.
         with_lengths: compute expected lengths, which take a mean of every forecast.
         edges: [K] output tokens from which buckets of requests begin, which take the same.
         with_excess: bound the probability that each instance overflows too.
@@ -266,7 +273,14 @@ def routing_inputs(
     """
     growth = points.astype(np.float64)
     inputs = new_routing_inputs(
-        view.kv_capacity, view.n_waiting, points, growth, with_spread, with_excess, edges
+        view.kv_capacity,
+        view.n_waiting,
+        points,
+        growth,
+        with_spread,
+        with_excess,
+        with_alive,
+        edges,
     )
     inputs.load[:] = view.kv_load
     inputs.running[:] = view.running
@@ -279,15 +293,16 @@ def routing_inputs(
     if len(points):
         if view.forecast is None or view.waiting_forecast is None:
             raise ValueError("the policy looks ahead, but there are no forecasts")
-        expected = expected_load(
-            view.forecast, view.instance, view.context_tokens, view.n_instances, int(points[-1])
-        )
-        inputs.ahead[:] = expected.mean[:, points]
-        if with_spread:
-            inputs.spread[:] = expected.variance[:, points]
-        if with_excess:
-            survival = np.asarray(view.forecast.at(points), dtype=np.float64)
-            _tilt(inputs, np.asarray(view.instance), view.context_tokens, survival)
+        if with_alive or with_excess:
+            survival = view.forecast.at(points).astype(np.float64)
+            _add_loads(inputs, view.instance, view.context_tokens, survival)
+        else:
+            expected = expected_load(
+                view.forecast, view.instance, view.context_tokens, view.n_instances, int(points[-1])
+            )
+            inputs.ahead[:] = expected.mean[:, points]
+            if with_spread:
+                inputs.spread[:] = expected.variance[:, points]
         inputs.survival[:] = view.waiting_forecast.at(points)
     left = np.empty(0)
     if with_lengths:
@@ -309,16 +324,22 @@ def routing_inputs(
 
 
 @compiled
-def _tilt(
+def _add_loads(
     inputs: RoutingInputs, instance: IntArray, context: IntArray, survival: FloatArray
 ) -> None:
-    """Write the excess of n requests with survival [n, P]."""
+    """Add the running requests, [n], of S [n, P], to what is expected of their instances."""
     for i in range(len(instance)):
         g = instance[i]
-        for p in range(len(inputs.growth)):
-            if survival[i, p] > 0.0:
-                share = (context[i] + inputs.growth[p]) / inputs.capacity[g]
-                tilt_by(survival[i, p], share, inputs.excess[g, p])
+        add_load(
+            context[i],
+            survival[i],
+            inputs.growth,
+            inputs.capacity[g],
+            inputs.ahead[g],
+            inputs.spread[g],
+            inputs.excess[g],
+            inputs.alive[g],
+        )
 
 
 @compiled

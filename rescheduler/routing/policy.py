@@ -12,11 +12,27 @@ from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.cluster.registry import Registry
 from rescheduler.routing.inputs import NO_EDGES, RoutingInputs, empty_target, routing_inputs
 
-__all__ = ["Needs", "RoutingPolicy", "create_policy", "policy_names", "routing_policy"]
+__all__ = [
+    "NO_POINTS",
+    "Needs",
+    "RoutingPolicy",
+    "create_policy",
+    "policy_names",
+    "routing_policy",
+    "spaced_points",
+]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 NO_POINTS: IntArray = np.empty(0, dtype=np.int64)
+
+
+def spaced_points(last: int, ratio: float) -> IntArray:
+    """Return the steps 0, 1, 2, ... to the last one, each about ``ratio`` times as far ahead."""
+    steps = [0]
+    while steps[-1] < last:
+        steps.append(min(last, max(steps[-1] + 1, round(ratio * steps[-1]))))
+    return np.array(steps, dtype=np.int64)
 
 
 class Needs(IntEnum):
@@ -73,6 +89,10 @@ class RoutingPolicy(ABC):
         """Return whether the policy also reads how likely each instance overflows."""
         return False
 
+    def with_alive(self) -> bool:
+        """Return whether the policy also reads how many requests are expected to remain."""
+        return False
+
     def length_edges(self) -> IntArray:
         """Return the output lengths from which buckets of requests begin, [K], ascending from 0.
 
@@ -106,7 +126,13 @@ class RoutingPolicy(ABC):
         with_lengths = self.needs == Needs.LENGTHS
         edges = self.length_edges()
         return routing_inputs(
-            view, self.points(), self.with_spread(), with_lengths, edges, self.with_excess()
+            view,
+            self.points(),
+            self.with_spread(),
+            self.with_alive(),
+            with_lengths,
+            edges,
+            self.with_excess(),
         )
 
     def assign(self, view: ClusterView) -> Assignment:

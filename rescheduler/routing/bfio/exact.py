@@ -6,13 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.routing.bfio.fast import (
-    bfio_fast,
-    evened_out,
-    must_admit,
-    predicted_imbalance,
-)
-from rescheduler.routing.inputs import RoutingInputs, empty_target, place
+from rescheduler.routing.bfio.fast import bfio_fast, evened_out, must_admit
+from rescheduler.routing.bfio.foresight import foresight, loads_ahead
+from rescheduler.routing.inputs import RoutingInputs, empty_target
 
 __all__ = ["ExactSolution", "imbalance_of", "solve_exactly"]
 
@@ -55,10 +51,10 @@ def solve_exactly(
         & M_h \ge L_g(h), \quad \sum_g x_{ig} \le 1, \quad \sum_i x_{ig} \le c_g, \quad
             \sum_i c_i x_{ig} \le K_g, \quad \sum_{ig} x_{ig} = U
 
-    with K_g the KV room and U = min(n, Σ c_g), or, where that room is short, the most that can
-    be admitted, for which a first MILP is solved. Requests that starve have Σ_g x_ig = 1. HiGHS
-    begins at the assignment of `bfio_fast`. Of optima, `evened_out` takes one that Lemma 1
-    speaks of.
+    with Λ and ŵ weighted and refilled as `loads_ahead` returns them, K_g the KV room, and
+    U = min(n, Σ c_g), or, where that room is short, the most that can be admitted, for which a
+    first MILP is solved. Requests that starve have Σ_g x_ig = 1. HiGHS begins at the assignment
+    of `bfio_fast`. Of optima, `evened_out` takes one that Lemma 1 speaks of.
 
     The time that a MILP takes grows steeply: 16 requests and 6 instances take some 0.1 s, twice
     as many often do not end. At the time limit its best assignment so far counts.
@@ -73,7 +69,7 @@ def solve_exactly(
     Raises:
         RuntimeError: HiGHS refuses the program.
     """
-    parameters = np.array([-1.0 if starvation is None else starvation, 0.0])
+    parameters = np.array([-1.0 if starvation is None else starvation])
     start = empty_target(inputs)
     bfio_fast(_copy(inputs), parameters, start)
     must = must_admit(inputs, parameters[0]) >= 0
@@ -95,18 +91,16 @@ def solve_exactly(
     return replace(solution, instance=instance, objective=objective, bound=bound, gap=gap)
 
 
-def imbalance_of(inputs: RoutingInputs, instance: IntArray, risk: float = 0.0) -> float:
+def imbalance_of(inputs: RoutingInputs, instance: IntArray) -> float:
     """Return J, in tokens, with these requests placed; the inputs are left as they are.
 
     Args:
         inputs: before the decision.
         instance: [n] where each waiting request goes, or -1.
-        risk: κ, see `BFIO`.
     """
-    placed, target = _copy(inputs), empty_target(inputs)
-    for i in np.flatnonzero(instance >= 0):
-        place(placed, target, i, instance[i])
-    return float(predicted_imbalance(placed, risk))
+    load, brought = loads_ahead(inputs, np.arange(len(instance)), *foresight(inputs))
+    np.add.at(load, instance[instance >= 0], brought[instance >= 0])
+    return float((len(load) * load.max(axis=0) - load.sum(axis=0)).sum())
 
 
 def _copy(inputs: RoutingInputs) -> RoutingInputs:
@@ -127,9 +121,7 @@ def _solve(
     import highspy
 
     n, n_instances = len(inputs.size), len(inputs.load)
-    row, weight = inputs.ahead, inputs.survival * (inputs.size[:, None] + inputs.growth)
-    if len(inputs.points) == 0:
-        row, weight = inputs.load[:, None].astype(float), inputs.size[:, None].astype(float)
+    row, weight = loads_ahead(inputs, np.arange(n), *foresight(inputs))
     n_points, n_x = row.shape[1], n * n_instances
     x = np.arange(n_x).reshape(n_instances, n)
 

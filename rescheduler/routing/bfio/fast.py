@@ -4,12 +4,13 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.bfio.foresight import foresight, free_slots, loads_ahead
 from rescheduler.routing.bfio.search import even_out, local_search
 from rescheduler.routing.bfio.start import best_start
 from rescheduler.routing.bfio.state import Search, new_search
 from rescheduler.routing.inputs import RoutingInputs, best_by_load, place
 
-__all__ = ["bfio_fast", "evened_out", "must_admit", "predicted_imbalance"]
+__all__ = ["bfio_fast", "evened_out", "must_admit"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -32,63 +33,35 @@ def bfio_fast(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -
 
     Args:
         inputs: the decision; its arrays take the placements in.
-        parameters: W or -1 for no starvation bound; κ.
+        parameters: W or -1 for no starvation bound.
         target: [n] instance of each request; -1 where it goes on waiting.
     """
-    slots = _free_slots(inputs)
+    slots = free_slots(inputs)
     n_instances, n_slots = len(slots), slots.sum()
     if n_slots == 0 or len(target) == 0:
         return
     forced = must_admit(inputs, parameters[0])
     requests, n_forced = _candidates(forced, max(CANDIDATES, CANDIDATES_PER_SLOT * n_slots))
     m = len(requests)
-    search, row = _search_of(inputs, requests, parameters[1])
+    weight, refill = foresight(inputs)
+    search, row = _search_of(inputs, requests, weight, refill)
     start, fixed = np.full(m, -1, dtype=np.int64), np.zeros(m, dtype=np.bool_)
     for j in range(n_forced):
         start[j], fixed[j] = forced[requests[j]], True
-    best = best_start(search, row, inputs.spread, slots, inputs.room, start, n_slots)
+    best = best_start(search, row, slots, inputs.room, start, n_slots)
     admitted = min(m, n_slots)
     scale = min(admitted, max(n_instances, admitted / 4)) / 8
     limit = int(WORK * scale**GROWTH + MORE_WORK / row.shape[1])
     # The same random numbers for every decision: it depends on the inputs alone.
     seed = np.array([88172645463325252], dtype=np.uint64)
-    local_search(search, row, inputs.spread, slots, inputs.room, best, fixed, seed, limit)
-    even_out(search, row, inputs.spread, slots, inputs.room, best)
+    local_search(search, row, slots, inputs.room, best, fixed, seed, limit)
+    even_out(search, row, slots, inputs.room, best)
     for j in range(m):
         if best[j] >= 0:
             place(inputs, target, requests[j], best[j])
             n_slots -= 1
     if n_slots > 0:
         _place_what_fits(inputs, target)
-
-
-@compiled
-def predicted_imbalance(inputs: RoutingInputs, risk: float) -> float:
-    r"""Return J, in tokens, of the loads that the inputs have.
-
-    .. math:: J = \sum_h \Big[ G \max_g \big(L_g(h) + \kappa \sqrt{V_g(h)}\big)
-        - \sum_g L_g(h) \Big]
-
-    Source: A Universal Load Balancing Principle (Chen et al. 2026), section 4, problem (IO).
-
-    Args:
-        inputs: of P points; without points, h = 0 alone counts.
-        risk: κ, where the inputs have `spread`, if more than 0.
-    """
-    n_instances, n_points = len(inputs.load), len(inputs.points)
-    if n_points == 0:
-        return float(n_instances * inputs.load.max() - inputs.load.sum())
-    total = 0.0
-    for h in range(n_points):
-        largest = -np.inf
-        for g in range(n_instances):
-            load = inputs.ahead[g, h]
-            total -= load
-            if risk > 0:
-                load += risk * np.sqrt(max(inputs.spread[g, h], 0.0))
-            largest = max(largest, load)
-        total += n_instances * largest
-    return total
 
 
 @compiled
@@ -124,21 +97,13 @@ def must_admit(inputs: RoutingInputs, starvation: float) -> IntArray:
 
 @compiled
 def evened_out(inputs: RoutingInputs, target: IntArray) -> IntArray:
-    """Return an assignment of the same or a smaller J (κ = 0), as `even_out` chooses it."""
+    """Return an assignment of the same or a smaller J, as `even_out` chooses it."""
     n = len(inputs.size)
-    search, row = _search_of(inputs, np.arange(n), 0.0)
+    weight, refill = foresight(inputs)
+    search, row = _search_of(inputs, np.arange(n), weight, refill)
     best = target.copy()
-    even_out(search, row, inputs.spread, inputs.slots, inputs.room, best)
+    even_out(search, row, inputs.slots, inputs.room, best)
     return best
-
-
-@compiled
-def _free_slots(inputs: RoutingInputs) -> IntArray:
-    """Return the slots that the requests of the pool can take, [G]: unlimited ones are many."""
-    slots = np.empty(len(inputs.slots), dtype=np.int64)
-    for g in range(len(slots)):
-        slots[g] = min(max(inputs.slots[g], 0), len(inputs.size))
-    return slots
 
 
 @compiled
@@ -162,35 +127,18 @@ def _candidates(forced: IntArray, at_most: int) -> tuple[IntArray, int]:
 
 
 @compiled
-def _search_of(inputs: RoutingInputs, requests: IntArray, risk: float) -> tuple[Search, FloatArray]:
-    """Return a search among these requests, and L_g(h) before the decision, [G, P].
-
-    Inputs without points are looked at now: P = 1, by loads and sizes. Without the variance
-    of the loads, κ is 0.
-    """
-    m, n_instances, n_points = len(requests), len(inputs.load), len(inputs.points)
-    if inputs.spread.shape[1] == 0:
-        risk = 0.0
-    size = np.zeros(m + 1, dtype=np.int64)
+def _search_of(
+    inputs: RoutingInputs, requests: IntArray, weight: FloatArray, refill: FloatArray
+) -> tuple[Search, FloatArray]:
+    """Return a search among these requests, and L_g(h) before the decision, [G, P']."""
+    m = len(requests)
+    row, brought = loads_ahead(inputs, requests, weight, refill)
+    size, load = np.zeros(m + 1, dtype=np.int64), np.zeros((m + 1, row.shape[1]))
     for j in range(m):
         size[j] = inputs.size[requests[j]]
-    if n_points == 0:
-        row, weight = np.empty((n_instances, 1)), np.zeros((m + 1, 1))
-        for g in range(n_instances):
-            row[g, 0] = inputs.load[g]
-        for j in range(m):
-            weight[j, 0] = size[j]
-        return new_search(weight, np.empty((0, 1)), size, n_instances, risk), row
-    weight = np.zeros((m + 1, n_points))
-    noise = np.zeros((m + 1 if risk > 0 else 0, n_points))
-    for j in range(m):
-        i, tokens = requests[j], float(size[j])
-        for h in range(n_points):
-            weight[j, h] = inputs.survival[i, h] * (tokens + inputs.growth[h])
-        if risk > 0:
-            for h in range(n_points):
-                noise[j, h] = weight[j, h] * (tokens + inputs.growth[h] - weight[j, h])
-    return new_search(weight, noise, size, n_instances, risk), inputs.ahead
+        for h in range(row.shape[1]):
+            load[j, h] = brought[j, h]
+    return new_search(load, size, len(inputs.load)), row
 
 
 @compiled

@@ -7,7 +7,14 @@ import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing.bfio.fast import bfio_fast
-from rescheduler.routing.policy import NO_POINTS, Needs, RoutingPolicy, routing_policy
+from rescheduler.routing.bfio.foresight import FURTHEST
+from rescheduler.routing.policy import (
+    NO_POINTS,
+    Needs,
+    RoutingPolicy,
+    routing_policy,
+    spaced_points,
+)
 
 __all__ = ["BFIO"]
 
@@ -24,24 +31,23 @@ class BFIO(RoutingPolicy):
     (fewer if KV room lacks), x_ig = 1 where request i goes to instance g, so as to minimise
 
     .. math::
-        J = \sum_{h=0}^{H} \Big[ G \max_g \big(L_g(h) + \kappa \sqrt{V_g(h)}\big)
-            - \sum_g L_g(h) \Big], \qquad
-        L_g(h) = \Lambda_g(h) + \sum_i x_{ig} S_i(h) (c_i + \delta(h)) .
+        J = \sum_h w(h) \Big[ G \max_g L_g(h) - \sum_g L_g(h) \Big], \qquad
+        L_g(h) = \Lambda_g(h) + \sum_i x_{ig} S_i(h) \big(c_i + \delta(h)\big)
+            + D_g(h) \, \bar s(h)
 
-    κ (``risk``) is 0 in the paper: the maximum is taken over expected loads. But a barrier
-    waits for the load that turns out largest, and the expectation of the maximum is above the
-    maximum of the expectations, the more so the less certain the loads are: for independent
-    normal loads of one mean and one standard deviation σ, by 1.4 σ with 8 instances and by
-    2.1 σ with 32. A κ of that size charges each instance for what is not known of it. V_g(h)
-    is the variance of the load of the requests that run there and that are admitted, which
-    end independently of each other. At h = 0 nothing is uncertain, and κ changes nothing.
+    where D_g(h) of the requests on g, those admitted now included, are expected to have ended by
+    step h and left their slots to requests of s̄(h) tokens. The weight w(h) is what is expected to
+    be left by then of a difference between loads, since with every admission the router takes a
+    part of it back. `foresight` derives both from the forecasts, so that there is no horizon to
+    choose. With a ``horizon`` H given, J is as published: w is 1 up to H and 0 from
+    there on, and slots stay empty.
 
     The drift δ is the ``growth`` of the inputs. Ties go to the lowest load, then to the lowest
     index.
 
     Attributes:
-        horizon: H, decode steps looked ahead; 0 looks at the present loads only and needs no
-            forecasts.
+        horizon: H, decode steps looked ahead with equal weights, as published; 0 looks at the
+            present loads only and needs no forecasts; None weighs all steps to come.
         solver: "fast", `bfio_fast`, near the optimum within microseconds; or "exact", the MILP
             of `solve_exactly`, for small cases.
         time_limit: seconds that "exact" may take for one decision; then the best it has found
@@ -49,56 +55,50 @@ class BFIO(RoutingPolicy):
         starvation: W, a request that has waited so many steps is admitted before all others,
             the oldest first, as far as slots and KV room allow; None for no bound. Not in the
             paper, where a request of an unfit size may wait forever.
-        risk: κ, not negative; "exact" takes 0 only, since √V is not linear in x.
 
-    Source: A Universal Load Balancing Principle (Chen et al. 2026), section 4, problem (IO).
+    Source: A Universal Load Balancing Principle (Chen et al. 2026), section 4, problem (IO), with
+    a ``horizon``; weights and refills are Headway's own.
     """
 
     needs = Needs.FORECASTS
     kernel = bfio_fast
-    horizon: int = 80
+    horizon: int | None = None
     solver: str = "fast"
     time_limit: float = 10.0
     starvation: int | None = None
-    risk: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse options that mean nothing; a myopic policy needs no forecasts.
 
         Raises:
-            ValueError: a negative number, an unknown solver, a time limit of 0, or "exact" with
-                a risk.
+            ValueError: a negative number, an unknown solver, or a time limit of 0.
         """
         if self.solver not in ("fast", "exact"):
             raise ValueError(f"no solver {self.solver!r}; known: exact, fast")
-        if self.horizon < 0:
-            raise ValueError(f"horizon must be 0 steps or more, not {self.horizon}")
+        if self.horizon is not None and self.horizon < 0:
+            raise ValueError(f"horizon must be 0 steps or more, or None: {self.horizon}")
         if not self.time_limit > 0:
             raise ValueError(f"time_limit must be more than 0 seconds, not {self.time_limit}")
         if self.starvation is not None and self.starvation < 0:
             raise ValueError(f"starvation must be 0 steps or more, or None: {self.starvation}")
-        if not self.risk >= 0:
-            raise ValueError(f"risk must be 0 or more, not {self.risk}")
-        if self.solver == "exact" and self.risk > 0:
-            raise ValueError(f"a risk of {self.risk} is not linear: use solver fast")
         if self.horizon == 0:
             object.__setattr__(self, "needs", Needs.LOADS)
         if self.solver == "exact":
             object.__setattr__(self, "kernel", None)
 
     def parameters(self) -> FloatArray:
-        """Return W, or -1 for no bound, and κ."""
-        return np.array(
-            [-1 if self.starvation is None else self.starvation, self.risk], dtype=float
-        )
+        """Return W, or -1 for no bound."""
+        return np.array([-1 if self.starvation is None else self.starvation], dtype=float)
 
     def points(self) -> IntArray:
-        """Return 0 .. H; none if H = 0, where the loads say all."""
+        """Return 0 .. H; none if H = 0, where the loads say all; without H, steps ever further."""
+        if self.horizon is None:
+            return spaced_points(FURTHEST, 1.1)
         return np.arange(self.horizon + 1) if self.horizon else NO_POINTS
 
-    def with_spread(self) -> bool:
-        """Return whether κ reads the variance."""
-        return self.risk > 0 and self.horizon > 0
+    def with_alive(self) -> bool:
+        """Return whether ends are counted, for weights and refills."""
+        return self.horizon is None
 
     def assign(self, view: ClusterView) -> Assignment:
         """Return where the waiting requests of a view go.

@@ -113,7 +113,6 @@ def _draw(seed: npt.NDArray[np.uint64], n: int) -> int:
 def local_search(
     search: Search,
     row: FloatArray,
-    spread: FloatArray,
     slots: IntArray,
     room: IntArray,
     best: IntArray,
@@ -130,7 +129,6 @@ def local_search(
     Args:
         search: of the candidates.
         row: [G, P] loads before the decision.
-        spread: [G, P] their variance, if κ > 0.
         slots: [G] free before.
         room: [G] free before.
         best: [m] where each candidate is, or -1.
@@ -154,7 +152,7 @@ def local_search(
     turn, unchanged, kicks = -1, 0, 0
     while search.work[0] < limit:
         if start_again:
-            restore(search, row, spread, slots, room, best)
+            restore(search, row, slots, room, best)
             rank(search)
             search.work[0] += 5 * n_instances * n_points + 100
             start_again = False
@@ -202,7 +200,6 @@ def local_search(
 def even_out(
     search: Search,
     row: FloatArray,
-    spread: FloatArray,
     slots: IntArray,
     room: IntArray,
     best: IntArray,
@@ -218,7 +215,7 @@ def even_out(
 
     Source: A Universal Load Balancing Principle (Chen et al. 2026), appendix C.1, Lemma 1.
     """
-    restore(search, row, spread, slots, room, best)
+    restore(search, row, slots, room, best)
     rank(search)
     m = len(best)
     for _ in range(m):

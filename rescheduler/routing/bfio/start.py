@@ -8,7 +8,6 @@ from rescheduler.routing.bfio.pool import best_waiting, nearest_waiting
 from rescheduler.routing.bfio.state import (
     OTHERS,
     REST,
-    REST_SPREAD,
     Search,
     accumulate,
     add,
@@ -32,7 +31,6 @@ FITS = 8
 def best_start(
     search: Search,
     row: FloatArray,
-    spread: FloatArray,
     slots: IntArray,
     room: IntArray,
     start: IntArray,
@@ -51,7 +49,7 @@ def best_start(
     window = np.empty((1, n_points))
     crowded = m > n_slots
     for attempt in range(1 + LEVELS if crowded else 2):
-        restore(search, row, spread, slots, room, start)
+        restore(search, row, slots, room, start)
         if attempt == 0:
             _first_come(search)
         elif crowded:
@@ -113,9 +111,6 @@ def _fill_up_to(search: Search) -> None:
             else:
                 for h in range(n_points):
                     search.line[REST, h] = search.row[g, h]
-                if search.risk > 0:
-                    for h in range(n_points):
-                        search.line[REST_SPREAD, h] = search.spread[g, h]
                 j = best_waiting(search, aim, search.row_total[g], search.room[g], np.inf, FITS)
             if j >= 0:
                 add(search, j, g)

@@ -11,7 +11,6 @@ from predictor.compilation import compiled, compiled_inline
 __all__ = [
     "OTHERS",
     "REST",
-    "REST_SPREAD",
     "Search",
     "accumulate",
     "add",
@@ -29,7 +28,7 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-TOP, SECOND, OTHERS, REST, REST_SPREAD = range(5)
+TOP, SECOND, OTHERS, REST = range(4)
 """Rows of `Search.line`."""
 # Sums in the order that suits vector registers.
 _summing = njit(
@@ -48,33 +47,28 @@ class Search(NamedTuple):
     to move.
 
     Attributes:
-        weight: [m + 1, P] ŵ_i(h) = S_i(h)(c_i + δ(h)).
-        noise: [m + 1, P] S_i(h)(1 - S_i(h))(c_i + δ(h))², or [0, P] if κ = 0.
+        weight: [m + 1, P] ŵ_i(h), as `loads_ahead` returns them.
         total: [m + 1] Σ_h ŵ_i(h).
         size: [m + 1] context tokens.
         order: [m] candidates by ascending total.
         ascending: [m] their totals.
         row: [G, P] L_g(h).
-        spread: [G, P] V_g(h), or [0, P] if κ = 0.
         row_total: [G] Σ_h L_g(h).
         slots: [G] still free.
         room: [G] context tokens still free.
-        line: [5, P] the largest of L_g(h) + κ√V_g(h) over g, and the second; then, for one
-            instance, the largest of the others, and its own L and V without one request.
+        line: [4, P] the largest of L_g(h) over g, and the second; then, for one instance, the
+            largest of the others, and its own L without one request.
         at: [2, P] whose the largest is, and the second.
         where: [m + 1] instance of each candidate, or -1.
         work: [1] done so far, about in multiples of one addition in a vector register.
-        risk: κ.
     """
 
     weight: FloatArray
-    noise: FloatArray
     total: FloatArray
     size: IntArray
     order: IntArray
     ascending: FloatArray
     row: FloatArray
-    spread: FloatArray
     row_total: FloatArray
     slots: IntArray
     room: IntArray
@@ -82,13 +76,10 @@ class Search(NamedTuple):
     at: IntArray
     where: IntArray
     work: IntArray
-    risk: float
 
 
 @compiled
-def new_search(
-    weight: FloatArray, noise: FloatArray, size: IntArray, n_instances: int, risk: float
-) -> Search:
+def new_search(weight: FloatArray, size: IntArray, n_instances: int) -> Search:
     """Return a search without a state, which `restore` gives it."""
     m, n_points = len(size) - 1, weight.shape[1]
     total = np.zeros(m + 1)
@@ -101,33 +92,28 @@ def new_search(
         ascending[rank] = total[order[rank]]
     return Search(
         weight,
-        noise,
         total,
         size,
         order,
         ascending,
         np.empty((n_instances, n_points)),
-        np.empty((n_instances if risk > 0 else 0, n_points)),
         np.empty(n_instances),
         np.empty(n_instances, dtype=np.int64),
         np.empty(n_instances, dtype=np.int64),
-        np.empty((5, n_points)),
+        np.empty((4, n_points)),
         np.empty((2, n_points), dtype=np.int64),
         np.full(m + 1, -1, dtype=np.int64),
         np.zeros(1, dtype=np.int64),
-        risk,
     )
 
 
 @_summing  # type: ignore[untyped-decorator]
 def envelope_with(search: Search, j: int) -> float:
     """Return Σ_h of the largest load when j joins the instance of `REST`."""
-    weight, noise, line, risk = search.weight, search.noise, search.line, search.risk
+    weight, line = search.weight, search.line
     total = 0.0
     for h in range(weight.shape[1]):
         own = line[REST, h] + weight[j, h]
-        if risk > 0:
-            own += risk * np.sqrt(max(line[REST_SPREAD, h] + noise[j, h], 0.0))
         others = line[OTHERS, h]
         total += own if own > others else others
     return total
@@ -135,20 +121,12 @@ def envelope_with(search: Search, j: int) -> float:
 
 @_summing  # type: ignore[untyped-decorator]
 def envelope_exchanged(search: Search, i: int, g: int, j: int, k: int) -> float:
-    """Return Σ_h of the largest load when i on g, which `leave` set, and j on k change places.
-
-    It is exact for κ = 0; with κ > 0 it may be too large, and an exchange missed.
-    """
-    weight, noise, line, at = search.weight, search.noise, search.line, search.at
-    row, spread, risk = search.row, search.spread, search.risk
+    """Return Σ_h of the largest load when i on g, which `leave` set, and j on k change places."""
+    weight, row, line, at = search.weight, search.row, search.line, search.at
     total = 0.0
     for h in range(weight.shape[1]):
         less = weight[i, h] - weight[j, h]
         first, second = row[g, h] - less, row[k, h] + less
-        if risk > 0:
-            calmer = noise[i, h] - noise[j, h]
-            first += risk * np.sqrt(max(spread[g, h] - calmer, 0.0))
-            second += risk * np.sqrt(max(spread[k, h] + calmer, 0.0))
         # Where g and k are largest and second, their new maximum is above the second anyway.
         others = line[SECOND, h] if at[0, h] == k else line[OTHERS, h]
         own = first if first > second else second
@@ -168,9 +146,6 @@ def leave(search: Search, g: int, i: int) -> tuple[float, float]:
         line[OTHERS, h] = other
         others += other
         largest += top
-    if search.risk > 0:
-        for h in range(weight.shape[1]):
-            line[REST_SPREAD, h] = search.spread[g, h] - search.noise[i, h]
     return others, largest
 
 
@@ -185,8 +160,6 @@ def accumulate(rows: FloatArray, g: int, weight: FloatArray, i: int, sign: float
 def add(search: Search, i: int, g: int) -> None:
     """Put candidate i on instance g; the envelope is not brought up to date."""
     accumulate(search.row, g, search.weight, i, 1.0)
-    if search.risk > 0:
-        accumulate(search.spread, g, search.noise, i, 1.0)
     search.row_total[g] += search.total[i]
     search.slots[g] -= 1
     search.room[g] -= search.size[i]
@@ -197,8 +170,6 @@ def add(search: Search, i: int, g: int) -> None:
 def remove(search: Search, i: int, g: int) -> None:
     """Undo `add`."""
     accumulate(search.row, g, search.weight, i, -1.0)
-    if search.risk > 0:
-        accumulate(search.spread, g, search.noise, i, -1.0)
     search.row_total[g] -= search.total[i]
     search.slots[g] += 1
     search.room[g] += search.size[i]
@@ -206,25 +177,16 @@ def remove(search: Search, i: int, g: int) -> None:
 
 
 @compiled_inline
-def _peak(search: Search, g: int, h: int) -> float:
-    """Return L_g(h) + κ√V_g(h)."""
-    peak = search.row[g, h]
-    if search.risk > 0:
-        peak += search.risk * np.sqrt(max(search.spread[g, h], 0.0))
-    return peak  # type: ignore[no-any-return]
-
-
-@compiled_inline
 def _rank_column(search: Search, h: int) -> None:
     """Find the largest and the second of the loads at one point."""
     largest, second, first_at, second_at = -np.inf, -np.inf, 0, 0
     for g in range(search.row.shape[0]):
-        peak = _peak(search, g, h)
-        if peak > second:
-            if peak > largest:
-                largest, second, first_at, second_at = peak, largest, g, first_at
+        load = search.row[g, h]
+        if load > second:
+            if load > largest:
+                largest, second, first_at, second_at = load, largest, g, first_at
             else:
-                second, second_at = peak, g
+                second, second_at = load, g
     search.line[TOP, h], search.line[SECOND, h] = largest, second
     search.at[0, h], search.at[1, h] = first_at, second_at
 
@@ -234,24 +196,23 @@ def refresh(search: Search, g: int) -> None:
     """Bring the envelope up to date after instance g has changed."""
     line, at = search.line, search.at
     for h in range(line.shape[1]):
-        peak = _peak(search, g, h)
+        load = search.row[g, h]
         first, second = at[0, h] == g, at[1, h] == g
-        if (first | second) and peak < line[SECOND, h]:
+        if (first | second) and load < line[SECOND, h]:
             _rank_column(search, h)
         elif first:
-            line[TOP, h] = peak
-        elif peak > line[TOP, h]:
+            line[TOP, h] = load
+        elif load > line[TOP, h]:
             line[SECOND, h], at[1, h] = line[TOP, h], at[0, h]
-            line[TOP, h], at[0, h] = peak, g
-        elif second or peak > line[SECOND, h]:
-            line[SECOND, h], at[1, h] = peak, g
+            line[TOP, h], at[0, h] = load, g
+        elif second or load > line[SECOND, h]:
+            line[SECOND, h], at[1, h] = load, g
 
 
 @compiled_inline
 def restore(
     search: Search,
     row: FloatArray,
-    spread: FloatArray,
     slots: IntArray,
     room: IntArray,
     where: IntArray,
@@ -266,9 +227,6 @@ def restore(
         search.row_total[g] = total
         search.slots[g] = slots[g]
         search.room[g] = room[g]
-        if search.risk > 0:
-            for h in range(n_points):
-                search.spread[g, h] = spread[g, h]
     for i in range(len(where)):
         search.where[i] = -1
         if where[i] >= 0:

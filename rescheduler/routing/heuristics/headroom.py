@@ -8,7 +8,7 @@ import numpy.typing as npt
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
 from rescheduler.routing.inputs import RoutingInputs, place
-from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
+from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
 __all__ = ["Headroom", "headroom"]
 
@@ -119,10 +119,7 @@ class Headroom(RoutingPolicy):
 
     def points(self) -> IntArray:
         """Return the steps ahead: 0, 1, 2, ..., each about a quarter further than the last."""
-        steps = [0]
-        while steps[-1] < FURTHEST:
-            steps.append(min(FURTHEST, max(steps[-1] + 1, round(1.25 * steps[-1]))))
-        return np.array(steps, dtype=np.int64)
+        return spaced_points(FURTHEST, 1.25)
 
     def decide_every(self) -> float:
         """Return the seconds between two decisions."""

@@ -316,7 +316,14 @@ def new_policy_state(
     growth = (points * rules.drift.mean()).astype(np.float64)
     capacity = np.full(n, rules.kv_capacity)
     inputs = new_routing_inputs(
-        capacity, width, points, growth, policy.with_spread(), policy.with_excess(), edges
+        capacity,
+        width,
+        points,
+        growth,
+        policy.with_spread(),
+        policy.with_excess(),
+        policy.with_alive(),
+        edges,
     )
     return PolicyState(
         asks=asks,

@@ -83,8 +83,20 @@ def _add_expected_loads(
 ) -> None:
     row, ending = np.empty(len(points)), np.empty((2, ahead.shape[0], len(points) + 1))
     capacity, no_excess = np.empty(len(ahead), np.int64), np.empty((len(ahead), len(points), 0))
+    nowhere = np.empty((len(ahead), 0))
     add_expected_loads(
-        forecast, cluster, n, points, growth, capacity, row, ending, ahead, spread, no_excess
+        forecast,
+        cluster,
+        n,
+        points,
+        growth,
+        capacity,
+        row,
+        ending,
+        ahead,
+        spread,
+        no_excess,
+        nowhere,
     )
 
 

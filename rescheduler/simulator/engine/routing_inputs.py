@@ -62,6 +62,7 @@ def fill_routing_inputs(
         inputs.ahead,
         inputs.spread,
         inputs.excess,
+        inputs.alive,
         inputs.size[:n],
         inputs.survival[:n],
         inputs.remaining[:n],
@@ -92,6 +93,7 @@ def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals)
             inputs.ahead,
             inputs.spread,
             inputs.excess,
+            inputs.alive,
         )
     if policy_state.with_lengths:
         inputs.work[:] = 0.0
@@ -133,6 +135,7 @@ def add_expected_loads(
     ahead: FloatArray,
     spread: FloatArray,
     excess: FloatArray,
+    alive: FloatArray,
 ) -> None:
     """Write the loads ahead, [G, P], of the first n requests of ``cluster.placed``.
 
@@ -142,9 +145,17 @@ def add_expected_loads(
     ahead[:] = 0.0
     spread[:] = 0.0
     no_load(excess)
+    alive[:] = 0.0
     if knows_ends(forecast) and excess.shape[2] == 0:
         load_of_known_ends(
-            placed["left"], placed["instance"], placed["context"], points, growth, ending, ahead
+            placed["left"],
+            placed["instance"],
+            placed["context"],
+            points,
+            growth,
+            ending,
+            ahead,
+            alive,
         )
         return
     for i in range(n):
@@ -164,6 +175,7 @@ def add_expected_loads(
             ahead[one.instance],
             spread[one.instance],
             excess[one.instance],
+            alive[one.instance],
         )
 
 

@@ -307,6 +307,7 @@ def add_expected(
     ahead: FloatArray,
     spread: FloatArray,
     excess: FloatArray,
+    alive: FloatArray,
 ) -> None:
     """Add one request to the load ahead of its instance, see `add_load`.
 
@@ -324,6 +325,7 @@ def add_expected(
         ahead: [P] Λ_g.
         spread: [P] V_g, or [0].
         excess: [P, TILTS] E_g, or [P, 0].
+        alive: [P] N_g, or [0].
     """
     survival_row(f, number, template, generated, output, points, row)
-    add_load(context, row, growth, capacity, ahead, spread, excess)
+    add_load(context, row, growth, capacity, ahead, spread, excess, alive)

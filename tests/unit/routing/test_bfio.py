@@ -15,7 +15,9 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO, Needs, create_policy
 from rescheduler.routing.bfio.exact import imbalance_of, solve_exactly
+from rescheduler.routing.bfio.foresight import FURTHEST, foresight
 from rescheduler.routing.inputs import RoutingInputs
+from rescheduler.routing.policy import spaced_points
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -110,8 +112,8 @@ def clusters(draw: st.DrawFn, most_waiting: int) -> ClusterView:
     )
 
 
-def inputs_of(view: ClusterView, horizon: int, risk: float = 0.0) -> RoutingInputs:
-    policy = BFIO(horizon=horizon, risk=risk)
+def inputs_of(view: ClusterView, horizon: int | None) -> RoutingInputs:
+    policy = BFIO(horizon=horizon)
     return policy.inputs(view)
 
 
@@ -119,16 +121,37 @@ def assigned(view: ClusterView, **options: object) -> IntArray:
     return create_policy("bfio", **options).assign(view).instance
 
 
-def imbalance(view: ClusterView, instance: IntArray, horizon: int) -> float:
+def imbalance(view: ClusterView, instance: IntArray, horizon: int | None) -> float:
     """J, written down once more: from the forecasts of single requests."""
-    steps, placed = np.arange(horizon + 1), instance >= 0
-    load = np.zeros((view.n_instances, horizon + 1))
+    steps = spaced_points(FURTHEST, 1.1) if horizon is None else np.arange(horizon + 1)
+    placed, weight, refill = instance >= 0, np.ones(len(steps)), np.zeros(len(steps))
+    if horizon is None:
+        weight, refill = weights_and_refills(view, steps)
+    load = np.zeros((view.n_instances, len(steps)))
     assert view.forecast is not None and view.waiting_forecast is not None
-    ahead = view.forecast.at(steps) * (view.context_tokens[:, None] + steps)
+    alive, waiting = view.forecast.at(steps), view.waiting_forecast.at(steps)
+    ahead = alive * (view.context_tokens[:, None] + steps) + (1 - alive) * refill
     np.add.at(load, view.instance, ahead)
-    brought = view.waiting_forecast.at(steps) * (view.waiting_prompt_tokens[:, None] + steps)
+    brought = waiting * (view.waiting_prompt_tokens[:, None] + steps) + (1 - waiting) * refill
     np.add.at(load, instance[placed], brought[placed])
-    return float((len(load) * load.max(axis=0) - load.sum(axis=0)).sum())
+    return float((weight * (len(load) * load.max(axis=0) - load.sum(axis=0))).sum())
+
+
+def weights_and_refills(view: ClusterView, steps: IntArray) -> tuple[FloatArray, FloatArray]:
+    """What `foresight` returns, written down once more, to the last step."""
+    assert view.forecast is not None and view.waiting_forecast is not None
+    sizes, free = view.waiting_prompt_tokens, np.clip(view.slots - view.running, 0, view.n_waiting)
+    shared = min(view.n_waiting, free.sum()) * free / max(free.sum(), 1)
+    ends = np.zeros((view.n_instances, len(steps)))
+    np.add.at(ends, view.instance, 1 - view.forecast.at(steps))
+    if view.n_waiting:
+        ends += shared[:, None] * (1 - view.waiting_forecast.at(steps)).mean(axis=0)
+    share = min(sizes.mean() / view.context_tokens.mean(), 1.0) if len(view.instance) else 1.0
+    weight = np.exp(-share * ends).mean(axis=0)
+    weight[weight < 1e-3] = 0.0
+    crowded = view.n_waiting > free.sum()
+    refill = np.median(sizes) + steps / 2 if crowded else np.zeros(len(steps))
+    return weight * np.diff(steps, prepend=-1), refill
 
 
 def feasible(view: ClusterView, instance: IntArray) -> bool:
@@ -140,7 +163,7 @@ def feasible(view: ClusterView, instance: IntArray) -> bool:
     return bool((counts <= free).all() and (tokens <= room).all())
 
 
-def by_brute_force(view: ClusterView, horizon: int) -> tuple[int, float]:
+def by_brute_force(view: ClusterView, horizon: int | None) -> tuple[int, float]:
     """The most that can be admitted, and the least J with so many."""
     outcomes = []
     for choice in product(range(-1, view.n_instances), repeat=view.n_waiting):
@@ -164,8 +187,10 @@ def fcfs(view: ClusterView) -> IntArray:
     return instance
 
 
-@given(view=clusters(most_waiting=5), horizon=st.sampled_from([0, 1, 7]))
-def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizon: int) -> None:
+@given(view=clusters(most_waiting=5), horizon=st.sampled_from([None, 0, 1, 7]))
+def test_the_exact_solver_finds_what_brute_force_finds(
+    view: ClusterView, horizon: int | None
+) -> None:
     solution = solve_exactly(inputs_of(view, horizon))
     most, least = by_brute_force(view, horizon)
 
@@ -178,8 +203,10 @@ def test_the_exact_solver_finds_what_brute_force_finds(view: ClusterView, horizo
     assert solution.bound <= solution.objective
 
 
-@given(view=clusters(most_waiting=9), horizon=st.sampled_from([0, 1, 20]))
-def test_the_fast_solver_is_between_fcfs_and_the_exact_one(view: ClusterView, horizon: int) -> None:
+@given(view=clusters(most_waiting=9), horizon=st.sampled_from([None, 0, 1, 20]))
+def test_the_fast_solver_is_between_fcfs_and_the_exact_one(
+    view: ClusterView, horizon: int | None
+) -> None:
     fast, exact = assigned(view, horizon=horizon), solve_exactly(inputs_of(view, horizon))
     first_come = fcfs(view)
     admitted, most = (fast >= 0).sum(), (exact.instance >= 0).sum()
@@ -199,27 +226,29 @@ def test_the_fast_solver_is_near_the_optimum() -> None:
     gaps = []
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        n_instances, horizon = int(generator.integers(2, 7)), (0, 5, 20)[seed % 3]
+        n_instances, horizon = int(generator.integers(2, 7)), (0, 5, 20, None)[seed % 4]
         slots = generator.integers(0, 4, n_instances)
         view = random_cluster(
             generator, n_instances, int(generator.integers(4, 15)), slots, curves=seed % 2 == 0
         )
         exact = solve_exactly(inputs_of(view, horizon)).objective
         reached = imbalance(view, assigned(view, horizon=horizon), horizon)
-        gaps.append((reached - exact) / max(exact, n_instances * (horizon + 1)))
+        steps = 20 if horizon is None else horizon + 1
+        gaps.append((reached - exact) / max(exact, n_instances * steps))
     assert np.mean(gaps) < 0.01
     assert np.median(gaps) < 1e-6
 
 
+@pytest.mark.parametrize("horizon", [None, 10])
 @pytest.mark.parametrize("solver", ["fast", "exact"])
-def test_the_same_view_has_the_same_assignment(solver: str) -> None:
+def test_the_same_view_has_the_same_assignment(solver: str, horizon: int | None) -> None:
     generator = np.random.default_rng(3)
     view = random_cluster(generator, 4, 12, np.array([1, 2, 0, 3]))
     other = random_cluster(generator, 4, 10, np.array([2, 2, 2, 0]))
-    first = assigned(view, horizon=10, solver=solver)
-    assigned(other, horizon=10, solver=solver)
+    first = assigned(view, horizon=horizon, solver=solver)
+    assigned(other, horizon=horizon, solver=solver)
 
-    np.testing.assert_array_equal(assigned(view, horizon=10, solver=solver), first)
+    np.testing.assert_array_equal(assigned(view, horizon=horizon, solver=solver), first)
 
 
 @pytest.mark.parametrize("horizon", [0, 12])
@@ -257,6 +286,55 @@ def test_lemma_1_holds_whatever_the_sizes(sizes: list[int], n_instances: int, so
     assert load.max() - load.min() <= max(sizes)
 
 
+@given(view=clusters(most_waiting=9))
+def test_weights_fall_from_one_and_freed_slots_are_filled_from_the_pool(view: ClusterView) -> None:
+    steps = spaced_points(FURTHEST, 1.1)
+    weight, refill = foresight(inputs_of(view, None))
+    chance = weight / np.diff(steps, prepend=-1)[: len(weight)]
+    expected, filled = weights_and_refills(view, steps)
+
+    assert chance[0] == 1
+    assert ((chance > 0) & (chance <= 1)).all()
+    assert (np.diff(chance) <= 1e-12).all()
+    np.testing.assert_allclose(weight, expected[: len(weight)], rtol=1e-9)
+    np.testing.assert_allclose(refill, filled[: len(refill)])
+    assert (expected[len(weight) :] < 1e-3 * steps[len(weight) :]).all()
+
+
+@pytest.mark.parametrize("n_waiting", [2, 7])
+def test_while_nobody_ends_all_steps_count_alike(n_waiting: int) -> None:
+    """J is then the one of a horizon as far as the last step."""
+    view = cluster([[700, 20], [300, 90], [8, 450]], list(range(100, 100 + n_waiting)), slots=1)
+    instance = np.full(n_waiting, -1)
+    instance[:2] = [1, 2]
+    reached = imbalance_of(inputs_of(view, None), instance)
+    np.testing.assert_allclose(reached, imbalance(view, instance, None))
+    balanced = cluster([[700, 20], [300, 90], [8, 450]], [5, 6, 7], slots=1)
+    everyone = np.arange(3)
+    assert imbalance_of(inputs_of(balanced, None), everyone) == pytest.approx(
+        imbalance_of(inputs_of(balanced, FURTHEST), everyone)
+    )
+
+
+def test_the_published_objective_neither_weighs_nor_fills() -> None:
+    view = random_cluster(np.random.default_rng(2), 3, 9, np.array([1, 0, 2]), curves=True)
+    weight, refill = foresight(inputs_of(view, 30))
+
+    assert (weight == 1).all() and len(weight) == 31
+    assert (refill == 0).all()
+
+
+def test_a_single_admission_by_hand() -> None:
+    """Two of four requests end after 3 steps, both on the first instance; 300 fills a slot."""
+    view = cluster([[400, 400], [400, 400]], [300, 300, 300], 1, left=[[3.0, 3.0], [1e9, 1e9]])
+    weight, refill = foresight(inputs_of(view, None))
+
+    # An admission brings 300 of the 400 tokens that an end takes.
+    np.testing.assert_allclose(weight[:3], 1.0)
+    np.testing.assert_allclose(weight[3:5], (np.exp(-0.75 * 2) + 1) / 2)
+    np.testing.assert_allclose(refill[:5], [300.0, 300.5, 301.0, 301.5, 302.0])
+
+
 @pytest.mark.parametrize("solver", ["fast", "exact"])
 def test_looking_ahead_places_where_room_will_be(solver: str) -> None:
     view = cluster([[100], [90]], [50], slots=1, left=[[2], [1e9]])
@@ -271,39 +349,19 @@ def test_of_equal_places_the_least_loaded_and_then_the_first_is_taken() -> None:
     assert assigned(cluster([[], [], []], [5], 1), horizon=0).tolist() == [0]
 
 
-def test_without_risk_the_variance_does_not_matter() -> None:
-    for seed in range(5):
-        generator = np.random.default_rng(seed)
-        view = random_cluster(generator, 5, 20, generator.integers(0, 3, 5), curves=True)
-        plain = assigned(view, horizon=20)
-        np.testing.assert_array_equal(assigned(view, horizon=20, risk=0.0), plain)
-
-
-def test_risk_avoids_the_instance_whose_load_is_least_certain() -> None:
-    """Both instances expect the same at h = 10, but one will have all of it or nothing."""
-    edges = np.array([0, 10, 20])
-    sure, unsure = [1.0, 1.0, 1.0], [1.0, 0.5, 0.5]
-    view = replace(
-        cluster([[2000], [995] * 1], [400], slots=1),
-        forecast=SurvivalForecast.new(edges, [unsure, sure]),
-        waiting_forecast=SurvivalForecast.new(edges, [sure]),
-        prompt_tokens=np.array([2000, 2000]),
+def test_slots_that_will_be_filled_again_are_not_taken_for_room() -> None:
+    """Those on the first instance end soon, but requests of their size wait for their slots."""
+    view = cluster(
+        [[100] * 5, [90] * 5],
+        [130, 70, 100, 100, 100, 100],
+        slots=1,
+        left=[[4] * 5, [40] * 5],
+        waiting_left=[60] * 6,
     )
-    calm, wild = np.array([1]), np.array([0])
-    inputs = inputs_of(view, 10, risk=2.0)
-    assert imbalance_of(inputs, calm, 2.0) < imbalance_of(inputs, wild, 2.0)
-    np.testing.assert_array_equal(assigned(view, horizon=10, risk=4.0), calm)
-
-
-def test_the_risk_that_is_asked_for_is_what_is_lowered() -> None:
-    plain, careful = 0.0, 0.0
-    for seed in range(20):
-        generator = np.random.default_rng(seed)
-        view = random_cluster(generator, 4, 16, generator.integers(0, 3, 4), curves=True)
-        inputs = inputs_of(view, 30, risk=1.5)
-        plain += imbalance_of(inputs, assigned(view, horizon=30), 1.5)
-        careful += imbalance_of(inputs, assigned(view, horizon=30, risk=1.5), 1.5)
-    assert careful < plain
+    for solver in ("fast", "exact"):
+        assert assigned(view, horizon=0, solver=solver)[:2].tolist() == [1, 0]
+        assert assigned(view, horizon=80, solver=solver)[0] == 0
+        assert assigned(view, solver=solver)[0] != 0
 
 
 @given(
@@ -396,7 +454,7 @@ def test_only_lookahead_needs_forecasts() -> None:
     assert BFIO(horizon=0).needs == Needs.LOADS
     assert BFIO(horizon=1).needs == Needs.FORECASTS
     for solver in ("fast", "exact"):
-        assert assigned(blind, horizon=0, solver=solver, risk=0.0).tolist() == [1]
+        assert assigned(blind, horizon=0, solver=solver).tolist() == [1]
         with pytest.raises(ValueError, match="forecasts"):
             assigned(blind, horizon=5, solver=solver)
 
@@ -405,12 +463,9 @@ def test_only_lookahead_needs_forecasts() -> None:
     ("options", "message"),
     [
         ({"solver": "simplex"}, "no solver 'simplex'; known: exact, fast"),
-        ({"horizon": -1}, "horizon must be 0 steps or more, not -1"),
+        ({"horizon": -1}, "horizon must be 0 steps or more, or None: -1"),
         ({"time_limit": 0}, "time_limit must be more than 0 seconds"),
         ({"starvation": -2}, "starvation must be 0 steps or more"),
-        ({"risk": -0.5}, "risk must be 0 or more, not -0.5"),
-        ({"risk": float("nan")}, "risk must be 0 or more, not nan"),
-        ({"solver": "exact", "risk": 1.0}, "use solver fast"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:

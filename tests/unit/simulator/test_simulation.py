@@ -97,7 +97,6 @@ def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: st
         )
 
 
-RISK = create_policy("bfio", horizon=6, risk=1.0)
 FORECASTS = [
     Oracle(),
     Noisy(sigma=0.5, interval=3),
@@ -110,7 +109,9 @@ FORECASTS = [
 @given(
     reference_cases(drift=(1,)),
     st.sampled_from(FORECASTS),
-    st.sampled_from([create_policy("overflow", horizon=6), RISK, ByChance(), ByLength()]),
+    st.sampled_from(
+        [create_policy("overflow", horizon=6), create_policy("bfio"), ByChance(), ByLength()]
+    ),
     st.integers(0, 30),
 )
 def test_the_engine_has_the_inputs_of_its_view(
