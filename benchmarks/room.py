@@ -1,6 +1,6 @@
 """What it is worth to forecast how much room an instance must keep free.
 
-    python -m benchmarks.room [--quick] [--seeds N] [--traces DIR] --json OUT
+    python -m benchmarks.room [--quick] [--seeds N] [--traces DIR] [--out FOLDER] --json OUT
 
 Instances whose KV caches fill, with vLLM's preemption: `headroom` with exact, recorded and
 Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity` with ``reserve``), of
@@ -15,12 +15,17 @@ a 95% confidence interval; ``gain_TRACE_LOAD_FORECAST`` in the file is that gain
 *Goodput* counts the requests per second whose TTFT is at most 20 times, and whose TPOT at most 4
 times, what it is on an empty cluster, as in `benchmarks.live_rescheduling`. *KV* is the share of
 the caches in use until the last request has arrived.
+
+The runs of a trace and load are kept in the folder as they finish, and not run again; the report
+has those that are there when the program ends, or is interrupted.
 """
 
+import json
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
@@ -28,6 +33,7 @@ from rich.progress import Progress
 from scipy.stats import t
 
 from benchmarks.support.report import arguments, write_report
+from data_collection.atomic_file import write_text_atomically
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import (
@@ -45,7 +51,7 @@ from rescheduler.simulator.simulation import run
 
 RECORDING = "checkpoints/smollm2-135m-instruct/forecasts.parquet"
 RESERVES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-LOADS = (0.8, 1.0, 1.2)
+LOADS = (1.0, 1.2, 0.8)
 TTFT_TIMES, TPOT_TIMES = 20.0, 4.0
 SHOWN = (
     *("latency", "latency_p99", "ttft", "tpot", "tpot_p99"),
@@ -68,25 +74,28 @@ def main() -> None:
     parser = arguments("room by probability against shares of the KV cache kept free")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each arm (default: 4)")
+    parser.add_argument("--out", type=Path, default=Path("runs/room"), metavar="FOLDER")
     options = parser.parse_args()
-    few = 10 if options.quick else 1
-    found = cases(options.traces, few)
+    found = cases(options.traces, 10 if options.quick else 1)
     seeds = 2 if options.quick else options.seeds
+    options.out.mkdir(parents=True, exist_ok=True)
+    cells = [(case, load) for load in LOADS for case in found]
+    with suppress(KeyboardInterrupt), Progress() as progress:
+        for case, load in progress.track(cells, description="simulating"):
+            kept = options.out / f"{case.name}-{load}-{seeds}.json"
+            if not kept.exists():
+                write_text_atomically(kept, json.dumps(simulated(case, load, seeds)))
     figures: dict[str, float] = {}
     tables = []
-    with Progress() as progress:
-        task = progress.add_task("simulating", total=len(found) * len(LOADS))
-        for case in found:
-            served = capacity(case)
-            slo = objectives(case, served)
-            for load in LOADS:
-                runs = simulated(case, load * served, slo, seeds)
-                gains = over_best_reserve(runs)
-                tables.append(table(f"{case.name}, {load:.0%} load", runs, gains))
-                print(tables[-1], flush=True)
-                for forecast, (gain, _) in gains.items():
-                    figures[f"gain_{case.name}_{load}_{forecast}"] = gain
-                progress.advance(task)
+    for case, load in sorted(cells, key=lambda cell: (found.index(cell[0]), cell[1])):
+        kept = options.out / f"{case.name}-{load}-{seeds}.json"
+        if kept.exists():
+            runs = json.loads(kept.read_text(encoding="utf-8"))
+            gains = over_best_reserve(runs)
+            tables.append(table(f"{case.name}, {load:.0%} load", runs, gains))
+            for forecast, (gain, _) in gains.items():
+                figures[f"gain_{case.name}_{load}_{forecast}"] = gain
+    print("\n\n".join(tables))
     write_report("room", figures, options.json, tables=tables)
 
 
@@ -136,7 +145,9 @@ def of_paper(name: str, requests: int) -> SimulationConfig:
     return replace(read_config(values), migration=MigrationConfig(), max_seconds=None)
 
 
-def at_rate(case: Case, rate: float, forecast: dict[str, Any], dispatch: str = "pool") -> RunSetup:
+def at_rate(
+    case: Case, rate: float, forecast: dict[str, Any], dispatch: Literal["pool", "instant"] = "pool"
+) -> RunSetup:
     """Return a case at so many requests per second."""
     arrivals = ArrivalsConfig("poisson", rate=rate)
     return run_setup(replace(case.config, arrivals=arrivals, forecast=forecast, dispatch=dispatch))
@@ -164,8 +175,11 @@ Runs = dict[str, list[dict[str, float]]]
 """Policy → the figures of each seed."""
 
 
-def simulated(case: Case, rate: float, slo: SLOConfig, seeds: int) -> Runs:
-    """Return the figures of all policies, by seed."""
+def simulated(case: Case, load: float, seeds: int) -> Runs:
+    """Return the figures of all policies at a share of the capacity, by seed."""
+    served = capacity(case)
+    slo = objectives(case, served)
+    rate = load * served
     blind, instant = at_rate(case, rate, NONE), at_rate(case, rate, NONE, "instant")
     arms: list[tuple[str, RunSetup, str, dict[str, float]]] = [
         ("vllm, instant", instant, "vllm", {}),
