@@ -18,9 +18,9 @@ from benchmarks.support.offline_engine import compare_vectors, missing_rows, rec
 from data_collection.models import resolve_model
 from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import RequestRows
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
+from predictor.training.rows_data_module import request_rows
 
 __all__ = ["captured_vectors", "fair_batching", "live_forecasts", "migration", "vllm_imports"]
 
@@ -126,9 +126,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
     rows = load_rows(dataset)
     predictor = load_predictor(str(CHECKPOINT))
     assert isinstance(predictor, SurvivalMLP)
-    inputs = RequestRows(torch.from_numpy(rows.vectors()), torch.from_numpy(rows.counts()))
-    with torch.inference_mode():
-        expected = predictor.recalibrated(predictor.survival(inputs))
+    expected = predictor.forecast(request_rows(rows)).survival
     differences = [
         np.abs(curves[key] - expected[i]).max()
         for i, request in enumerate(rows.request)

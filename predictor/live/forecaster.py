@@ -4,6 +4,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
@@ -33,6 +34,17 @@ class _OnTheWay:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Requests that ended, in line behind their last curves."""
+
+    request_ids: list[str]
+
+    def has_arrived(self) -> bool:
+        """Yes: there is nothing to wait for."""
+        return True
+
+
 class Forecaster:
     """A `RowConsumer` that forecasts every running request each k-th step, and each new one.
 
@@ -40,7 +52,9 @@ class Forecaster:
     counts it: the weights, and one batch of inputs. On a GPU the network runs as a CUDA
     graph, one for each power of two up to the largest batch, and the curves are copied to
     the host on a side stream; they are handed on when they have arrived, at the next step at
-    the latest. On a CPU it computes on one thread.
+    the latest. On a CPU it computes on one thread. The curves that arrive are averaged with those
+    of the request before (`RunningAverages`), which are kept until it ends here: a preempted
+    request goes on with them, one that moves to another engine starts anew there.
 
     Args:
         predictor: on the CPU; it is moved to the device.
@@ -66,7 +80,8 @@ class Forecaster:
         self._publisher = publisher
         self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
         self.handing_on_seconds = 0.0
-        self._pending: deque[_OnTheWay] = deque()
+        self._pending: deque[_OnTheWay | _Ended] = deque()
+        self._averages = predictor.running_averages()
         largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
         self._sizes = sorted({*(size for size in _BUCKETS if size < largest), largest})
         self._inputs = RequestRows(
@@ -97,6 +112,8 @@ class Forecaster:
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
         """Report requests that ended."""
+        if self._averages is not None:
+            self._pending.append(_Ended([request.request_id for request in finished]))
         if self._publisher is not None:
             self._publisher.finished(finished)
 
@@ -105,7 +122,11 @@ class Forecaster:
         started = time.thread_time()
         arrived = []
         while self._pending and self._pending[0].has_arrived():
-            arrived.append(self._as_forecasts(self._pending.popleft()))
+            item = self._pending.popleft()
+            if isinstance(item, _OnTheWay):
+                arrived.append(self._as_forecasts(item))
+            elif self._averages is not None:
+                self._averages.forget(item.request_ids)
         if self._publisher is not None:
             for forecasts in arrived:
                 self._publisher.forecasts(forecasts)
@@ -119,6 +140,9 @@ class Forecaster:
 
     def _as_forecasts(self, item: _OnTheWay) -> EngineForecasts:
         rows = item.rows
+        curves = item.curves.numpy().astype(np.float64)
+        if self._averages is not None:
+            curves = self._averages.take(rows.request_ids, rows.generated_tokens, curves)
         return EngineForecasts(
             step=rows.step,
             request_ids=rows.request_ids,
@@ -126,7 +150,7 @@ class Forecaster:
             generated_tokens=rows.generated_tokens,
             tokens_left=item.tokens_left,
             edges=self._edges,
-            survival=self._predictor.recalibrated(item.curves),
+            survival=self._predictor.recalibration.apply(curves),
         )
 
     def _predict_on_gpu(self, rows: CapturedRows, counts: torch.Tensor, left: list[int]) -> None:

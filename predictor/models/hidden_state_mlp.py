@@ -32,10 +32,13 @@ class RequestRows(NamedTuple):
     Attributes:
         hidden_states: [n, d] float32, last layer, after the final norm, last token.
         counts: [n, 3] float32 tokens: generated, of the prompt, and left to ``max_tokens``.
+        request: [n] which request a row is of, where there are several rows of one; None where
+            each row is all that is known of its request.
     """
 
     hidden_states: torch.Tensor
     counts: torch.Tensor
+    request: torch.Tensor | None = None
 
 
 class HiddenStateMLP(

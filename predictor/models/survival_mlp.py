@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from predictor.forecasts.averaging import RunningAverages, average_requests
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.forecasts.recalibration import Recalibration
 from predictor.models.hazard_likelihood import log_survival
@@ -22,11 +23,14 @@ class SurvivalMLP(HiddenStateMLP):
     .. math:: S(e_j) = g\Big(\prod_{i < j} \big(1 - \operatorname{sigmoid}(x_i)\big)\Big)
 
     with x the trunk's output (`HiddenStateMLP`), one discrete-time hazard a bin, and g the
-    post-hoc `Recalibration`, the identity at first. Trained with `hazard_nll`.
+    post-hoc `Recalibration`, the identity at first. Trained with `hazard_nll`. Before g, the
+    product is averaged with those of the request's earlier rows (`averaged`).
 
     Args:
         edges: [n_edges] the grid, in whole tokens from 0 to the model's limit.
         kind: ``survival``.
+        averaging_half_life: tokens after which an earlier forecast of the same request counts
+            half as much; 0: they do not count.
         recalibration_nominal: [n_knots] where g is given, as P(R ≤ h).
         recalibration_observed: [n_knots] what was observed there.
         **shared: the other arguments of `HiddenStateMLP`.
@@ -42,6 +46,7 @@ class SurvivalMLP(HiddenStateMLP):
         self,
         edges: Sequence[int],
         kind: str = "survival",
+        averaging_half_life: float = 0.0,
         recalibration_nominal: Sequence[float] = (0.0, 1.0),
         recalibration_observed: Sequence[float] = (0.0, 1.0),
         **shared: Any,
@@ -50,6 +55,7 @@ class SurvivalMLP(HiddenStateMLP):
             raise CheckpointError(f"a {kind!r} checkpoint holds no survival predictor")
         super().__init__(len(edges) - 1, kind=kind, **shared)
         SurvivalForecast.new(edges, [[1.0, *[0.0] * (len(edges) - 1)]])
+        self.averaging_half_life = averaging_half_life
         self.recalibration = Recalibration(recalibration_nominal, recalibration_observed)
         grid = torch.tensor(list(edges), dtype=torch.float32)
         self.register_buffer("edges", grid, persistent=False)
@@ -59,32 +65,48 @@ class SurvivalMLP(HiddenStateMLP):
         return self.output(rows, noise)
 
     def survival(self, rows: RequestRows) -> torch.Tensor:
-        """Return S at every edge, [n, n_edges], as learned: before the recalibration."""
+        """Return S at every edge, [n, n_edges], as each row says: before averaging and g."""
         return log_survival(self(rows)).exp()
 
     @torch.inference_mode()
     def forecast(self, rows: RequestRows) -> SurvivalForecast:
-        """Forecast n requests, capped by the tokens left to ``max_tokens``."""
-        self.refuse_other_width(rows.hidden_states)
-        return self._capped(self.recalibrated(self.survival(rows).cpu()), rows)
+        """Forecast n rows, averaged along each request, capped by the tokens left to its end."""
+        return self._capped(self.recalibration.apply(self._averaged(rows)), rows)
 
     @torch.inference_mode()
     def forecast_as_learned(self, rows: RequestRows) -> SurvivalForecast:
-        """Forecast n requests without the recalibration, to see what it does."""
-        self.refuse_other_width(rows.hidden_states)
-        return self._capped(self.survival(rows).cpu().numpy().astype(np.float64), rows)
+        """Forecast n rows without the recalibration, to see what it does."""
+        return self._capped(self._averaged(rows), rows)
 
-    def recalibrated(self, survival: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Return learned curves on the host [n, n_edges], recalibrated."""
-        return self.recalibration.apply(survival.numpy().astype(np.float64))
+    def running_averages(self) -> RunningAverages | None:
+        """Return what averages the forecasts of requests as they run; None: nothing does."""
+        if not self.averaging_half_life:
+            return None
+        return RunningAverages(self.edges.cpu().numpy().copy(), self.averaging_half_life)
+
+    def _averaged(self, rows: RequestRows) -> npt.NDArray[np.float64]:
+        self.refuse_other_width(rows.hidden_states)
+        curves = self.survival(rows).cpu().numpy().astype(np.float64)
+        if rows.request is None or not self.averaging_half_life:
+            return curves
+        return average_requests(
+            self.edges.cpu().numpy(),
+            curves,
+            rows.request.cpu().numpy(),
+            rows.counts[:, 0].cpu().numpy(),
+            self.averaging_half_life,
+        )
 
     def _capped(self, curves: npt.NDArray[np.float64], rows: RequestRows) -> SurvivalForecast:
         left = rows.counts[:, 2].cpu().numpy()
         return SurvivalForecast.new(self.edges.cpu().numpy(), curves, left)
 
     def fingerprint(self) -> str:
-        """Return 12 hexadecimal digits that name these weights and this recalibration."""
-        digest = hashlib.sha256(repr((self.edges.tolist(), *self._knots())).encode())
+        """Return 12 hexadecimal digits that name the weights and what is done to their curves."""
+        settings: tuple[Any, ...] = (self.edges.tolist(), *self._knots())
+        if self.averaging_half_life:
+            settings = (*settings, self.averaging_half_life)
+        digest = hashlib.sha256(repr(settings).encode())
         for name, values in sorted(self.state_dict().items()):
             digest.update(name.encode() + values.cpu().numpy().tobytes())
         return digest.hexdigest()[:12]

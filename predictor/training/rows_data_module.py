@@ -109,7 +109,11 @@ class RowsDataModule(L.LightningDataModule):
 
 def request_rows(table: RowTable) -> RequestRows:
     """Return the rows of a table as a predictor's input; they must fit in memory."""
-    return RequestRows(torch.from_numpy(table.vectors()), torch.from_numpy(table.counts()))
+    return RequestRows(
+        torch.from_numpy(table.vectors()),
+        torch.from_numpy(table.counts()),
+        torch.from_numpy(table.request),
+    )
 
 
 class _Rows(Dataset[Batch]):

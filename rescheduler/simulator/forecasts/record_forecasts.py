@@ -1,6 +1,7 @@
 """`headway record`: record a predictor's forecasts of a dataset, for simulations."""
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,15 +143,24 @@ def _whole_requests(table: RowTable, chosen: IntArray) -> tuple[IntArray, LeftOu
 def _curves(
     predictor: HiddenStateMLP, rows: RowTable
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """Return the grid [E] and the curves as they would be without ``max_tokens`` [rows, E]."""
+    """Return the grid [E] and the curves as they would be without ``max_tokens`` [rows, E].
+
+    Args:
+        predictor: what forecasts.
+        rows: in order of their requests.
+    """
     if isinstance(predictor, SurvivalMLP):
         edges = predictor.edges.cpu().numpy().astype(np.float64)
     else:
         longest = max(int(rows.tokens_left().max()), _GRID_FLOOR)
         edges = survival_edges(longest).astype(np.float64)
     curves = np.empty((len(rows), len(edges)), dtype=np.float32)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)))
+    starts = [0]  # a request's rows stay together: its forecasts are averaged
+    for first in np.flatnonzero(np.diff(rows.request)) + 1:
+        if first - starts[-1] >= _ROWS_AT_ONCE:
+            starts.append(int(first))
+    for start, end in pairwise([*starts, len(rows)]):
+        some = np.arange(start, end)
         forecast: Forecast = predictor.forecast(request_rows(rows.select(some))).uncapped()
         if not isinstance(forecast, SurvivalForecast):
             forecast = forecast.on_grid(edges)

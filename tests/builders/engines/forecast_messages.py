@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from predictor.live.telemetry_messages import Forecasts, Message, Snapshot, decode_survival
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import RequestRows
 from predictor.training.row_table import RowTable
+from predictor.training.rows_data_module import request_rows
 
 __all__ = ["CHECKPOINT", "assert_forecasts_equal"]
 
@@ -33,9 +32,7 @@ def assert_forecasts_equal(messages: Sequence[Message], rows: RowTable) -> None:
 
     Within 1e-4 in probability: the wire rounds to 1/65,535, the batches differ.
     """
-    offline = load_predictor(str(CHECKPOINT)).forecast(
-        RequestRows(torch.from_numpy(rows.vectors()), torch.from_numpy(rows.counts()))
-    )
+    offline = load_predictor(str(CHECKPOINT)).forecast(request_rows(rows))
     curves, compared, first = published(messages), 0, set()
     for i in range(len(rows)):
         name = rows.requests.request_id[rows.request[i]]

@@ -51,6 +51,7 @@ def test_fit_writes_a_survival_checkpoint_with_its_card(
     assert config["kind"] == "survival"
     assert config["edges"] == survival_edges(512).tolist()
     assert config["inputs"] == ["generated_tokens", "prompt_tokens"]
+    assert config["averaging_half_life"] == 30
     provenance = config["provenance"]
     assert isinstance(provenance, dict)
     cut = int(load_rows(memoryless).censored.sum())
@@ -94,7 +95,7 @@ def test_the_recalibration_is_kept_in_the_checkpoint(
     assert config["recalibration_observed"] == list(fitted.observed)
     assert (fitted.nominal, fitted.observed) != IDENTITY, "fitted on the validation rows"
     rows = request_rows(load_rows(memoryless))
-    learned = predictor.survival(rows).detach().numpy().astype(np.float64)
+    learned = predictor.forecast_as_learned(rows).survival
     np.testing.assert_array_equal(predictor.forecast(rows).survival, fitted.apply(learned))
 
     predictor.recalibrate(Recalibration(*IDENTITY))
