@@ -5,9 +5,14 @@ That is vLLM's default on a GPU. Here Triton's interpreter runs its kernels, see
 """
 
 import asyncio
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from captured_rows import assert_rows_are_whole, assert_vectors_equal
@@ -17,14 +22,23 @@ from metrics import metric
 from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
 from recorded_requests import wait_until_recorded
-from v2_engines import BATCHED_TOKENS, V2Engines, v2_engines
+from v2_engines import (
+    BATCHED_TOKENS,
+    V2_RUNNER,
+    V2Engines,
+    v2_engines,
+    v2_environment,
+    what_ran,
+)
 
+from benchmarks.support.offline_engine import compare_vectors
 from predictor.training.row_table import load_rows
 
 pytestmark = pytest.mark.timeout(1200)
 
 REQUESTS, PROMPT, GENERATED = 6, 150, 28
 MOVES = 50
+TRANSCRIPTS = Path(__file__).parents[2] / "transcripts/smollm2-135m-instruct/round-1.parquet"
 FREED_WITHIN = 2.0
 """Seconds after the last move."""
 
@@ -92,6 +106,35 @@ def test_a_request_goes_there_and_back_unchanged(
 ) -> None:
     assert_unchanged(compared, name, CASES[name])
     engines.assert_v2_with_steps_in_flight()
+
+
+def test_transcripts_are_replayed_as_prefills(
+    smollm2: Path, headway_command: list[str], tmp_path: Path
+) -> None:
+    """In parts, several requests a step, while the step before is in flight."""
+    reports, out, some = tmp_path / "what-runs", tmp_path / "dataset", tmp_path / "some.parquet"
+    reports.mkdir()
+    shipped = pq.read_table(TRANSCRIPTS)
+    tokens = pc.list_value_length(shipped["output_token_ids"])
+    long = pc.and_(pc.greater(tokens, BATCHED_TOKENS), pc.less(tokens, 3 * BATCHED_TOKENS))
+    pq.write_table(shipped.filter(long)[:REQUESTS], some)
+    options = {"max_num_batched_tokens": BATCHED_TOKENS, "async_scheduling": True}
+    collect = [
+        *(*headway_command, "collect", str(out), "--transcripts", str(some)),
+        *("--record.k", "5", "--record.dtype", "float32"),
+        *("--engine.dtype", "float32", "--engine.max_model_len", "1300"),
+        *("--engine.extra", json.dumps(options)),
+    ]
+    done = subprocess.run(
+        collect, env=os.environ | v2_environment(reports), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runners, steps_in_flight = what_ran(reports)
+    assert runners == [V2_RUNNER] and steps_in_flight == [1]
+    rows = load_rows(out)
+    assert rows.session.runner == "V2" and len(rows.requests) == REQUESTS
+    assert len(rows) == sum(-(-total // 5) for total in rows.requests.total_tokens)
+    assert compare_vectors(rows, smollm2).least_cosine >= 0.99999
 
 
 def test_fifty_moves_in_both_directions_leave_nothing_behind(

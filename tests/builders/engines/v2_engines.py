@@ -20,7 +20,16 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
 
-__all__ = ["BATCHED_TOKENS", "V2Engines", "v2_engines"]
+__all__ = [
+    "BATCHED_TOKENS",
+    "V2_RUNNER",
+    "V2Engines",
+    "v2_engines",
+    "v2_environment",
+    "what_ran",
+]
+
+V2_RUNNER = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
 
 BATCHED_TOKENS = 64
 """Prompts are cut, and the cache of 23 blocks holds 736 tokens: some requests are preempted."""
@@ -50,16 +59,35 @@ class V2Engines:
 
     def assert_v2_with_steps_in_flight(self) -> None:
         """Assert what the engines report from inside their steps."""
-        reports = [json.loads(one.read_text()) for one in self.folder.glob("what-runs/*.json")]
-        runners = [report["runner"] for report in reports if "runner" in report]
-        cores = [report for report in reports if "scheduler" in report]
-        assert runners == ["vllm.v1.worker.cpu.model_runner.CPUModelRunner"] * 2
-        assert [core["scheduler"] for core in cores] == ["AsyncFairBatchingScheduler"] * 2
-        assert [core["steps_in_flight"] for core in cores] == [1, 1]
+        reports = self.folder / "what-runs"
+        assert what_ran(reports) == ([V2_RUNNER] * 2, [1, 1])
+        schedulers = [report["scheduler"] for report in _reports(reports) if "scheduler" in report]
+        assert schedulers == ["AsyncFairBatchingScheduler"] * 2
 
     def printed(self) -> str:
         """Return what both have printed."""
         return "".join(log.read_text() for log in sorted((self.folder / "logs").iterdir()))
+
+
+def v2_environment(reports: Path) -> dict[str, str]:
+    """Return the environment of an engine on the V2 runner, which reports into a folder."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(_BACKEND), os.environ["PYTHONPATH"]]),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "HEADWAY_WHAT_RUNS": str(reports),
+    }
+
+
+def what_ran(reports: Path) -> tuple[list[str], list[int]]:
+    """Return the runner of each worker, and the most steps in flight of each scheduler."""
+    found = _reports(reports)
+    runners = [report["runner"] for report in found if "runner" in report]
+    return runners, [report["steps_in_flight"] for report in found if "steps_in_flight" in report]
+
+
+def _reports(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(one.read_text()) for one in folder.glob("*.json")]
 
 
 @contextmanager
@@ -72,7 +100,6 @@ def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
     """
     (folder / "what-runs").mkdir()
     profile = profile_of(Path(resolve_model("smollm2")), folder / "profile.yaml", _TIMES)
-    python_path = os.pathsep.join([str(_BACKEND), os.environ["PYTHONPATH"]])
     options = replace(
         ENGINE,
         max_model_len=512,
@@ -80,12 +107,7 @@ def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
         k=1,
         batching={"profile": str(profile), "recalibrate": False},
         arguments=["--async-scheduling", "--max-num-batched-tokens", str(BATCHED_TOKENS)],
-        environment={
-            "PYTHONPATH": python_path,
-            "TRITON_INTERPRET": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "HEADWAY_WHAT_RUNS": str(folder / "what-runs"),
-        },
+        environment=v2_environment(folder / "what-runs"),
     )
     deployment = local_deployment("smollm2", options, prefill=0, routing={"name": "pab"})
     engines = V2Engines(deployment, folder)
