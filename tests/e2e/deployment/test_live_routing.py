@@ -85,3 +85,20 @@ def test_a_reserve_lets_requests_wait_for_memory(
     routing = {"name": "max_capacity", "reserve": 0.6}
     with served(deployment, tmp_path, routing=routing) as proxy:
         proxy.run(work)
+
+
+def test_headroom_lets_requests_wait_for_what_running_ones_will_need(
+    deployment: RunningDeployment, tmp_path: Path
+) -> None:
+    body = {"prompt": list(range(1000, 2000)), "max_tokens": 60, "temperature": 0}
+    body["ignore_eos"] = True
+
+    async def work(client: Client) -> None:
+        _, alone, _ = await client.post(body, url=client.direct)
+        answers, most = await answers_of(client, body, 6)
+        assert answers == [alone["choices"][0]["text"]] * 6
+        # Three prompts fit into an engine's 3,072 tokens; with their answers they would not.
+        assert [most[name] for name in DECODES] == [2, 2]
+
+    with served(deployment, tmp_path, routing={"name": "headroom"}) as proxy:
+        proxy.run(work)
