@@ -95,7 +95,9 @@ def record(folder: Path, rows: int) -> None:
         for n in range(0, total, K):
             vectors = generator.standard_normal((8, HIDDEN_SIZE), dtype=np.float32)
             hidden = torch.from_numpy(vectors)
-            recorder.on_rows(CapturedRows(n, names, [9] * 8, [n] * 8, [2000] * 8, hidden))
+            recorder.on_rows(
+                CapturedRows(n, names, [9] * 8, [n] * 8, [2000] * 8, [1.0] * 8, hidden)
+            )
         recorder.on_finished(
             [FinishedRequest(name, "stop", 9, total, 4096, [], [], {}) for name in names]
         )

@@ -19,7 +19,8 @@ from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.forecaster import Forecaster
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hazard_likelihood import hazard_nll
-from predictor.models.hidden_state_mlp import RequestRows
+from predictor.models.hidden_state_mlp import INPUTS, RequestRows
+from predictor.models.repetition import NO_REPETITION
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 
@@ -256,8 +257,10 @@ def _difference(forecasts: Sequence[EngineForecasts], hidden: torch.Tensor) -> f
     columns = [[one.generated_tokens, one.prompt_tokens, one.tokens_left] for one in forecasts]
     counts = torch.tensor(columns, dtype=torch.float32).transpose(1, 2)
     n_steps, n, _ = counts.shape
+    others = torch.tensor([1.0, *NO_REPETITION]).expand(n_steps, n, 3)
+    numbers = torch.cat([counts, others], dim=2)
     request = torch.arange(n).repeat(n_steps)
-    rows = RequestRows(hidden[:n_steps].flatten(0, 1), counts.flatten(0, 1), request)
+    rows = RequestRows(hidden[:n_steps].flatten(0, 1), numbers.flatten(0, 1), request)
     expected = _predictor().forecast(rows).survival.reshape(n_steps, n, -1)
     made = np.stack([one.survival for one in forecasts])
     return float(np.abs(made - expected).max())
@@ -268,7 +271,8 @@ def _prediction_ms(device: torch.device, hidden: torch.Tensor) -> float:
     made = Forecaster(_predictor(), device, _BATCH, publisher=None)
     names = [str(number) for number in range(_BATCH)]
     prompts, generated, caps = [_PROMPT] * _BATCH, [0] * _BATCH, [_STEPS] * _BATCH
-    rows = CapturedRows(1, names, prompts, generated, caps, hidden.to(device))
+    warm = [1.0] * _BATCH
+    rows = CapturedRows(1, names, prompts, generated, caps, warm, hidden.to(device))
 
     def predict() -> None:
         made.on_rows(rows)
@@ -283,7 +287,7 @@ def _training_ms(device: torch.device) -> float:
     optimizer = torch.optim.AdamW(predictor.parameters())
     rows = RequestRows(
         torch.randn(1024, predictor.hidden_size, device=device),
-        torch.randint(1, 500, (1024, 3), device=device).float(),
+        torch.randint(1, 500, (1024, len(INPUTS)), device=device).float(),
     )
     lengths = torch.randint(1, 500, (1024,), device=device)
     censored = torch.zeros(1024, dtype=torch.bool, device=device)

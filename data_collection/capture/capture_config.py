@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["CaptureConfig", "RecordConfig", "read_capture_config"]
+__all__ = ["SECTION", "CaptureConfig", "RecordConfig", "read_capture_config"]
 
 Config = TypeVar("Config", bound="CaptureConfig")
 
-_SECTION = "headway"
+SECTION = "headway"
+"""Key of vLLM's additional configuration that holds Headway's."""
+
 _OF_THE_SCHEDULER = ("batching",)
 """Keys of the section that the worker does not read."""
 
@@ -64,19 +66,19 @@ def read_capture_config(additional_config: Mapping[str, Any], config_type: type[
         ValueError: the section is missing, a key is unknown (the message names the known
             ones) or a value is out of range.
     """
-    if _SECTION not in additional_config:
+    if SECTION not in additional_config:
         raise ValueError(
-            f"--additional-config has no {_SECTION!r} section; give for example "
-            f'\'{{"{_SECTION}": {{"k": 20, "record": {{"path": "my-dataset"}}}}}}\''
+            f"--additional-config has no {SECTION!r} section; give for example "
+            f'\'{{"{SECTION}": {{"k": 20, "record": {{"path": "my-dataset"}}}}}}\''
         )
-    section = additional_config[_SECTION]
+    section = additional_config[SECTION]
     if isinstance(section, Mapping):
         section = {key: value for key, value in section.items() if key not in _OF_THE_SCHEDULER}
     try:
         return msgspec.convert(section, config_type)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"--additional-config, section {_SECTION!r}: {error}. Keys known to this worker: "
+            f"--additional-config, section {SECTION!r}: {error}. Keys known to this worker: "
             f"{', '.join(config_type.__struct_fields__)}; "
             f"in 'record': {', '.join(RecordConfig.__struct_fields__)}"
         ) from error

@@ -23,6 +23,7 @@ last token that the step computed of it."""
 class _Known:
     prompt_tokens: int
     max_tokens: int
+    temperature: float
     is_replay: bool
 
 
@@ -68,10 +69,15 @@ class CaptureHook:
         self._due: dict[Cadence, dict[str, _Due]] = {cadence: {} for cadence in sorted(cadences)}
 
     def request_added(
-        self, request_id: str, prompt_tokens: int, max_tokens: int, is_replay: bool = False
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        is_replay: bool = False,
     ) -> None:
         """Learn of a request, before its first `request_scheduled`."""
-        self._requests[request_id] = _Known(prompt_tokens, max_tokens, is_replay)
+        self._requests[request_id] = _Known(prompt_tokens, max_tokens, temperature, is_replay)
 
     def request_scheduled(self, request_id: str, computed: int, scheduled: int, known: int) -> None:
         """Note a request of this step, and whether its row is due.
@@ -147,6 +153,7 @@ class CaptureHook:
             prompt_tokens=[request.prompt_tokens for request in known],
             generated_tokens=[n for _, _, n in rows],
             max_tokens=[request.max_tokens for request in known],
+            temperatures=[request.temperature for request in known],
             hidden_states=gather(
                 [i for i, _, _ in rows], [due[name].last - n for _, name, n in rows]
             ),

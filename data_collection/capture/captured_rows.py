@@ -23,6 +23,7 @@ class CapturedRows:
         prompt_tokens: [n_rows] prompt lengths.
         generated_tokens: [n_rows] tokens generated before this step's sample.
         max_tokens: [n_rows] the cap each request asked for; 0 when unknown.
+        temperatures: [n_rows] with which each request is sampled.
         hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
             engine's device and in the model's dtype. A copy: it may be kept.
     """
@@ -32,6 +33,7 @@ class CapturedRows:
     prompt_tokens: list[int]
     generated_tokens: list[int]
     max_tokens: list[int]
+    temperatures: list[float]
     hidden_states: torch.Tensor
 
 

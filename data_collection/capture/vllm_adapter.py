@@ -97,7 +97,8 @@ def note_scheduled(hook: CaptureHook, scheduler_output: Any, replays: bool = Fal
         max_tokens = _asked_max_tokens(sampling) if sampling else 0
         replay = replay_of(sampling.extra_args) if replays and sampling else None
         if replay is None:
-            hook.request_added(request.req_id, prompt_tokens, max_tokens)
+            temperature = sampling.temperature if sampling else 1.0
+            hook.request_added(request.req_id, prompt_tokens, max_tokens, temperature)
         else:
             hook.request_added(
                 request.req_id, replay.prompt_tokens, replay.max_tokens, is_replay=True

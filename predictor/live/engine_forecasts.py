@@ -8,13 +8,22 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import SurvivalForecast
 
-__all__ = ["FORECASTS_ATTRIBUTE", "GAUGES_ATTRIBUTE", "EngineForecasts"]
+__all__ = [
+    "FORECASTS_ATTRIBUTE",
+    "GAUGES_ATTRIBUTE",
+    "REPETITION_ATTRIBUTE",
+    "EngineForecasts",
+]
 
 FORECASTS_ATTRIBUTE = "headway_forecasts"
 """Name under which the worker adds a list of `EngineForecasts` to vLLM's `ModelRunnerOutput`."""
 
 GAUGES_ATTRIBUTE = "headway_gauges"
 """Name under which the scheduler adds its `Gauges` to vLLM's `SchedulerOutput`."""
+
+REPETITION_ATTRIBUTE = "headway_repetition"
+"""Name under which the scheduler, which alone knows the tokens, adds to vLLM's `SchedulerOutput`
+what `repetition` says of each request's answer."""
 
 
 @dataclass(frozen=True, slots=True)

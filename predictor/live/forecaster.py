@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,8 @@ from threadpoolctl import ThreadpoolController
 from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.telemetry_publisher import TelemetryPublisher
-from predictor.models.hidden_state_mlp import RequestRows
+from predictor.models.hidden_state_mlp import INPUTS, RequestRows
+from predictor.models.repetition import NO_REPETITION
 from predictor.models.survival_mlp import SurvivalMLP
 
 __all__ = ["Forecaster"]
@@ -82,11 +84,12 @@ class Forecaster:
         self.handing_on_seconds = 0.0
         self._pending: deque[_OnTheWay | _Ended] = deque()
         self._averages = predictor.running_averages()
+        self._repetition: dict[str, tuple[float, float]] = {}
         largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
         self._sizes = sorted({*(size for size in _BUCKETS if size < largest), largest})
         self._inputs = RequestRows(
             torch.zeros(largest, predictor.hidden_size, device=device),
-            torch.zeros(largest, 3, device=device),
+            torch.zeros(largest, len(INPUTS), device=device),
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if device.type == "cuda":
@@ -99,21 +102,28 @@ class Forecaster:
             max(1, cap - n) if cap else _UNKNOWN
             for cap, n in zip(rows.max_tokens, rows.generated_tokens, strict=True)
         ]
-        counts = torch.tensor(
-            [rows.generated_tokens, rows.prompt_tokens, left], dtype=torch.float32
-        ).T
+        repetition = [self._repetition.get(name, NO_REPETITION) for name in rows.request_ids]
+        columns = [rows.generated_tokens, rows.prompt_tokens, left, rows.temperatures]
+        numbers = torch.tensor([*columns, *zip(*repetition, strict=True)], dtype=torch.float32).T
         if self._device.type == "cuda":
-            self._predict_on_gpu(rows, counts, left)
+            self._predict_on_gpu(rows, numbers, left)
         else:
-            inputs = RequestRows(rows.hidden_states.float(), counts)
+            inputs = RequestRows(rows.hidden_states.float(), numbers)
             with torch.inference_mode(), self._threads.limit(limits=1, user_api="openmp"):
                 curves = self._predictor.survival(inputs)
             self._pending.append(_OnTheWay(rows, left, curves, None))
 
+    def note_repetition(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Learn what the scheduler says of answers, for the rows from here on."""
+        self._repetition.update(found)
+
     def on_finished(self, finished: list[FinishedRequest]) -> None:
         """Report requests that ended."""
+        names = [request.request_id for request in finished]
+        for name in names:
+            self._repetition.pop(name, None)
         if self._averages is not None:
-            self._pending.append(_Ended([request.request_id for request in finished]))
+            self._pending.append(_Ended(names))
         if self._publisher is not None:
             self._publisher.finished(finished)
 
@@ -153,11 +163,11 @@ class Forecaster:
             survival=self._predictor.recalibration.apply(curves),
         )
 
-    def _predict_on_gpu(self, rows: CapturedRows, counts: torch.Tensor, left: list[int]) -> None:
+    def _predict_on_gpu(self, rows: CapturedRows, numbers: torch.Tensor, left: list[int]) -> None:
         n = len(rows.request_ids)
         size = next(size for size in self._sizes if size >= n)
         self._inputs.hidden_states[:n].copy_(rows.hidden_states)
-        self._inputs.counts[:n].copy_(counts.pin_memory(), non_blocking=True)
+        self._inputs.numbers[:n].copy_(numbers.pin_memory(), non_blocking=True)
         graph, curves = self._graphs[size]
         graph.replay()
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -173,7 +183,7 @@ class Forecaster:
     def _capture_graphs(self) -> None:
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                inputs = RequestRows(self._inputs.hidden_states[:size], self._inputs.counts[:size])
+                inputs = RequestRows(self._inputs.hidden_states[:size], self._inputs.numbers[:size])
                 self._predictor.survival(inputs)  # warm up what a capture may not allocate
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()

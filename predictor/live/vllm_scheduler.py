@@ -5,23 +5,35 @@ Given to vLLM as ``--scheduler-cls predictor.live.vllm_scheduler.LiveHeadwaySche
 
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from data_collection.capture.capture_config import SECTION, read_capture_config
 from data_collection.vllm_scheduler import (
     AsyncHeadwayScheduler,
     SyncHeadwayScheduler,
     SyncOrAsyncScheduler,
 )
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUTE, EngineForecasts
+from predictor.live.engine_forecasts import (
+    FORECASTS_ATTRIBUTE,
+    GAUGES_ATTRIBUTE,
+    REPETITION_ATTRIBUTE,
+    EngineForecasts,
+)
+from predictor.live.live_config import LiveConfig
 from predictor.live.telemetry_messages import Gauges
+from predictor.models.repetition import MEMORY, NO_REPETITION, repetition
 
 __all__ = ["AsyncLiveHeadwayScheduler", "LiveHeadwayScheduler", "SyncLiveHeadwayScheduler"]
 
 
 class _KnowsForecasts:
-    """Keeps the latest forecast of every request, and reports to the worker how full the engine is.
+    """Keeps the latest forecast of every request, and tells the worker what it cannot know.
+
+    That is how full the engine is, in every step, and in every k-th, when the worker forecasts,
+    how much the answers repeat themselves.
 
     Attributes:
         headway_forecasts: request id -> the step's forecasts it is in, and its row there.
@@ -30,10 +42,24 @@ class _KnowsForecasts:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.headway_forecasts: dict[str, tuple[EngineForecasts, int]] = {}
         super().__init__(*args, **kwargs)
+        given = self.vllm_config.additional_config  # type: ignore[attr-defined]
+        config = read_capture_config(given, LiveConfig) if SECTION in given else LiveConfig()
+        self._headway_k = config.k if config.forecast is not None else 0
+        self._headway_steps = 0
+        if self._headway_k:
+            repetition(np.zeros(0, dtype=np.int64))  # compiled before the first request comes
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         setattr(output, GAUGES_ATTRIBUTE, scheduler_gauges(self))
+        self._headway_steps += 1
+        if self._headway_k and self._headway_steps % self._headway_k == 0:
+            requests = self.requests  # type: ignore[attr-defined]
+            setattr(
+                output,
+                REPETITION_ATTRIBUTE,
+                {name: _repetition(requests[name]) for name in output.num_scheduled_tokens},
+            )
         return output
 
     def update_from_output(
@@ -60,6 +86,19 @@ class _KnowsForecasts:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.headway_forecasts.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+def _repetition(request: Request) -> tuple[float, float]:
+    """Return what `repetition` says of an answer at the end of the step just scheduled.
+
+    Without its newest token, which is still being sampled where steps are scheduled ahead.
+    """
+    known = request.num_computed_tokens - request.num_prompt_tokens - 1
+    if known < 1:
+        return NO_REPETITION
+    tokens = request.output_token_ids[max(0, known - MEMORY) : known]
+    found: tuple[float, float] = repetition(np.array(tokens, dtype=np.int64))
+    return found
 
 
 def scheduler_gauges(scheduler: Any) -> Gauges:

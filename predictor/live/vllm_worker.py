@@ -12,7 +12,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from data_collection.capture.captured_rows import RowConsumer
 from data_collection.models import identify
 from data_collection.vllm_worker import HeadwayWorker
-from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUTE
+from predictor.live.engine_forecasts import (
+    FORECASTS_ATTRIBUTE,
+    GAUGES_ATTRIBUTE,
+    REPETITION_ATTRIBUTE,
+)
 from predictor.live.forecaster import Forecaster
 from predictor.live.live_config import ForecastConfig, LiveConfig
 from predictor.live.telemetry_publisher import TelemetryPublisher
@@ -47,6 +51,8 @@ class LiveHeadwayWorker(HeadwayWorker):
         if self._publisher is not None:
             gauges = getattr(scheduler_output, GAUGES_ATTRIBUTE, None)
             self._publisher.at_step(self._engine_steps + 1, gauges)
+        if self._forecaster is not None:
+            self._forecaster.note_repetition(getattr(scheduler_output, REPETITION_ATTRIBUTE, {}))
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ _CARD = """\
 {front_matter}# {title} for {model}
 
 Reads the hidden state with which {model} computes a token's logits ({layer} layer,
-{normalisation}, d = {hidden_size}){counts} and predicts {what}
+{normalisation}, d = {hidden_size}){beside} and predicts {what}
 
 | | |
 |---|---|
@@ -34,8 +34,9 @@ Reads the hidden state with which {model} computes a token's logits ({layer} lay
 from predictor import RequestRows, load_predictor
 
 predictor = load_predictor("this folder")
-# hidden_states: float32 [n, {hidden_size}]; counts: generated, prompt, left to max_tokens [n, 3]
-forecast = predictor.forecast(RequestRows(hidden_states, counts))
+# hidden_states: float32 [n, {hidden_size}]; numbers: generated, prompt, left to max_tokens,
+# and, for inputs beyond these, temperature, repetition, repeated suffix [n, 3 or 6]
+forecast = predictor.forecast(RequestRows(hidden_states, numbers))
 forecast.at(80)  # P(still running after 80 more tokens), [n]
 forecast.median()  # tokens, [n]
 ```
@@ -71,7 +72,7 @@ def checkpoint_card(config: dict[str, Any]) -> str:
         front_matter=_FRONT_MATTER,
         title="Survival forecasts" if survival else "Remaining-length predictor",
         what=what,
-        counts=f" and {', '.join(inputs)}" if inputs else "",
+        beside=f" and {', '.join(inputs)}" if inputs else "",
         provenance=provenance,
         **fields,
     )

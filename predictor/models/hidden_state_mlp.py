@@ -12,10 +12,15 @@ from data_collection.dataset.dataset_schema import Session
 from predictor.forecasts.forecast import Forecast
 from predictor.models.checkpoint_card import checkpoint_card
 
-__all__ = ["COUNTS", "CheckpointError", "HiddenStateMLP", "ModelMismatchError", "RequestRows"]
+__all__ = ["INPUTS", "CheckpointError", "HiddenStateMLP", "ModelMismatchError", "RequestRows"]
 
-COUNTS = ("generated_tokens", "prompt_tokens", "tokens_left")
-"""Token counts a predictor may read beside the hidden state; the last is to ``max_tokens``."""
+INPUTS = (
+    *("generated_tokens", "prompt_tokens", "tokens_left"),
+    *("temperature", "repetition", "repeated_suffix"),
+)
+"""Numbers a predictor may read beside the hidden state: token counts, the last to ``max_tokens``;
+with what the answer is sampled; and what `repetition` says of all its tokens but the newest, which
+an engine that schedules a step ahead does not know yet."""
 
 
 class CheckpointError(ValueError):
@@ -31,13 +36,14 @@ class RequestRows(NamedTuple):
 
     Attributes:
         hidden_states: [n, d] float32, last layer, after the final norm, last token.
-        counts: [n, 3] float32 tokens: generated, of the prompt, and left to ``max_tokens``.
+        numbers: [n, 6] float32, the columns of `INPUTS`; the first three are enough for a
+            predictor that reads no other. An unknown one (nan) counts as the average.
         request: [n] which request a row is of, where there are several rows of one; None where
             each row is all that is known of its request.
     """
 
     hidden_states: torch.Tensor
-    counts: torch.Tensor
+    numbers: torch.Tensor
     request: torch.Tensor | None = None
 
 
@@ -54,7 +60,7 @@ class HiddenStateMLP(
 
         x = W_m φ(… φ(W_1 [z, c])),   z = (h - μ) / σ,   φ = ReLU,
 
-    with biases. c are the standardised logarithms of the token counts named by ``inputs``,
+    with biases. c are the standardised log(1 + x) of the numbers named by ``inputs``,
     none in STAR. The standardisations come from the training rows and fold into W_1: they
     change how fast the network learns, not what it can express.
 
@@ -70,7 +76,7 @@ class HiddenStateMLP(
         layer: which layer's hidden state.
         normalisation: what the serving model applied to it.
         widths: hidden widths.
-        inputs: token counts read beside the hidden state, out of `COUNTS`.
+        inputs: numbers read beside the hidden state, out of `INPUTS`.
         trained_generated_tokens: smallest and largest n in the training data.
         trained_remaining_tokens: smallest and largest remaining length in it.
         provenance: commit, versions, dataset, command and metrics, for the card.
@@ -104,8 +110,8 @@ class HiddenStateMLP(
     ) -> None:
         super().__init__()
         for name in inputs:
-            if name not in COUNTS:
-                raise CheckpointError(f"unknown input {name!r}; known: {', '.join(COUNTS)}")
+            if name not in INPUTS:
+                raise CheckpointError(f"unknown input {name!r}; known: {', '.join(INPUTS)}")
         self.kind = kind
         self.serving_model = model
         self.model_revision = model_revision
@@ -120,7 +126,7 @@ class HiddenStateMLP(
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
         self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
         # A buffer: an index that comes from the host cannot be captured in a CUDA graph.
-        columns = torch.tensor([COUNTS.index(name) for name in self.inputs], dtype=torch.int64)
+        columns = torch.tensor([INPUTS.index(name) for name in self.inputs], dtype=torch.int64)
         self.register_buffer("count_columns", columns, persistent=False)
         self.register_buffer("input_mean", torch.zeros(hidden_size))
         self.register_buffer("input_std", torch.ones(hidden_size))
@@ -138,19 +144,30 @@ class HiddenStateMLP(
         if noise:
             inputs = inputs + noise * torch.randn_like(inputs)
         if self.inputs:
-            counts = torch.log1p(rows.counts.index_select(1, self.count_columns).clamp_min(0))
-            inputs = torch.cat([inputs, (counts - self.count_mean) / self.count_std], dim=1)
+            numbers = torch.log1p(rows.numbers.index_select(1, self.count_columns).clamp_min(0))
+            numbers = ((numbers - self.count_mean) / self.count_std).nan_to_num(0.0)
+            inputs = torch.cat([inputs, numbers], dim=1)
         output: torch.Tensor = self.network(inputs)
         return output
 
     def standardise(self, rows: RequestRows) -> None:
-        """Set the standardisation of the inputs to mean and deviation of the given rows."""
+        """Set the standardisation of the inputs to mean and deviation of the given rows.
+
+        Raises:
+            ValueError: an input is unknown in all of them.
+        """
+        self.refuse_unreadable(rows)
         self.input_mean.copy_(rows.hidden_states.mean(dim=0))
         self.input_std.copy_(rows.hidden_states.std(dim=0, correction=0) + 1e-6)
         if self.inputs:
-            counts = torch.log1p(rows.counts.index_select(1, self.count_columns).clamp_min(0))
-            self.count_mean.copy_(counts.mean(dim=0))
-            spread = counts.std(dim=0, correction=0)
+            numbers = torch.log1p(rows.numbers.index_select(1, self.count_columns).clamp_min(0))
+            unknown = numbers.isnan().all(dim=0).tolist()
+            for name in (name for name, no in zip(self.inputs, unknown, strict=True) if no):
+                raise ValueError(
+                    f"{name} is known of no row: record with token ids, or leave it out"
+                )
+            self.count_mean.copy_(numbers.nanmean(dim=0))
+            spread = (numbers - self.count_mean).square().nanmean(dim=0).sqrt()
             self.count_std.copy_(torch.where(spread > 1e-3, spread, 1.0))  # all alike: no scale
 
     def forecast(self, rows: RequestRows) -> Forecast:
@@ -160,6 +177,21 @@ class HiddenStateMLP(
             ModelMismatchError: d is not the one the predictor was trained on.
         """
         raise NotImplementedError
+
+    def refuse_unreadable(self, rows: RequestRows) -> None:
+        """Refuse rows that lack what the predictor reads.
+
+        Raises:
+            ModelMismatchError: d is not the one the predictor was trained on.
+            ValueError: an input is missing.
+        """
+        self.refuse_other_width(rows.hidden_states)
+        for name in self.inputs:
+            if INPUTS.index(name) >= rows.numbers.shape[1]:
+                raise ValueError(
+                    f"this predictor reads {', '.join(self.inputs)}: RequestRows needs all of "
+                    f"{', '.join(INPUTS)}, not {rows.numbers.shape[1]} numbers"
+                )
 
     def refuse_other_width(self, hidden_states: torch.Tensor) -> None:
         """Refuse vectors of another length.

@@ -51,11 +51,11 @@ class RemainingLengthMLP(HiddenStateMLP):
 
     @torch.inference_mode()
     def predict(self, hidden_states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Predict remaining tokens [n] ≥ 0 for hidden states [n, d], without token counts.
+        """Predict remaining tokens [n] ≥ 0 for hidden states [n, d], without other inputs.
 
         Raises:
             ModelMismatchError: d is not the one the predictor was trained on.
-            ValueError: the predictor reads token counts; use `forecast`.
+            ValueError: the predictor reads more; use `forecast`.
         """
         if self.inputs:
             raise ValueError(f"this predictor also reads {', '.join(self.inputs)}: use forecast")
@@ -68,6 +68,6 @@ class RemainingLengthMLP(HiddenStateMLP):
     @torch.inference_mode()
     def forecast(self, rows: RequestRows) -> PointForecast:
         """Forecast n requests as step curves, capped by the tokens left to ``max_tokens``."""
-        self.refuse_other_width(rows.hidden_states)
+        self.refuse_unreadable(rows)
         predicted = self(rows).clamp_min(0).cpu().numpy()
-        return PointForecast.new(predicted, rows.counts[:, 2].cpu().numpy())
+        return PointForecast.new(predicted, rows.numbers[:, 2].cpu().numpy())

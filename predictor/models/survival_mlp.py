@@ -85,7 +85,7 @@ class SurvivalMLP(HiddenStateMLP):
         return RunningAverages(self.edges.cpu().numpy().copy(), self.averaging_half_life)
 
     def _averaged(self, rows: RequestRows) -> npt.NDArray[np.float64]:
-        self.refuse_other_width(rows.hidden_states)
+        self.refuse_unreadable(rows)
         curves = self.survival(rows).cpu().numpy().astype(np.float64)
         if rows.request is None or not self.averaging_half_life:
             return curves
@@ -93,12 +93,12 @@ class SurvivalMLP(HiddenStateMLP):
             self.edges.cpu().numpy(),
             curves,
             rows.request.cpu().numpy(),
-            rows.counts[:, 0].cpu().numpy(),
+            rows.numbers[:, 0].cpu().numpy(),
             self.averaging_half_life,
         )
 
     def _capped(self, curves: npt.NDArray[np.float64], rows: RequestRows) -> SurvivalForecast:
-        left = rows.counts[:, 2].cpu().numpy()
+        left = rows.numbers[:, 2].cpu().numpy()
         return SurvivalForecast.new(self.edges.cpu().numpy(), curves, left)
 
     def fingerprint(self) -> str:

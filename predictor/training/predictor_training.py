@@ -24,8 +24,8 @@ class PredictorTraining(L.LightningModule, ABC):
 
     Args:
         widths: hidden widths of the MLP.
-        inputs: token counts it reads beside the hidden state: generated_tokens,
-            prompt_tokens, tokens_left. None in STAR.
+        inputs: numbers it reads beside the hidden state, out of
+            `predictor.models.hidden_state_mlp.INPUTS`. None in STAR.
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         noise: standard deviation of the noise added to the standardised hidden states while

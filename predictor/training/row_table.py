@@ -15,6 +15,7 @@ from data_collection.dataset.dataset_schema import (
     requests_files,
     rows_files,
 )
+from predictor.models.repetition import repetition
 
 __all__ = ["HiddenStates", "Requests", "RowTable", "load_rows"]
 
@@ -60,6 +61,7 @@ class Requests:
         censored: [n_requests] whether the request was cut.
         finish_reason: [n_requests] ``stop``, ``length`` (its ``max_tokens``), ``abort`` ...
         task: [n_requests].
+        temperature: [n_requests] with which it was sampled; 1, vLLM's default, where unknown.
         prompt_token_ids: [n_requests] token ids, or None where not recorded.
         output_token_ids: [n_requests] likewise.
     """
@@ -70,6 +72,7 @@ class Requests:
     censored: npt.NDArray[np.bool_]
     finish_reason: list[str]
     task: list[str]
+    temperature: npt.NDArray[np.float64]
     prompt_token_ids: list[list[int] | None]
     output_token_ids: list[list[int] | None]
 
@@ -146,10 +149,30 @@ class RowTable:
         cap = np.where(self.max_tokens > 0, self.max_tokens, self.max_tokens.max(initial=0))
         return np.maximum(cap - self.generated_tokens, 1)
 
-    def counts(self) -> FloatArray:
-        """Return the token counts of `predictor.models.hidden_state_mlp.COUNTS`, [n_rows, 3]."""
-        columns = (self.generated_tokens, self.prompt_tokens, self.tokens_left())
+    def numbers(self) -> FloatArray:
+        """Return the columns of `predictor.models.hidden_state_mlp.INPUTS`, [n_rows, 6].
+
+        Repetition is nan in rows whose tokens were not recorded.
+        """
+        columns = (
+            *(self.generated_tokens, self.prompt_tokens, self.tokens_left()),
+            self.requests.temperature[self.request],
+            *self._repetition().T,
+        )
         return np.stack(columns, axis=1).astype(np.float32)
+
+    def _repetition(self) -> FloatArray:
+        """Return what `repetition` says of every row's answer but its newest token, [n_rows, 2]."""
+        found = np.full((len(self), 2), np.nan, dtype=np.float32)
+        order = np.argsort(self.request, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(self.request[order])) + 1):
+            answer = self.requests.output_token_ids[self.request[rows[0]]] if len(rows) else None
+            tokens = np.array(answer or [], dtype=np.int64)
+            for row in rows:
+                known = max(0, int(self.generated_tokens[row]) - 1)
+                if known <= len(tokens):
+                    found[row] = repetition(tokens[:known])
+        return found
 
     def vectors(self) -> FloatArray:
         """Return all hidden states of this table, [n_rows, d]; they must fit in memory."""
@@ -217,12 +240,17 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
             censored=requests.column("censored").to_numpy(),
             finish_reason=requests.column("finish_reason").to_pylist(),
             task=requests.column("task").to_pylist(),
+            temperature=_or_one(requests.column("temperature").to_numpy()),
             prompt_token_ids=requests.column("prompt_token_ids").to_pylist(),
             output_token_ids=requests.column("output_token_ids").to_pylist(),
         ),
         session=session,
         **columns,
     )
+
+
+def _or_one(temperature: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.where(np.isnan(temperature), 1.0, temperature)
 
 
 def _check_shards(files: Sequence[Path]) -> None:

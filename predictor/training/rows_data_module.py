@@ -111,7 +111,7 @@ def request_rows(table: RowTable) -> RequestRows:
     """Return the rows of a table as a predictor's input; they must fit in memory."""
     return RequestRows(
         torch.from_numpy(table.vectors()),
-        torch.from_numpy(table.counts()),
+        torch.from_numpy(table.numbers()),
         torch.from_numpy(table.request),
     )
 
@@ -121,7 +121,7 @@ class _Rows(Dataset[Batch]):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._counts = table.counts()
+        self._numbers = table.numbers()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -130,7 +130,7 @@ class _Rows(Dataset[Batch]):
         rows, table = np.asarray(indices), self._table
         vectors = table.hidden_states.take(table.vector[rows])
         return Batch(
-            RequestRows(torch.from_numpy(vectors), torch.from_numpy(self._counts[rows])),
+            RequestRows(torch.from_numpy(vectors), torch.from_numpy(self._numbers[rows])),
             torch.from_numpy(table.remaining_tokens[rows].astype(np.float32)),
             torch.from_numpy(table.censored[rows]),
         )

@@ -25,8 +25,8 @@ class SurvivalTraining(PredictorTraining):
         edges: the grid in whole tokens from 0; None: dense near 0 and logarithmic to ``limit``.
         limit: tokens that no request can pass: the model's context.
         widths: hidden widths of the MLP.
-        inputs: token counts it reads beside the hidden state: generated_tokens,
-            prompt_tokens, tokens_left.
+        inputs: numbers it reads beside the hidden state, out of
+            `predictor.models.hidden_state_mlp.INPUTS`.
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         noise: on the standardised hidden states while training, see `PredictorTraining`.
@@ -42,7 +42,10 @@ class SurvivalTraining(PredictorTraining):
         edges: tuple[int, ...] | None = None,
         limit: int = 8192,
         widths: tuple[int, ...] = (512, 128),
-        inputs: tuple[str, ...] = ("generated_tokens", "prompt_tokens"),
+        inputs: tuple[str, ...] = (
+            *("generated_tokens", "prompt_tokens", "temperature"),
+            *("repetition", "repeated_suffix"),
+        ),
         lr: float = 1e-4,
         weight_decay: float = 0.1,
         noise: float = 1.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forecast_messages import CHECKPOINT, assert_forecasts_equal
+from forecast_messages import CHECKPOINT, assert_forecasts_equal, write_all_reading
 from forked_vllm import ended_server, post, run_forked, running_server
 from listening import listener
 from offline_engines import forecasts_between_steps
@@ -37,6 +37,7 @@ class Heard:
     answers: list[dict[str, Any]] = field(default_factory=list)
     rows: RowTable | None = None
     dataset: Path | None = None
+    checkpoint: Path | None = None
 
 
 def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
@@ -51,13 +52,13 @@ def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
 def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
     folder = tmp_path_factory.mktemp("forecasts")
     dataset = folder / "dataset"
-    heard = Heard(dataset=dataset)
+    heard = Heard(dataset=dataset, checkpoint=folder / "predictor")
     with listener() as listening:
         section = {
             "k": 1,  # so that the recorder and the forecaster take the same rows
             "record": {"path": str(dataset), "dtype": "float32", "flush_seconds": 1},
             "forecast": {
-                "checkpoint": str(CHECKPOINT),
+                "checkpoint": str(write_all_reading(folder / "predictor")),
                 "telemetry": {
                     "bind": "",
                     "connect": [listening.endpoint],
@@ -79,7 +80,7 @@ def ask(port: int, heard: Heard) -> None:
     """Eight clients at once."""
 
     def complete(i: int) -> None:
-        body = {"model": "smollm2", "prompt": f"Write about the number {i}.", "temperature": 0}
+        body = {"model": "smollm2", "prompt": f"Write about the number {i}.", "temperature": i / 8}
         with post(port, "/v1/completions", body | {"max_tokens": MAX_TOKENS}) as response:
             heard.answers.append(json.load(response))
 
@@ -96,7 +97,8 @@ def ends(messages: list[Message]) -> list[Any]:
 
 def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard) -> None:
     assert heard.rows is not None and len(heard.rows.requests) == REQUESTS
-    assert_forecasts_equal(heard.messages, heard.rows)
+    assert heard.checkpoint is not None
+    assert_forecasts_equal(heard.messages, heard.rows, heard.checkpoint)
 
 
 def test_every_end_is_published_once_with_the_true_length(heard: Heard) -> None:

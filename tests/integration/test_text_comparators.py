@@ -62,6 +62,7 @@ def rows(tokenizer: Any) -> RowTable:
             censored=np.zeros(len(CONVERSATIONS), dtype=np.bool_),
             finish_reason=["stop"] * len(CONVERSATIONS),
             task=["chat"] * len(CONVERSATIONS),
+            temperature=np.ones(len(CONVERSATIONS)),
             prompt_token_ids=prompts,
             output_token_ids=outputs,
         ),

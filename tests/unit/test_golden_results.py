@@ -252,7 +252,8 @@ def checkpoint_forecasts(name: str) -> dict[str, npt.NDArray[Any]]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((32, predictor.hidden_size), generator=generator)
     n = torch.arange(32, dtype=torch.float32)
-    forecast = predictor.forecast(RequestRows(hidden, torch.stack([5 * n, 7 * n + 1, 200 - n], 1)))
+    numbers = torch.stack([5 * n, 7 * n + 1, 200 - n, n / 32, 0.02 * n, n], 1)
+    forecast = predictor.forecast(RequestRows(hidden, numbers))
     return {"mean": forecast.mean(), "at": forecast.at([1, 10, 50])}
 
 

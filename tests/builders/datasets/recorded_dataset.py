@@ -49,6 +49,7 @@ def step_rows(
         prompt_tokens=[11] * len(generated),
         generated_tokens=list(generated.values()),
         max_tokens=[100] * len(generated),
+        temperatures=[1.0] * len(generated),
         hidden_states=torch.from_numpy(hidden.astype(np.float32)),
     )
 

@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from predictor.forecasts.forecast import SurvivalForecast
+from predictor.forecasts.survival_grid import survival_edges
 from predictor.live.telemetry_messages import Forecasts, Message, Snapshot, decode_survival
-from predictor.models.checkpoint import load_predictor
+from predictor.models.checkpoint import export_checkpoint, load_predictor
+from predictor.models.hidden_state_mlp import INPUTS
+from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["CHECKPOINT", "assert_forecasts_equal"]
+__all__ = ["CHECKPOINT", "assert_forecasts_equal", "write_all_reading"]
 
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-instruct"
 
@@ -27,12 +32,33 @@ def published(messages: Sequence[Message]) -> dict[tuple[str, int], tuple[int, n
     return found
 
 
-def assert_forecasts_equal(messages: Sequence[Message], rows: RowTable) -> None:
-    """Assert that nearly all rows were forecast, as an offline pass over their vectors does.
+def write_all_reading(folder: Path) -> Path:
+    """Write an untrained predictor for SmolLM2 that reads every input, and averages; return it."""
+    shipped = load_predictor(str(CHECKPOINT))
+    torch.manual_seed(0)
+    predictor = SurvivalMLP(
+        edges=survival_edges(512).tolist(),
+        averaging_half_life=30.0,
+        model=shipped.serving_model,
+        model_revision=shipped.model_revision,
+        hidden_size=shipped.hidden_size,
+        k=1,
+        widths=[32],
+        inputs=INPUTS,
+    )
+    export_checkpoint(predictor, folder, {})
+    return folder
+
+
+def assert_forecasts_equal(messages: Sequence[Message], rows: RowTable, checkpoint: Path) -> None:
+    """Assert that nearly all rows were forecast, as an offline pass over the dataset does.
 
     Within 1e-4 in probability: the wire rounds to 1/65,535, the batches differ.
     """
-    offline = load_predictor(str(CHECKPOINT)).forecast(request_rows(rows))
+    repeated = rows.numbers()[:, INPUTS.index("repetition")]
+    assert np.unique(repeated).size > 1, "no answer repeats itself: its use is not tested"
+    offline = load_predictor(str(checkpoint)).forecast(request_rows(rows))
+    assert isinstance(offline, SurvivalForecast)
     curves, compared, first = published(messages), 0, set()
     for i in range(len(rows)):
         name = rows.requests.request_id[rows.request[i]]

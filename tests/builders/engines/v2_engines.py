@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batching_profile import profile_of
+from forecast_messages import write_all_reading
 from msgspec.structs import replace
 from running_deployment import ENGINE
 
@@ -52,6 +53,11 @@ class V2Engines:
     @property
     def instances(self) -> list[Instance]:
         return self.deployment.decode
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the predictor that both forecast with."""
+        return self.folder / "predictor"
 
     def dataset(self, instance: Instance) -> Path:
         """Return the folder of the dataset that an engine records."""
@@ -100,8 +106,10 @@ def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
     """
     (folder / "what-runs").mkdir()
     profile = profile_of(Path(resolve_model("smollm2")), folder / "profile.yaml", _TIMES)
+    checkpoint = write_all_reading(folder / "predictor")
     options = replace(
         ENGINE,
+        checkpoint=str(checkpoint),
         max_model_len=512,
         kv_blocks=24,
         k=1,

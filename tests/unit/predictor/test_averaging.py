@@ -115,7 +115,7 @@ class Engine:
 
     def curve(self, name: str, n: int) -> npt.NDArray[Any]:
         """Return the last forecast of a request at n generated tokens."""
-        found = [
+        found: list[npt.NDArray[Any]] = [
             made.survival[i]
             for made in self.made
             for i, one in enumerate(made.request_ids)

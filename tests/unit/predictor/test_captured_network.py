@@ -40,8 +40,8 @@ class NothingFromPython(TorchDispatchMode):
 def test_the_shipped_predictor_needs_nothing_of_the_host() -> None:
     predictor = load_predictor(str(SHIPPED))
     assert isinstance(predictor, SurvivalMLP) and predictor.inputs, "which index the counts"
-    rows = RequestRows(torch.randn(4, predictor.hidden_size), torch.full((4, 3), 7.0))
-    on_device = [rows.hidden_states, rows.counts, *predictor.parameters(), *predictor.buffers()]
+    rows = RequestRows(torch.randn(4, predictor.hidden_size), torch.full((4, 6), 7.0))
+    on_device = [rows.hidden_states, rows.numbers, *predictor.parameters(), *predictor.buffers()]
     with torch.no_grad():
         expected = predictor.survival(rows)
         with NothingFromPython(on_device):

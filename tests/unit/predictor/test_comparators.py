@@ -53,6 +53,7 @@ def rows_of(
             censored=cut,
             finish_reason=[cut_by if was_cut else "stop" for was_cut in cut],
             task=["chat"] * len(totals),
+            temperature=np.ones(len(totals)),
             prompt_token_ids=[[1, 2, 3] if with_token_ids else None for _ in totals],
             output_token_ids=[list(range(n)) if with_token_ids else None for n in total_tokens],
         ),

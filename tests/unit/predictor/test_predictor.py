@@ -21,7 +21,7 @@ from predictor import (
 )
 from predictor.evaluation.result import LABELS, OWN_NAME
 from predictor.evaluation.survival_metrics import LEVELS, WITHIN
-from predictor.models.hidden_state_mlp import COUNTS, HiddenStateMLP
+from predictor.models.hidden_state_mlp import INPUTS, HiddenStateMLP
 from predictor.training.row_table import load_rows
 from predictor.training.rows_data_module import RowsDataModule, request_rows
 from predictor.training.train_command import train
@@ -140,18 +140,20 @@ def test_a_predictor_built_by_hand_can_be_saved(predictor: HiddenStateMLP, tmp_p
     assert predictor.serving_model in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("inputs", [(), ("prompt_tokens",), ("tokens_left", "generated_tokens")])
-def test_the_token_counts_that_were_asked_for_are_read_and_no_others(
+@pytest.mark.parametrize(
+    "inputs", [(), ("prompt_tokens",), ("tokens_left", "generated_tokens"), INPUTS[3:]]
+)
+def test_the_numbers_that_were_asked_for_are_read_and_no_others(
     inputs: tuple[str, ...],
 ) -> None:
     predictor = small(SurvivalMLP, edges=[0, 5, 20], inputs=inputs, widths=[64])
-    before = torch.tensor([[20.0, 11, 90]])
-    for column, name in enumerate(COUNTS):
+    before = torch.tensor([[20.0, 11, 90, 0.7, 0.1, 2]])
+    for column, name in enumerate(INPUTS):
         after = before.clone()
         after[0, column] += 400
         curves = [
-            predictor.forecast(RequestRows(torch.ones(1, D), counts)).uncapped().at(5.0)
-            for counts in (before, after)
+            predictor.forecast(RequestRows(torch.ones(1, D), numbers)).uncapped().at(5.0)
+            for numbers in (before, after)
         ]
         assert (curves[0] != curves[1]) == (name in inputs)
 
@@ -163,7 +165,7 @@ def test_a_regressor_that_reads_token_counts_does_not_predict_without_them() -> 
         regressor.predict(np.zeros((1, D), dtype=np.float32))
 
 
-def test_an_unknown_token_count_is_refused_with_those_there_are() -> None:
+def test_an_unknown_input_is_refused_with_those_there_are() -> None:
     with pytest.raises(CheckpointError, match="unknown input 'age'; known: generated_tokens, "):
         small(SurvivalMLP, edges=[0, 5], inputs=["age"])
 
@@ -199,7 +201,7 @@ def test_tokens_left_end_at_max_tokens_or_the_longest_answer(
     table.generated_tokens[:] = (0, 40, 300)
     table.max_tokens[:] = (100, 0, 200)
     assert table.tokens_left().tolist() == [100, 160, 1]
-    assert table.counts().tolist() == [[0, 11, 100], [40, 11, 160], [300, 11, 1]]
+    assert table.numbers()[:, :3].tolist() == [[0, 11, 100], [40, 11, 160], [300, 11, 1]]
 
 
 def test_hidden_states_of_another_model_are_refused_with_both_names(
@@ -297,7 +299,9 @@ def test_tune_writes_its_table_and_goes_on(
 def test_the_shipped_checkpoints_load(name: str, kind: str) -> None:
     predictor = load_predictor(str(SHIPPED / name))
     assert (predictor.kind, predictor.serving_model) == (kind, SMOLLM2)
-    rows = RequestRows(torch.zeros(2, 576), torch.tensor([[0.0, 30, 500], [400, 30, 100]]))
+    rows = RequestRows(
+        torch.zeros(2, 576), torch.tensor([[0.0, 30, 500, 1, 0, 0], [400, 30, 100, 1, 0, 0]])
+    )
     survival = predictor.forecast(rows).at([0, 50, 100])
     assert survival.shape == (2, 3)
     assert (survival[:, 0] == 1).all() and survival[1, 2] == 0

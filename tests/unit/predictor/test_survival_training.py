@@ -15,6 +15,7 @@ from predictor.evaluation.comparators import Regressor
 from predictor.evaluation.result import LABELS, OWN_NAME
 from predictor.forecasts.recalibration import Recalibration
 from predictor.forecasts.survival_grid import survival_edges
+from predictor.models.hidden_state_mlp import INPUTS
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import RowsDataModule, request_rows
 from predictor.training.survival_training import SurvivalTraining
@@ -50,7 +51,8 @@ def test_fit_writes_a_survival_checkpoint_with_its_card(
     config = config_of(survival_checkpoint)
     assert config["kind"] == "survival"
     assert config["edges"] == survival_edges(512).tolist()
-    assert config["inputs"] == ["generated_tokens", "prompt_tokens"]
+    inputs = ["generated_tokens", "prompt_tokens", "temperature", "repetition", "repeated_suffix"]
+    assert config["inputs"] == inputs
     assert config["averaging_half_life"] == 30
     provenance = config["provenance"]
     assert isinstance(provenance, dict)
@@ -59,8 +61,8 @@ def test_fit_writes_a_survival_checkpoint_with_its_card(
     assert provenance["val_nll"] > 0 and provenance["split_seed"] == 0
     card = (survival_checkpoint / "README.md").read_text()
     bins = len(survival_edges(512)) - 1
-    assert "Survival forecasts for acme/small-model" in card and f"10→32→{bins}" in card
-    assert "generated_tokens, prompt_tokens" in card and "val_nll" in card
+    assert "Survival forecasts for acme/small-model" in card and f"13→32→{bins}" in card
+    assert "generated_tokens, prompt_tokens, temperature" in card and "val_nll" in card
     assert (survival_checkpoint / "dataset_card.md").read_text().startswith("---")
 
 
@@ -103,6 +105,32 @@ def test_the_recalibration_is_kept_in_the_checkpoint(
     np.testing.assert_array_equal(load_survival(tmp_path).forecast(rows).survival, learned)
 
 
+def test_an_unknown_number_counts_as_the_average(survival_checkpoint: Path) -> None:
+    predictor = load_survival(survival_checkpoint)
+    hidden, average = torch.randn(1, 8), predictor.count_mean.expm1()
+    numbers = torch.zeros(1, len(INPUTS))
+    numbers[0, [INPUTS.index(name) for name in predictor.inputs]] = average
+    known = predictor.forecast(RequestRows(hidden, numbers)).survival
+    numbers[0, INPUTS.index("repetition")] = torch.nan
+    unknown = predictor.forecast(RequestRows(hidden, numbers)).survival
+    np.testing.assert_allclose(unknown, known, atol=1e-6)
+    with pytest.raises(ValueError, match=r"RequestRows needs all of generated_tokens, .*, not 3"):
+        predictor.forecast(RequestRows(hidden, numbers[:, :3]))
+
+
+def test_repetition_is_unknown_where_tokens_were_not_recorded(memoryless: Path) -> None:
+    table = load_rows(memoryless)
+    tokens = table.requests.output_token_ids
+    tokens[int(table.request[0])] = None
+    tokens[:] = [[7] * len(one) if one is not None else None for one in tokens]
+    column = table.numbers()[:, INPUTS.index("repetition")]
+    of_unknown = (table.request == table.request[0]) & (table.generated_tokens > 1)
+    assert of_unknown.any() and (np.isnan(column) == of_unknown).all()
+    known = ~np.isnan(column)
+    repeats = table.generated_tokens[known] - 1 > 4  # all but the newest token are read
+    assert ((column[known] > 0) == repeats).all()
+
+
 def test_training_the_survival_model_is_deterministic_given_the_seed(
     memoryless: Path, survival_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -139,7 +167,7 @@ def test_training_starts_from_the_hazards_of_all_rows(
     shared = {"model": "m", "model_revision": "r", "hidden_size": 8, "k": 5, "widths": [16]}
     predictor = SurvivalTraining().build(data, shared)
     assert all(torch.isfinite(weights).all() for weights in predictor.parameters())
-    survival = predictor.forecast(RequestRows(torch.randn(3, 8), torch.full((3, 3), 9e3))).at(5.0)
+    survival = predictor.forecast(RequestRows(torch.randn(3, 8), torch.full((3, 6), 9e3))).at(5.0)
     np.testing.assert_allclose(survival, 0, atol=0.05)
 
 
