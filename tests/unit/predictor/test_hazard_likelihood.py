@@ -184,7 +184,7 @@ def test_the_likelihood_removes_the_bias_of_l1_on_cut_requests(
     # Half of the requests were cut, the long ones more often. The true medians are known.
     x = np.linspace(-0.9, 0.9, 400)
     vectors = torch.from_numpy(hidden_states(x, np.random.default_rng(7)))
-    rows = RequestRows(vectors, torch.tensor([20.0, 11, 500]).repeat(len(x), 1))
+    rows = RequestRows(vectors, torch.tensor([20.0, 11, 500, 0.8, 0, 0]).repeat(len(x), 1))
     long = x > 0
     ratio = {}
     for folder in (survival_checkpoint, regressor_checkpoint, as_ended_checkpoint):
