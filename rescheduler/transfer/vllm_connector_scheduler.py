@@ -213,6 +213,9 @@ class MigratingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             keeps, remote = super().request_finished(request, block_ids)
             if keeps and params is not None:
                 self._kept[params.id] = params.hop, name
+            if keeps and remote is not None:
+                # vLLM tells a prefill's reader no deadline: it would read whatever is there then.
+                remote["remote_blocks_expiry_time"] = self._reqs_need_send[name]
             return keeps, remote
         assert params is not None
         if request.status != RequestStatus.FINISHED_LENGTH_CAPPED:

@@ -6,6 +6,7 @@ import time
 import pytest
 from running_deployment import RunningDeployment, complete
 
+from rescheduler.demo.demo_figures import metric_total
 from rescheduler.engines.deployment import Instance
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
@@ -45,3 +46,23 @@ def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) ->
     assert answer["choices"][0]["text"] == alone
     while (reported := state(decode)).free_blocks != reported.num_blocks:
         time.sleep(0.1)
+
+
+@pytest.mark.timeout(1200)
+def test_a_prefill_whose_lease_has_ended_is_computed_anew(deployment: RunningDeployment) -> None:
+    """A request that a policy let wait: its blocks may hold another one's tokens by then."""
+    prompt = "Once upon a time there was a mountain. " * 8
+    prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
+    alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
+    mine = {"id": "b" * 32, "hop": 0}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
+    prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+    assert state(prefill).frozen == [mine["id"]]
+    while (reported := state(prefill)).free_blocks != reported.num_blocks:
+        time.sleep(0.5)
+    url, name = f"{decode.url}/metrics", "vllm:prompt_tokens_by_source_total"
+    before = metric_total(url, name, source="local_compute")
+    params = {**prefilled["kv_transfer_params"], "headway": mine}
+    answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
+    assert answer["choices"][0]["text"] == alone
+    assert metric_total(url, name, source="local_compute") - before > 1
