@@ -46,6 +46,7 @@ from rescheduler.simulator.simulation import run
 from rescheduler.simulator.workloads.trace import TraceBlock
 from rescheduler.step_time.step_time import batch_step_time
 
+RESERVES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 COMPARED = ("goodput", "ttft_p99", "tpot_p99", "preemptions")
 _WAITING = 10_000
 _NO_TIME = 1e6  # gigabits per second: what a move takes is its pause
@@ -108,9 +109,13 @@ def main() -> None:
         np.concatenate([step_samples(one) for found in rounds for one in found.results.values()])
     )
     print(f"steps: {fit}\nmoves: a pause of {machine.pause:.3f} s")
+    latency = reserve_latencies(rounds, machine, fit)
+    best = min(latency, key=latency.__getitem__)
+    print(f"reserve: {best:g} has the least simulated latency, of {latency}")
     live, simulated = values_of(rounds, machine, fit)
     figures, wrong = compared(live, simulated)
-    write_report("fitted_rescheduling", figures | fit._asdict(), options.json)
+    figures |= fit._asdict() | {"best_reserve": best}
+    write_report("fitted_rescheduling", figures, options.json)
     if wrong:
         print("\nof the other sign than live:\n" + "\n".join(wrong))
     if options.check and wrong:
@@ -192,6 +197,23 @@ def simulated_figures(
         "preemptions": result.preemptions,
         "migrations": result.migrations,
     }
+
+
+def reserve_latencies(
+    rounds: Sequence[LiveRound], machine: Machine, fit: StepFit
+) -> dict[float, float]:
+    """Return the mean latency over the rounds, in seconds, by share of the KV cache kept free."""
+    found = {}
+    for reserve in RESERVES:
+        routing = {"name": "max_capacity", "reserve": reserve}
+        latencies = []
+        for one in rounds:
+            arm = next(iter(one.settings))
+            settings = one.settings[arm] | {"routing": routing, "migration": None}
+            result = simulate(one._replace(settings={arm: settings}), arm, machine, fit)
+            latencies.append((result.requests.end - result.requests.arrival).mean())
+        found[reserve] = round(float(np.mean(latencies)), 3)
+    return found
 
 
 def simulate(found: LiveRound, arm: str, machine: Machine, fit: StepFit) -> RunResult:

@@ -17,6 +17,9 @@ generate over a thousand of them.
 What is finished is kept in the folder, one file a load, round and arm, and not run again while
 its settings stay the same. So a long measurement can be made in pieces; on another machine give
 another folder. Differences are of the rounds that both arms have.
+
+The reserve of the arm of that name is to be tuned for the machine: have some rounds of ``--arms
+jsq_load``, and take ``--reserve`` from what `benchmarks.fitted_rescheduling` finds best for them.
 """
 
 import asyncio
@@ -105,6 +108,7 @@ def main() -> None:
     requests = 12 if options.quick else REQUESTS
     if options.quick:
         options.rounds, options.loads = 1, options.loads[:1]
+        options.out /= "quick"  # fewer requests say less of the capacity
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [
         Run(load, number, arm)

@@ -156,6 +156,9 @@ def test_every_arm_is_simulated_on_the_requests_that_were_served(tmp_path: Path)
     assert moved["star"] > 0
     live, values = fitted_rescheduling.values_of([found], MACHINE, FIT)
     assert live.keys() == values.keys()
+    latency = fitted_rescheduling.reserve_latencies([found], MACHINE, FIT)
+    at_ten = fitted_rescheduling.simulate(found, "reserve", MACHINE, FIT).requests
+    assert latency[0.1] == pytest.approx((at_ten.end - at_ten.arrival).mean(), abs=1e-3)
 
 
 def test_a_certain_difference_of_the_other_sign_is_found() -> None:
