@@ -87,7 +87,8 @@ class PredictorTraining(L.LightningModule, ABC):
     def training_step(self, batch: Batch, batch_index: int) -> torch.Tensor:
         """Return the mean loss of a batch."""
         loss = self.losses(batch, self.noise).mean()
-        self.log("train_loss", loss, prog_bar=True, on_step=False, on_epoch=True)
+        n_rows = len(batch.remaining)
+        self.log("train_loss", loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=n_rows)
         return loss
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:

@@ -95,7 +95,7 @@ class SurvivalTraining(PredictorTraining):
         """Recalibrate on the validation rows."""
         if self.recalibrate:
             predictor, rows = self._built(), data.parts["validation"]
-            curves = predictor.forecast(request_rows(rows)).uncapped()
+            curves = predictor.forecast_as_learned(request_rows(rows)).uncapped()
             levels = observed_levels(curves, rows.remaining_tokens, rows.censored)
             predictor.recalibrate(fit_recalibration(levels, rows.censored))
 
