@@ -16,14 +16,16 @@ a 95% confidence interval; ``gain_TRACE_LOAD_FORECAST`` in the file is that gain
 times, what it is on an empty cluster, as in `benchmarks.live_rescheduling`. *KV* is the share of
 the caches in use until the last request has arrived.
 
-The runs of a trace and load are kept in the folder as they finish, and not run again; the report
-has those that are there when the program ends, or is interrupted.
+The runs of a trace and load are kept in the folder as they finish, and not run again while their
+settings stay the same; the report has those that are there when the program ends, or is
+interrupted.
 """
 
 import json
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -82,13 +84,13 @@ def main() -> None:
     cells = [(case, load) for load in LOADS for case in found]
     with suppress(KeyboardInterrupt), Progress() as progress:
         for case, load in progress.track(cells, description="simulating"):
-            kept = options.out / f"{case.name}-{load}-{seeds}.json"
+            kept = kept_in(options.out, case, load, seeds)
             if not kept.exists():
                 write_text_atomically(kept, json.dumps(simulated(case, load, seeds)))
     figures: dict[str, float] = {}
     tables = []
     for case, load in sorted(cells, key=lambda cell: (found.index(cell[0]), cell[1])):
-        kept = options.out / f"{case.name}-{load}-{seeds}.json"
+        kept = kept_in(options.out, case, load, seeds)
         if kept.exists():
             runs = json.loads(kept.read_text(encoding="utf-8"))
             gains = over_best_reserve(runs)
@@ -97,6 +99,12 @@ def main() -> None:
                 figures[f"gain_{case.name}_{load}_{forecast}"] = gain
     print("\n\n".join(tables))
     write_report("room", figures, options.json, tables=tables)
+
+
+def kept_in(folder: Path, case: Case, load: float, seeds: int) -> Path:
+    """Return the file of a trace's runs at a load, another one for other settings."""
+    settings = repr((case, RESERVES, TTFT_TIMES, TPOT_TIMES, seeds))
+    return folder / f"{case.name}-{load}-{sha256(settings.encode()).hexdigest()[:8]}.json"
 
 
 def cases(folder: Path | None, few: int) -> list[Case]:
