@@ -36,7 +36,6 @@ INPUTS = {
     "+ temperature, repetition": (*COUNTS, "temperature", *REPETITION),
 }
 HALF_LIVES = (0, 15, 30, 60)
-PATIENCE = 10
 
 
 class Scores(NamedTuple):
@@ -53,7 +52,8 @@ def main() -> None:
     parser = arguments("inputs of the survival model, and averaging its forecasts", quick=False)
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--splits", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--patience", type=int, default=10)
     parser.add_argument("--requests", type=int, help="train on so many requests only")
     given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -68,7 +68,7 @@ def main() -> None:
         )
         data.setup("fit")
         for name, inputs in INPUTS.items():
-            predictor = _trained(data, inputs, given.epochs)
+            predictor = _trained(data, inputs, given.lr, given.patience)
             for half_life in HALF_LIVES:
                 scores = _measured(predictor, data, half_life)
                 found.setdefault(f"{name}; half-life {half_life}", []).append(scores)
@@ -81,14 +81,16 @@ def main() -> None:
     write_report("predictor_inputs", figures, given.json, splits=given.splits)
 
 
-def _trained(data: RowsDataModule, inputs: Sequence[str], epochs: int) -> SurvivalTraining:
+def _trained(
+    data: RowsDataModule, inputs: Sequence[str], lr: float, patience: int
+) -> SurvivalTraining:
     """Train as `headway train fit` does, and return the training with its best epoch's weights."""
     L.seed_everything(0, verbose=False)
-    training = SurvivalTraining(inputs=tuple(inputs), recalibrate=True)
+    training = SurvivalTraining(inputs=tuple(inputs), lr=lr)
     best = _BestWeights()
     trainer = L.Trainer(
-        max_epochs=epochs,
-        callbacks=[EarlyStopping(training.monitor, patience=PATIENCE), best],
+        max_epochs=100,
+        callbacks=[EarlyStopping(training.monitor, patience=patience), best],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
