@@ -59,7 +59,8 @@ def test_properties_and_methods_we_read() -> None:
     assert isinstance(NewRequestData.prompt_len, property)
     assert isinstance(Request.num_output_tokens, property)
     names = {"request_id", "num_prompt_tokens", "prompt_token_ids", "sampling_params"}
-    assert names | {"max_tokens"} <= attributes_set_in("v1.request", "Request")
+    names |= {"max_tokens", "num_computed_tokens", "output_token_ids"}
+    assert names <= attributes_set_in("v1.request", "Request")
     assert callable(Request.get_finished_reason)
     assert "runner_type" in attributes_set_in("config.model", "ModelConfig")
     assert callable(ModelConfig.get_hidden_size)
