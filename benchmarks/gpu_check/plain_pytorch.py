@@ -19,8 +19,7 @@ from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.forecaster import Forecaster
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hazard_likelihood import hazard_nll
-from predictor.models.hidden_state_mlp import INPUTS, RequestRows
-from predictor.models.repetition import NO_REPETITION
+from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 

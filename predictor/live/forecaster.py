@@ -12,8 +12,7 @@ from threadpoolctl import ThreadpoolController
 from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.telemetry_publisher import TelemetryPublisher
-from predictor.models.hidden_state_mlp import INPUTS, RequestRows
-from predictor.models.repetition import NO_REPETITION
+from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
 from predictor.models.survival_mlp import SurvivalMLP
 
 __all__ = ["Forecaster"]

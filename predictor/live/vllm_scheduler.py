@@ -24,7 +24,8 @@ from predictor.live.engine_forecasts import (
 )
 from predictor.live.live_config import LiveConfig
 from predictor.live.telemetry_messages import Gauges
-from predictor.models.repetition import MEMORY, NO_REPETITION, repetition
+from predictor.models.hidden_state_mlp import NO_REPETITION
+from predictor.models.repetition import MEMORY, repetition
 
 __all__ = ["AsyncLiveHeadwayScheduler", "LiveHeadwayScheduler", "SyncLiveHeadwayScheduler"]
 

@@ -12,7 +12,14 @@ from data_collection.dataset.dataset_schema import Session
 from predictor.forecasts.forecast import Forecast
 from predictor.models.checkpoint_card import checkpoint_card
 
-__all__ = ["INPUTS", "CheckpointError", "HiddenStateMLP", "ModelMismatchError", "RequestRows"]
+__all__ = [
+    "INPUTS",
+    "NO_REPETITION",
+    "CheckpointError",
+    "HiddenStateMLP",
+    "ModelMismatchError",
+    "RequestRows",
+]
 
 INPUTS = (
     *("generated_tokens", "prompt_tokens", "tokens_left"),
@@ -21,6 +28,10 @@ INPUTS = (
 """Numbers a predictor may read beside the hidden state: token counts, the last to ``max_tokens``;
 with what the answer is sampled; and what `repetition` says of all its tokens but the newest, which
 an engine that schedules a step ahead does not know yet."""
+
+NO_REPETITION = (0.0, 0.0)
+"""What `repetition` returns of an answer that has only begun. It is here because vLLM's worker on a
+CPU does not start once numba is imported, which `repetition` needs."""
 
 
 class CheckpointError(ValueError):

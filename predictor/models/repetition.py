@@ -7,13 +7,10 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 
-__all__ = ["MEMORY", "NO_REPETITION", "repetition"]
+__all__ = ["MEMORY", "repetition"]
 
 MEMORY = 256
 """Tokens at the end of an answer in which repetitions are looked for."""
-
-NO_REPETITION = (0.0, 0.0)
-"""What `repetition` returns of an answer that has only begun."""
 
 _GRAM = 4
 _WINDOW = 64

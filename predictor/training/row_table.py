@@ -15,7 +15,6 @@ from data_collection.dataset.dataset_schema import (
     requests_files,
     rows_files,
 )
-from predictor.models.repetition import repetition
 
 __all__ = ["HiddenStates", "Requests", "RowTable", "load_rows"]
 
@@ -163,6 +162,9 @@ class RowTable:
 
     def _repetition(self) -> FloatArray:
         """Return what `repetition` says of every row's answer but its newest token, [n_rows, 2]."""
+        # A process that has imported numba starts no vLLM worker on a CPU.
+        from predictor.models.repetition import repetition
+
         found = np.full((len(self), 2), np.nan, dtype=np.float32)
         order = np.argsort(self.request, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(self.request[order])) + 1):
