@@ -51,7 +51,6 @@ def advise(
     step_time: dict[str, Any] | None = None,
     requests: int | None = None,
     seeds: int = 5,
-    horizon: int | None = None,
     slo: SLOConfig | None = None,
     recording: Path | None = None,
     skip_empty: bool = False,
@@ -83,7 +82,6 @@ def advise(
         requests: simulated in a run; when null 20,000, or fewer that generate 20 million tokens,
             but 8 for each slot at least.
         seeds: runs of each router.
-        horizon: steps that bfio looks ahead; when null the best of four that are tried.
         slo: {ttft_s, tpot_s}; judges the requests that meet it instead of mean latency.
         recording: of a predictor's forecasts (`headway record`), whose error is what real
             forecasts have; that of the included checkpoint when null.
@@ -105,8 +103,6 @@ def advise(
     sigma = MEASURED_SIGMA
     if recording is not None:
         sigma = forecast_error(read_recording(recording)).sigma
-    if horizon is not None and horizon < 1:
-        raise ValueError(f"horizon must be at least 1 step, not {horizon}")
     config = SimulationConfig(
         cluster=ClusterConfig(instances, slots, kv_capacity),
         step_time={"name": "bfio"} if step_time is None else step_time,
@@ -123,7 +119,7 @@ def advise(
         refuse_unwritable(json)
     enough = min(_REQUESTS, int(_TOKENS / recorded.recorded.output.mean()))
     drawn = requests or max(enough, _TURNS * instances * slots)
-    study = Study(config, replace(recorded, requests=drawn), timing, sigma, horizon)
+    study = Study(config, replace(recorded, requests=drawn), timing, sigma)
     compile_notice()
     clocks: tuple[Clock, ...] = ("barrier", "independent") if clock == "both" else (clock,)
     interrupted = study.simulate(clocks, load)
@@ -133,7 +129,6 @@ def advise(
     quality = study.quality(judged)
     finished = min(judgement.by_load.seeds for judgement in judged)
     simulated = _described(recorded, config.cluster, drawn, finished, study.capacities, load)
-    simulated.append(f"bfio looks {study.horizon} step{'s' * (study.horizon != 1)} ahead.")
     text = advice_text(simulated, judged, quality, sigma)
     found = {"_about": about("advise", config), "advice": text.splitlines()}
     found |= study.document(judged, quality)

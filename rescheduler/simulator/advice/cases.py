@@ -23,7 +23,6 @@ __all__ = [
     "Case",
     "Clock",
     "Scenario",
-    "best_horizon",
     "capacity",
     "case_figures",
     "ladder",
@@ -38,9 +37,6 @@ ROUTERS = ("vllm", "jsq", "jsq_load", "bfio", "fast_phi")
 
 SIGMAS = (0.25, 0.5, 1.0, 2.0)
 BINS = (6, 4, 2)
-_PARTS = (40, 12, 4, 1)
-_FARTHEST = 80
-_PILOT_SEED = 1_000_003
 _IDLE_LOAD = 0.25
 _LEAST_REQUESTS = 2_000
 _ORACLE = {"name": "oracle"}
@@ -112,14 +108,13 @@ class Scenario(NamedTuple):
         return f"{how} ({self.load:.{0 if self.load >= 0.095 else 1}%} of capacity)"
 
 
-def ladder(horizon: int, sigma: float) -> list[Case]:
+def ladder(sigma: float) -> list[Case]:
     """Return the routers from knowing the least to knowing the most.
 
     Args:
-        horizon: steps that bfio looks ahead.
         sigma: spread of forecasts of real quality, see `forecast_error`.
     """
-    now, ahead = {"horizon": 0}, {"horizon": horizon}
+    now, ahead = {"horizon": 0}, dict[str, Any]()
     noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
     return [
         Case("vllm", "vllm", "counts", "vllm", {}, _ORACLE),
@@ -133,32 +128,10 @@ def ladder(horizon: int, sigma: float) -> list[Case]:
     ]
 
 
-def best_horizon(
-    config: SimulationConfig, trace: ResampledTrace, step_time: StepTime, clock: Clock
-) -> int:
-    """Return the steps that bfio best looks ahead on an overloaded cluster, of four tried.
-
-    Looking too far misleads, for the requests that will take the places of those that finish are
-    not foreseen: how far is too far goes with the outputs' length. A 40th, a 12th, a 4th and the
-    whole of their mean are tried with the true lengths and a seed that nothing else uses, at most
-    80 steps.
-    """
-    mean = float(trace.recorded.output.mean())
-    tried = sorted({min(max(round(mean / part), 1), _FARTHEST) for part in _PARTS})
-    overloaded = Scenario(clock, None, 1.0, False, math.nan)
-
-    def throughput(horizon: int) -> float:
-        case = ladder(horizon, 0.0)[-1]
-        return case_figures(overloaded, case, _PILOT_SEED, config, trace, step_time)["throughput"]
-
-    return max(tried, key=throughput)
-
-
-def quality_cases(horizon: int, longest: int) -> list[Case]:
+def quality_cases(longest: int) -> list[Case]:
     """Return bfio with forecasts from nearly right to useless; the oracle is in `ladder`.
 
     Args:
-        horizon: steps it looks ahead.
         longest: output tokens that STAR's bins partition.
     """
     noise: list[tuple[str, dict[str, Any]]] = [
@@ -169,8 +142,7 @@ def quality_cases(horizon: int, longest: int) -> list[Case]:
         (f"{n} bins", {"name": "binned", "bins": n, "context": longest}) for n in BINS
     ]
     return [
-        Case(title, title, "forecasts", "bfio", {"horizon": horizon}, forecast)
-        for title, forecast in noise + bins
+        Case(title, title, "forecasts", "bfio", {}, forecast) for title, forecast in noise + bins
     ]
 
 
@@ -179,7 +151,7 @@ def capacity(
 ) -> float:
     """Return the requests per second that a cluster with jsq_load finishes when overloaded."""
     overloaded = Scenario(clock, None, 1.0, False, math.nan)
-    case = next(case for case in ladder(0, 0.0) if case.key == "jsq_load")
+    case = next(case for case in ladder(0.0) if case.key == "jsq_load")
     mean_output = float(trace.recorded.output.mean())
     figures = case_figures(overloaded, case, 0, config, trace, step_time)
     return figures["throughput"] / mean_output

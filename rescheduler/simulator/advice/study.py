@@ -9,7 +9,6 @@ from rescheduler.simulator.advice.cases import (
     Case,
     Clock,
     Scenario,
-    best_horizon,
     capacity,
     case_figures,
     ladder,
@@ -50,10 +49,8 @@ class Study:
         trace: of the requests, as many as each run simulates.
         step_time: seconds of a step.
         sigma: spread of forecasts of real quality.
-        horizon: steps that bfio looks ahead; what `best_horizon` finds when None.
 
     Attributes:
-        horizon: that was given or found.
         capacities: requests per second, by clock.
         cases: routers in order of what they need to know.
     """
@@ -64,12 +61,11 @@ class Study:
         trace: ResampledTrace,
         step_time: StepTime,
         sigma: float,
-        horizon: int | None,
     ) -> None:
         self.capacities: dict[Clock, float] = {}
         self.cases: list[Case] = []
         self._config, self._trace, self._step_time = config, trace, step_time
-        self.horizon, self._sigma = horizon, sigma
+        self._sigma = sigma
         self._scenarios: list[Scenario] = []
         self._runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
 
@@ -82,10 +78,9 @@ class Study:
         Raises:
             ValueError: a request that cannot be simulated.
         """
-        if gather(self._pilots(clocks), len(clocks) + 1, lambda clock, found: None, str):
+        if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
             return True
-        assert self.horizon is not None, "the pilots have found one by now"
-        self.cases = ladder(self.horizon, self._sigma)
+        self.cases = ladder(self._sigma)
         self._scenarios = scenarios(self.capacities, self._trace, load)
         if self._run_all("routers", self._scenarios, self.cases):
             return True
@@ -124,7 +119,6 @@ class Study:
     def document(self, judged: Sequence[Judgement], quality: Quality | None) -> dict[str, Any]:
         """Return all figures and verdicts, as JSON takes them."""
         return {
-            "horizon": self.horizon,
             "scenarios": {j.scenario.key: self._scenario_document(j) for j in judged},
             "quality": None if quality is None else _quality_document(quality),
         }
@@ -161,18 +155,14 @@ class Study:
         return max(judged, key=gained).scenario
 
     def _quality_cases(self) -> list[Case]:
-        assert self.horizon is not None, "simulate has found one by now"
-        return quality_cases(self.horizon, int(self._trace.recorded.output.max()))
+        return quality_cases(int(self._trace.recorded.output.max()))
 
     def _pilots(self, clocks: Sequence[Clock]) -> Generator[tuple[str, None], None, None]:
-        """Estimate the capacity with each clock, and find the horizon."""
+        """Estimate the capacity with each clock."""
         config, trace, step_time = self._config, self._trace, self._step_time
         for clock in clocks:
             self.capacities[clock] = capacity(config, trace, step_time, clock)
             yield f"capacity, {clock}", None
-        if self.horizon is None:
-            self.horizon = best_horizon(config, trace, step_time, clocks[0])
-        yield "horizon", None
 
     def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
         """Run cases with one seed after the other; return whether Ctrl-C ended that."""

@@ -35,7 +35,7 @@ from rescheduler.step_time.step_time import create_step_time
 ROOT = Path(__file__).parents[3]
 OVERLOADED = Scenario("barrier", None, 1.0, False, 100.0)
 RECORDED = Scenario("barrier", 0.5, 1.0, True, 100.0)
-CASES = ladder(10, 1.25)
+CASES = ladder(1.25)
 BEST: dict[str, float] = {"jsq": 0.0, "jsq_load": 0.04, "bfio_now": 0.05}
 
 
@@ -254,7 +254,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-SMALL: dict[str, Any] = {"instances": 2, "slots": 6, "requests": 150, "seeds": 2, "horizon": 4}
+SMALL: dict[str, Any] = {"instances": 2, "slots": 6, "requests": 150, "seeds": 2}
 
 
 def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +285,7 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
     lengths = tmp_path / "lengths.csv"
     rows = [line.split(",", 1)[1] for line in trace.read_text().splitlines()]
     lengths.write_text("\n".join(rows))
-    assert advise(lengths, **SMALL | {"horizon": None}, clock="barrier") == 0
+    assert advise(lengths, **SMALL, clock="barrier") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "no arrival times: only an overloaded cluster is judged" in text
     assert "independent" not in text
@@ -305,7 +305,6 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
         ({"kv_capacity": 100}, "of 400 requests need more than the 100 tokens.*--kv_capacity"),
         ({"load": 1.5}, "load must be above 0 and at most 1.2"),
         ({"requests": 0}, "requests must be at least 1"),
-        ({"horizon": 0}, "horizon must be at least 1"),
         ({"instances": 0}, "cluster.instances must be at least 1"),
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"step_time": {"name": "moe"}}, "'a'"),
@@ -337,7 +336,7 @@ def test_no_trace_no_advice(tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_there_is() -> None:
     config = SimulationConfig(cluster=ClusterConfig(2, 6), trace={"path": "x"}, seeds=500)
     timing = create_step_time("bfio", slots=6)
-    study = Study(config, ResampledTrace("x", block(300, timed=False), 200), timing, 1.25, 4)
+    study = Study(config, ResampledTrace("x", block(300, timed=False), 200), timing, 1.25)
 
     def interrupt() -> None:
         judged: list[Judgement] = []
