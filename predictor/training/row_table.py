@@ -169,7 +169,9 @@ class RowTable:
         order = np.argsort(self.request, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(self.request[order])) + 1):
             answer = self.requests.output_token_ids[self.request[rows[0]]] if len(rows) else None
-            tokens = np.array(answer or [], dtype=np.int64)
+            if answer is None:
+                continue
+            tokens = np.array(answer, dtype=np.int64)
             for row in rows:
                 known = max(0, int(self.generated_tokens[row]) - 1)
                 if known <= len(tokens):

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from memoryless_dataset import record_memoryless, true_median
-from recorded_dataset import record
+from recorded_dataset import change_shard, record
 from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
+from data_collection.dataset.dataset_schema import requests_files
 from predictor import CheckpointError, RemainingLengthMLP, RequestRows, SurvivalMLP, load_predictor
 from predictor.evaluation.comparators import Regressor
 from predictor.evaluation.result import LABELS, OWN_NAME
@@ -124,11 +126,32 @@ def test_repetition_is_unknown_where_tokens_were_not_recorded(memoryless: Path) 
     tokens[int(table.request[0])] = None
     tokens[:] = [[7] * len(one) if one is not None else None for one in tokens]
     column = table.numbers()[:, INPUTS.index("repetition")]
-    of_unknown = (table.request == table.request[0]) & (table.generated_tokens > 1)
+    of_unknown = table.request == table.request[0]
     assert of_unknown.any() and (np.isnan(column) == of_unknown).all()
     known = ~np.isnan(column)
     repeats = table.generated_tokens[known] - 1 > 4  # all but the newest token are read
     assert ((column[known] > 0) == repeats).all()
+
+
+def test_training_on_repetition_without_recorded_tokens_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Learned from nothing, its weights would be noise once an engine tells the true values."""
+    record_memoryless(tmp_path / "data", n_requests=60)
+
+    def without_tokens(table: pa.Table) -> pa.Table:
+        column = table.schema.get_field_index("output_token_ids")
+        field = table.schema.field(column)
+        return table.set_column(column, field, pa.nulls(len(table), field.type))
+
+    for file in requests_files(tmp_path / "data"):
+        change_shard(file, without_tokens)
+    arguments = ["train", "fit", "--config", str(CONFIGS / "survival.yaml"), *QUIET, *TRAINED]
+    arguments += ["--data.dataset", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *SURVIVAL, *FEW_ROWS]) == 1
+    assert "repetition is known of no row: record with token ids" in capsys.readouterr().err
+    inputs = "[generated_tokens, prompt_tokens]"
+    assert main([*arguments, *SURVIVAL, *FEW_ROWS, "--model.init_args.inputs", inputs]) == 0
 
 
 def test_training_the_survival_model_is_deterministic_given_the_seed(
