@@ -244,7 +244,7 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
             censored=requests.column("censored").to_numpy(),
             finish_reason=requests.column("finish_reason").to_pylist(),
             task=requests.column("task").to_pylist(),
-            temperature=_or_one(requests.column("temperature").to_numpy()),
+            temperature=_temperature(requests),
             prompt_token_ids=requests.column("prompt_token_ids").to_pylist(),
             output_token_ids=requests.column("output_token_ids").to_pylist(),
         ),
@@ -253,7 +253,10 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
     )
 
 
-def _or_one(temperature: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _temperature(requests: Any) -> npt.NDArray[np.float64]:
+    if "temperature" not in requests.column_names:  # recorded by an earlier version
+        return np.ones(len(requests))
+    temperature = requests.column("temperature").to_numpy()
     return np.where(np.isnan(temperature), 1.0, temperature)
 
 

@@ -133,6 +133,13 @@ def test_repetition_is_unknown_where_tokens_were_not_recorded(memoryless: Path) 
     assert ((column[known] > 0) == repeats).all()
 
 
+def test_a_dataset_of_an_earlier_version_has_vllms_default_temperature(tmp_path: Path) -> None:
+    record(tmp_path)
+    for file in requests_files(tmp_path):
+        change_shard(file, lambda table: table.drop_columns(["temperature", "top_p"]))
+    assert (load_rows(tmp_path).numbers()[:, INPUTS.index("temperature")] == 1).all()
+
+
 def test_training_on_repetition_without_recorded_tokens_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
