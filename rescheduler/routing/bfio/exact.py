@@ -157,7 +157,7 @@ def _solve(
     for g in range(n_instances):
         add_row(-infinity, float(np.clip(inputs.slots[g], 0, n)), x[g], 1.0)
         if np.sort(inputs.size)[::-1][: inputs.slots[g]].sum() > inputs.room[g]:
-            add_row(-infinity, float(inputs.room[g]), x[g], inputs.size)
+            add_row(-infinity, max(float(inputs.room[g]), 0.0), x[g], inputs.size)
         for h in range(n_points):
             columns = np.append(x[g], n_x + h)
             add_row(row[g, h], infinity, columns, np.append(-weight[:, h], 1.0))

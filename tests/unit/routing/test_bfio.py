@@ -401,6 +401,13 @@ def test_a_request_that_fits_nobody_waits_until_it_starves(solver: str) -> None:
     assert assigned(misfit, horizon=0, solver=solver, starvation=7).tolist() == [1, -1, -1]
 
 
+@pytest.mark.parametrize("solver", ["fast", "exact"])
+def test_an_instance_that_holds_more_than_its_cache_takes_nothing(solver: str) -> None:
+    """As it does while it preempts, or while requests that left it are still being copied."""
+    view = cluster([[120], [50]], [20, 30], slots=3, room=[-20, 950])
+    assert assigned(view, solver=solver).tolist() == [1, 1]
+
+
 def test_the_exact_solver_at_its_time_limit_is_no_worse_than_fast() -> None:
     view = random_cluster(np.random.default_rng(1), 6, 40, np.full(6, 3))
     inputs = inputs_of(view, 20)
