@@ -12,7 +12,7 @@ Prints means, and the imbalance and the throughput of the default over those of 
 afterwards, has the least imbalance: paired by seed, with half a 95% confidence interval. Then
 small pools whose best placement is found by exhaustive search with the future known: the
 imbalance of a whole run over the least possible one. Run again, it goes on from the tables that
-the file has.
+the file has, of a short run only in a short run.
 """
 
 import json
@@ -74,17 +74,15 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     options = parser.parse_args()
     few = 10 if options.quick else 1
-    kept: dict[str, Any] = {"figures": {}, "tables": {}}
-    if options.json is not None and options.json.exists():
-        kept |= json.loads(options.json.read_text())
-    figures, tables = kept["figures"], kept["tables"]
+    figures, tables = kept_in(options.json, options.quick)
 
     def keep(title: str, make: Callable[[], str]) -> None:
         """Make and print a table unless the file has it, and write all so far."""
         if title not in tables:
             tables[title] = make()
         print(f"### {title}\n{tables[title]}", end="\n\n", flush=True)
-        write_report("lookahead", figures, options.json, quiet=True, tables=tables)
+        further = {"tables": tables, "quick": options.quick}
+        write_report("lookahead", figures, options.json, quiet=True, **further)
 
     def compared(case: Case, forecast: dict[str, Any], title: str) -> str:
         runs = simulated(case, forecast, 2 if options.quick else 4)
@@ -99,6 +97,14 @@ def main() -> None:
         if forecast == EXACT:
             title = "Nine requests, two instances of two slots"
             keep(title, partial(small_pools, 5 if options.quick else 40, figures))
+
+
+def kept_in(file: Path | None, quick: bool) -> tuple[dict[str, float], dict[str, str]]:
+    """Return figures and tables that an earlier run of the same length has left in the file."""
+    kept = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    if kept.get("quick", False) != quick:
+        return {}, {}
+    return kept.get("figures", {}), kept.get("tables", {})
 
 
 def cases(folder: Path | None, few: int) -> Iterator[Case]:
@@ -197,11 +203,7 @@ def small_pools(pools: int, figures: dict[str, float]) -> str:
         least = least_imbalance(2, 2, pool)
         for label, policy in policies.items():
             over[label].append(reached_imbalance(2, 2, pool, partial(chosen, policy)) / least)
-    lines = [
-        "### Nine requests, two instances of two slots",
-        "| policy | imbalance over the least |",
-    ]
-    lines.append("|---|---:|")
+    lines = ["| policy | imbalance over the least |", "|---|---:|"]
     for label, values in over.items():
         half = half_interval(np.array(values)[:, None])[0]
         lines.append(f"| {label} | {np.mean(values):.3f} ± {half:.3f} |")
