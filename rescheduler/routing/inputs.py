@@ -4,14 +4,15 @@
 its own, with the same functions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core
-from predictor.forecasts.curve import TILTS, add_load, no_load
+from predictor.forecasts.curve import TILTS, add_load, aged_survival, no_load
 from predictor.forecasts.expected_load import expected_load
+from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
 __all__ = [
@@ -294,8 +295,10 @@ def routing_inputs(
         if view.forecast is None or view.waiting_forecast is None:
             raise ValueError("the policy looks ahead, but there are no forecasts")
         if with_alive or with_excess:
-            survival = view.forecast.at(points).astype(np.float64)
-            _add_loads(inputs, view.instance, view.context_tokens, survival)
+            forecast = view.forecast
+            if not isinstance(forecast, SurvivalForecast):
+                forecast = forecast.on_grid(np.append(points, points[-1] + 1))
+            _add_loads(inputs, view.instance, view.context_tokens, *forecast.arrays())
         else:
             expected = expected_load(
                 view.forecast, view.instance, view.context_tokens, view.n_instances, int(points[-1])
@@ -325,14 +328,25 @@ def routing_inputs(
 
 @compiled
 def _add_loads(
-    inputs: RoutingInputs, instance: IntArray, context: IntArray, survival: FloatArray
+    inputs: RoutingInputs,
+    instance: IntArray,
+    context: IntArray,
+    edges: FloatArray,
+    curves: npt.NDArray[np.floating[Any]],
+    age: FloatArray,
+    limit: FloatArray,
 ) -> None:
-    """Add the running requests, [n], of S [n, P], to what is expected of their instances."""
+    """Add the running requests, [n], to what is expected of their instances.
+
+    Shapes as in `SurvivalForecast`.
+    """
+    survival = np.empty(len(inputs.points))
     for i in range(len(instance)):
         g = instance[i]
+        aged_survival(edges, curves[i], age[i], limit[i], inputs.points, survival)
         add_load(
             context[i],
-            survival[i],
+            survival,
             inputs.growth,
             inputs.capacity[g],
             inputs.ahead[g],
