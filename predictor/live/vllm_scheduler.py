@@ -24,6 +24,7 @@ from predictor.live.engine_forecasts import (
 )
 from predictor.live.live_config import LiveConfig
 from predictor.live.telemetry_messages import Gauges
+from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import NO_REPETITION
 from predictor.models.repetition import MEMORY, repetition
 
@@ -31,10 +32,10 @@ __all__ = ["AsyncLiveHeadwayScheduler", "LiveHeadwayScheduler", "SyncLiveHeadway
 
 
 class _KnowsForecasts:
-    """Keeps the latest forecast of every request, and tells the worker what it cannot know.
+    """Keeps the latest forecast of every request, and passes on what the worker cannot know.
 
-    That is how full the engine is, in every step, and in every k-th, when the worker forecasts,
-    how much the answers repeat themselves.
+    That is how full the engine is, in every step, and in every k-th, where the worker's predictor
+    reads it, how much the answers repeat themselves.
 
     Attributes:
         headway_forecasts: request id -> the step's forecasts it is in, and its row there.
@@ -45,7 +46,9 @@ class _KnowsForecasts:
         super().__init__(*args, **kwargs)
         given = self.vllm_config.additional_config  # type: ignore[attr-defined]
         config = read_capture_config(given, LiveConfig) if SECTION in given else LiveConfig()
-        self._headway_k = config.k if config.forecast is not None else 0
+        forecast = config.forecast
+        reads = forecast is not None and _reads_repetition(forecast.checkpoint)
+        self._headway_k = config.k if reads else 0
         self._headway_steps = 0
         if self._headway_k:
             repetition(np.zeros(0, dtype=np.int64))  # compiled before the first request comes
@@ -87,6 +90,10 @@ class _KnowsForecasts:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.headway_forecasts.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+def _reads_repetition(checkpoint: str) -> bool:
+    return not {"repetition", "repeated_suffix"}.isdisjoint(load_predictor(checkpoint).inputs)
 
 
 def _repetition(request: Request) -> tuple[float, float]:
