@@ -170,7 +170,8 @@ def values_of(rounds: Sequence[LiveRound], machine: Machine, fit: StepFit) -> tu
 def live_figures(result: dict[str, Any], machine: Machine) -> dict[str, float]:
     """Return a live run's figures."""
     requests = result["requests"]
-    ttft = np.array([inf if one["ttft"] is None else one["ttft"] for one in requests])
+    late = [one["error"] or one["ttft"] is None for one in requests]
+    ttft = np.array([inf if no else one["ttft"] for no, one in zip(late, requests, strict=True)])
     tpot = np.array([one["tpot"] or 0.0 for one in requests])
     return {
         "goodput": _in_time(ttft, tpot, machine) / result["seconds"],

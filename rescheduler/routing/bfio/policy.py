@@ -75,8 +75,8 @@ class BFIO(RoutingPolicy):
         """
         if self.solver not in ("fast", "exact"):
             raise ValueError(f"no solver {self.solver!r}; known: exact, fast")
-        if self.horizon is not None and self.horizon < 0:
-            raise ValueError(f"horizon must be 0 steps or more, or None: {self.horizon}")
+        if self.horizon is not None and not (type(self.horizon) is int and self.horizon >= 0):
+            raise ValueError(f"horizon must be 0 steps or more, or None: {self.horizon!r}")
         if not self.time_limit > 0:
             raise ValueError(f"time_limit must be more than 0 seconds, not {self.time_limit}")
         if self.starvation is not None and self.starvation < 0:
