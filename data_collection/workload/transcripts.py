@@ -109,6 +109,7 @@ def load_transcripts(path: Path, limit: int | None = None) -> TranscriptFile:
 def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
     try:
         table = pq.read_table(path)
+        rows = table.to_pylist()
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise PromptError(f"{path}: not a whole Parquet file: {error}") from error
     missing = [name for name in TRANSCRIPTS_SCHEMA.names if name not in table.column_names]
@@ -118,7 +119,7 @@ def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
         key.decode(errors="replace"): value.decode(errors="replace")
         for key, value in (table.schema.metadata or {}).items()
     }
-    return described, [(f"{path}, row {i}", row) for i, row in enumerate(table.to_pylist())]
+    return described, [(f"{path}, row {i}", row) for i, row in enumerate(rows)]
 
 
 def _parse(where: str, record: Any, index: int, default_source: str) -> Transcript:
