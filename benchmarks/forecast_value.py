@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--uses", nargs="+", choices=sorted(USES), default=sorted(USES))
     options = parser.parse_args()
     found = cases(options.traces, 10 if options.quick else 1)
-    seeds = 2 if options.quick else 8
+    seeds = 2 if options.quick else 4
     uses = [USES[name] for name in options.uses]
     figures: dict[str, float] = {}
     lines = [

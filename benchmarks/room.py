@@ -116,7 +116,7 @@ def cases(folder: Path | None, few: int) -> list[Case]:
         Case("five_tasks", filled(five_tasks, 10_240), (EXACT, BY_AGE)),
     ]
     for path in sorted(folder.glob("*.csv.gz")) if folder else ():
-        trace = {"path": str(path), "requests": 1500 // few}
+        trace = {"path": str(path), "requests": 1500 // few, "skip_empty": True}
         config = filled(trace, tokens(path))
         all_cases.append(Case(path.name.split(".")[0], config, (EXACT, BY_AGE)))
     for name, requests in (("mixed_workloads", 3000), ("star_trace", 800)):
