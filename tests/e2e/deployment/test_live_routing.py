@@ -47,7 +47,7 @@ def test_a_learned_router_routes_real_requests(
         _, alone, _ = await client.post(body, url=client.direct)
         text = alone["choices"][0]["text"]
         assert (await answers_of(client, body, 12))[0] == [text] * 12
-        long = {**body, "max_tokens": 160}
+        long = {**body, "max_tokens": 280}
         whole = text_of(await client.stream(long, url=client.direct))
         streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:

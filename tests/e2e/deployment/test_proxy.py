@@ -123,7 +123,7 @@ MOVED = {
     "chat-top-p": (CHAT, {"temperature": 0.8, "top_p": 0.9, "seed": 6}),
     "penalties": (COMPLETIONS, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}),
     "logprobs": (COMPLETIONS, {"logprobs": 2}),
-    "late-stop": (COMPLETIONS, {"min_tokens": 35, "stop": ["a", "e"]}),
+    "late-stop": (COMPLETIONS, {"max_tokens": 80, "min_tokens": 60, "stop": ["a", "e"]}),
     "grammar": (COMPLETIONS, WORDS | {"ignore_eos": False}),
 }
 Compared = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -136,7 +136,7 @@ def compared(proxy: Served) -> dict[str, "asyncio.Task[Compared]"]:
     async def compare(client: Client, path: str, asked: dict[str, Any]) -> Compared:
         body = {**GREEDY, **MOVING, **asked}
         direct = await client.stream(body, path, url=client.direct)
-        for _ in range(6):  # on a busy machine a stream may end before it has moved
+        for _ in range(12):  # on a busy machine a stream may end before it has moved
             chunks = await client.stream(body, path)
             if proxy.moves(chunks[0]["id"]) > 0:
                 return direct, chunks
@@ -260,7 +260,7 @@ def test_headway_drain_empties_an_instance_while_streams_go_on(
     proxy: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def work(client: Client) -> None:
-        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 120} for name in "ABCD"]
+        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 240} for name in "ABCD"]
         alone = (client.stream(body, url=client.direct) for body in bodies)
         expected = [text_of(chunks) for chunks in await asyncio.gather(*alone)]
         streams = [asyncio.create_task(client.stream(body)) for body in bodies]
