@@ -110,6 +110,8 @@ def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
     try:
         table = pq.read_table(path)
         rows = table.to_pylist()
+    except FileNotFoundError as error:
+        raise PromptError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise PromptError(f"{path}: not a whole Parquet file: {error}") from error
     missing = [name for name in TRANSCRIPTS_SCHEMA.names if name not in table.column_names]

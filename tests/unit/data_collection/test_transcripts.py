@@ -185,3 +185,8 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", {"id": "x", "prompt": "1", "output_token_ids": [1000]})
     with pytest.raises(PromptError, match="x: token 1000 is outside the model's vocabulary"):
         transcript_requests(load_transcripts(path).transcripts)(Words())
+
+
+def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"nowhere\.parquet: no such file"):
+        load_transcripts(tmp_path / "nowhere.parquet")
