@@ -106,7 +106,7 @@ class HonestClients:
         text = f"{number}. {_TEXTS[number % len(_TEXTS)]}"
         fields = dict(_SAMPLING[number % len(_SAMPLING)])
         extra = {**fields.pop("extra_body", {}), "return_token_ids": True}
-        fields |= {"model": self._model, "max_tokens": 60 + number * 37 % 110, "seed": number}
+        fields |= {"model": self._model, "max_tokens": 200 + number * 37 % 200, "seed": number}
         fields |= {"stream": True, "extra_body": extra}
         stream: Any
         if number % 4 == 3:
