@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from benchmarks.room import NONE, RESERVES, Case, at_rate, capacity, cases, objectives
+from benchmarks.room import NONE, RESERVES, Case, at_rate, capacity, cases, headroom, objectives
 from benchmarks.support.report import arguments, write_report
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy
@@ -162,7 +162,7 @@ def room(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
     return (
         [Arm(shown(policy), blind, policy) for policy in without],
         {
-            f["name"]: Arm("headroom", at_rate(case, rate, f), {"name": "headroom"})
+            f["name"]: Arm("headroom", at_rate(case, rate, f), headroom(case))
             for f in case.forecasts
         },
     )

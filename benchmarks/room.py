@@ -17,7 +17,7 @@ times, what it is on an empty cluster, as in `benchmarks.live_rescheduling`. *KV
 the caches in use until the last request has arrived.
 
 The runs of a trace and load are kept in the folder as they finish, and not run again while their
-settings stay the same; the report has those that are there when the program ends, or is
+settings and policy stay the same; the report has those that are there when the program ends, or is
 interrupted.
 """
 
@@ -85,8 +85,8 @@ def main() -> None:
     with suppress(KeyboardInterrupt), Progress() as progress:
         for case, load in progress.track(cells, description="simulating"):
             kept = kept_in(options.out, case, load, seeds)
-            if not kept.exists():
-                write_text_atomically(kept, json.dumps(simulated(case, load, seeds)))
+            runs = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+            write_text_atomically(kept, json.dumps(simulated(case, load, seeds, runs)))
     figures: dict[str, float] = {}
     tables = []
     for case, load in sorted(cells, key=lambda cell: (found.index(cell[0]), cell[1])):
@@ -183,30 +183,47 @@ Runs = dict[str, list[dict[str, float]]]
 """Policy → the figures of each seed."""
 
 
-def simulated(case: Case, load: float, seeds: int) -> Runs:
+def headroom(case: Case) -> dict[str, Any]:
+    """Return the policy with the cost of a prefill in the case's model of a step."""
+    step = case.config.step_time
+    return {"name": "headroom", "prefill_cost": step["b"] / step["a"]}
+
+
+class Arm(NamedTuple):
+    """A policy, and what it knows."""
+
+    options: dict[str, Any]
+    forecast: dict[str, Any] = NONE
+    dispatch: Literal["pool", "instant"] = "pool"
+
+
+def arms(case: Case) -> dict[str, Arm]:
+    """Return what is compared, by label."""
+    return {
+        "vllm, instant": Arm({"name": "vllm"}, dispatch="instant"),
+        "jsq_load, instant": Arm({"name": "jsq_load"}, dispatch="instant"),
+        "jsq_load": Arm({"name": "jsq_load"}),
+        "bfio, H = 0": Arm({"name": "bfio", "horizon": 0}),
+        **{f"reserve {r:.0%}": Arm({"name": "max_capacity", "reserve": r}) for r in RESERVES},
+        **{f"headroom, {f['name']}": Arm(headroom(case), f) for f in case.forecasts},
+    }
+
+
+def simulated(case: Case, load: float, seeds: int, known: Runs) -> Runs:
     """Return the figures of all policies at a share of the capacity, by seed."""
+    missing = {label: arm for label, arm in arms(case).items() if label not in known}
+    if not missing:
+        return known
     served = capacity(case)
     slo = objectives(case, served)
-    rate = load * served
-    blind, instant = at_rate(case, rate, NONE), at_rate(case, rate, NONE, "instant")
-    arms: list[tuple[str, RunSetup, str, dict[str, float]]] = [
-        ("vllm, instant", instant, "vllm", {}),
-        ("jsq_load, instant", instant, "jsq_load", {}),
-        ("jsq_load", blind, "jsq_load", {}),
-        ("bfio, H = 0", blind, "bfio", {"horizon": 0}),
-        *((f"reserve {r:.0%}", blind, "max_capacity", {"reserve": r}) for r in RESERVES),
-        *(
-            (f"headroom, {forecast['name']}", at_rate(case, rate, forecast), "headroom", {})
-            for forecast in case.forecasts
-        ),
-    ]
     runs: Runs = defaultdict(list)
     for seed in range(seeds):
-        for label, setup, name, options in arms:
-            result = run(setup, create_policy(name, **options), seed)
+        for label, arm in missing.items():
+            setup = at_rate(case, load * served, arm.forecast, arm.dispatch)
+            result = run(setup, create_policy(**arm.options), seed)
             kv = in_use(result, case.config.cluster.capacity_tokens)
             runs[label].append(run_metrics(result, slo) | {"kv": kv})
-    return dict(runs)
+    return known | runs
 
 
 def in_use(result: RunResult, kv_capacity: int) -> float:

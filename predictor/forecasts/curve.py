@@ -13,7 +13,7 @@ numba. Arguments that several functions share: ``edges`` [n_edges], ``curve`` [n
 ``limit`` in tokens since the prediction.
 """
 
-from math import ceil, exp, inf
+from math import ceil, exp
 from typing import Any
 
 import numpy as np
@@ -181,14 +181,12 @@ def add_load(
     growth: FloatArray,
     capacity: float,
     ahead: FloatArray,
-    spread: FloatArray,
     excess: FloatArray,
     alive: FloatArray,
 ) -> None:
-    r"""Add one request of c tokens to Λ, V, E and N of its instance.
+    r"""Add one request of c tokens to Λ, E and N of its instance.
 
     .. math:: \Lambda(h) \mathrel{+}= S(h)(c + g(h)), \quad
-              V(h) \mathrel{+}= S(h)(1 - S(h))(c + g(h))^2, \quad
               E_k(h) \mathrel{\times}= 1 + S(h)\big(e^{\theta_k (c + g(h)) / K} - 1\big), \quad
               N(h) \mathrel{+}= S(h)
 
@@ -198,16 +196,12 @@ def add_load(
         growth: [P] g, tokens that it gains until each.
         capacity: K, tokens that the instance holds.
         ahead: [P] Λ.
-        spread: [P] V, or [0].
         excess: [P, TILTS] E, or [P, 0].
         alive: [P] N, or [0].
     """
     for p in range(len(survival)):
         tokens = context + growth[p]
-        expected = survival[p] * tokens
-        ahead[p] += expected
-        if len(spread) > 0:
-            spread[p] += expected * (tokens - expected)
+        ahead[p] += survival[p] * tokens
         if excess.shape[1] > 0 and survival[p] > 0.0:
             tilt_by(survival[p], tokens / capacity, excess[p])
     for p in range(len(alive)):
@@ -231,8 +225,8 @@ def tilt_by(survival: float, share: float, excess: FloatArray) -> None:
 
 @compiled_inline
 def overflow_bound(survival: float, share: float, excess: FloatArray) -> float:
-    """Return the least of what `tilt_by` would write: no overflow is likelier (Chernoff)."""
-    least = inf
+    """Return the least of what `tilt_by` would write, or 1: no overflow is likelier (Chernoff)."""
+    least = 1.0
     power = exp(2.0 * min(share, 1.0))
     for k in range(len(excess)):
         least = min(least, excess[k] * (1.0 + survival * (power - 1.0)))

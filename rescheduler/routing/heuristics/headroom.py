@@ -1,4 +1,4 @@
-"""Headroom by probability: place where the KV cache is unlikely to overflow, else wait."""
+"""Headroom by probability: place where an overflow is expected to cost little, else wait."""
 
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ FURTHEST = 16_384
 
 @compiled
 def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Place the front of the queue where an overflow threatens least, if little enough.
+    """Place the front of the queue where an overflow costs least, if little enough.
 
-    The parameters are [1] ε.
+    The parameters are [2] ε and β / a.
     """
     slots, room, load, running = inputs.slots, inputs.room, inputs.load, inputs.running
     for i in range(len(inputs.size)):
@@ -31,7 +31,7 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
         for g in range(len(load)):
             if slots[g] <= 0 or room[g] < inputs.size[i]:
                 continue
-            risk = _wasted(inputs, i, g)
+            risk = _lost(inputs, i, g) * parameters[1] * (running[g] + 1)
             if risk > parameters[0] and running[g] > 0:
                 continue
             if risk < least or (risk == least and load[g] < load[best]):
@@ -42,7 +42,7 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
 
 
 @compiled_inline
-def _wasted(inputs: RoutingInputs, i: int, g: int) -> float:
+def _lost(inputs: RoutingInputs, i: int, g: int) -> float:
     """Return the tokens computed again for one gained, with i on g, at the worst step."""
     size, growth, survival = inputs.size[i], inputs.growth, inputs.survival[i]
     ahead = inputs.ahead[g]
@@ -60,16 +60,19 @@ def _wasted(inputs: RoutingInputs, i: int, g: int) -> float:
 @routing_policy("headroom")
 @dataclass(frozen=True)
 class Headroom(RoutingPolicy):
-    r"""The instance least likely to overflow; where none is unlikely enough, requests wait.
+    r"""The instance where an overflow costs least; where it costs too much, requests wait.
 
-    A request of s tokens that is preempted h steps from now has gained h + 1 tokens by then and
-    takes a prefill of s + h to go on. So the front of the queue is placed on an instance g of
-    capacity K only if, with it, the load :math:`L_g(h)` has
+    A request of s tokens that is preempted h steps from now has gained h + 1 tokens by then, and
+    takes a prefill of s + h to go on. If a step takes :math:`t = a + \beta n` with n requests, and
+    β a token of a prompt, one request more is worth :math:`a / t` tokens a step to an instance:
+    its own, less what it delays the others. A prefill of s + h keeps all n from
+    :math:`n \beta (s + h) / t`. So the front of the queue is placed on an instance g of capacity K
+    only if, with it, the load :math:`L_g(h)` has
 
-    .. math:: P(L_g(h) > K_g)\,\frac{s + h}{h + 1} \le \varepsilon
+    .. math:: P(L_g(h) > K_g)\,\frac{n_g\,\beta}{a}\,\frac{s + h}{h + 1} \le \varepsilon
 
-    at every step of the horizon: of the tokens it gains, a share ε at most is computed again, and
-    the cache overflows with probability ε at most. The probability is bounded by Chernoff's
+    at every step of the horizon. ε = 1 would break even on one overflow; a half leaves room for
+    those that follow from it. The probability is bounded by Chernoff's
 
     .. math::
         P(L_g(h) > K_g) \le \min_k E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]
@@ -77,8 +80,7 @@ class Headroom(RoutingPolicy):
           \Big(1 + S_i(h)\big(e^{\theta_k (c_i + h) / K_g} - 1\big)\Big)
 
     at tilts θ = 2, 4 .. 512, which holds for any number of requests. At one step it is some three
-    times the probability; the many steps of the horizon add less than that, so that the load
-    passes the capacity *within* the horizon with probability ε at most, too (measured, see
+    times the probability; the many steps of the horizon add less than that (measured, see
     ``tests/unit/routing/test_headroom.py``). Of the instances where the condition holds, the one
     that fulfils it best takes the request. If it holds nowhere, the front waits, and with it
     those behind; an empty instance takes whatever fits.
@@ -92,30 +94,35 @@ class Headroom(RoutingPolicy):
     Source: Headway's own. The load ahead is that of BF-IO (Chen et al. 2026, 4).
 
     Attributes:
-        epsilon: ε, tokens computed again for one gained, and so the probability of an overflow.
+        epsilon: ε, tokens lost to an overflow for each gained until then.
+        prefill_cost: β / a, the time that a token of a prompt takes, as a part of a decode step
+            with hardly any requests: ``b / a`` of what `headway profile` fits.
         every: seconds between two decisions; 0: whenever something happens, which takes a pool.
 
     Raises:
-        ValueError: ε is not between 0 and 1, or the time is negative.
+        ValueError: a number that is not above 0, or a negative time.
     """
 
     needs = Needs.FORECASTS
     needs_curves = True
     kernel = headroom
 
-    epsilon: float = 0.4
+    epsilon: float = 0.5
+    prefill_cost: float = 0.01
     every: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse an invalid probability or time."""
-        if not 0 < self.epsilon < 1:
-            raise ValueError(f"headroom: epsilon must be in (0, 1), not {self.epsilon}")
+        """Refuse an invalid share, cost or time."""
+        for option in ("epsilon", "prefill_cost"):
+            if not 0 < getattr(self, option) < np.inf:
+                value = getattr(self, option)
+                raise ValueError(f"headroom: {option} must be above 0, not {value}")
         if not 0 <= self.every < np.inf:
             raise ValueError(f"headroom: every must be 0 seconds or more, not {self.every}")
 
     def parameters(self) -> FloatArray:
-        """Return ε."""
-        return np.array([float(self.epsilon)])
+        """Return ε and β / a."""
+        return np.array([float(self.epsilon), float(self.prefill_cost)])
 
     def points(self) -> IntArray:
         """Return the steps ahead: 0, 1, 2, ..., each about a quarter further than the last."""

@@ -324,12 +324,23 @@ def test_headroom_places_where_an_overflow_is_least_likely() -> None:
 def test_headroom_lets_the_front_wait_where_the_cache_would_overflow() -> None:
     # 500 + 149 and 300 + 149 tokens in the end.
     running, waiting = [[(500, 150)]], [(300, 150), (10, 5)]
-    assert placed("headroom", cluster(running, waiting, capacity=1150))[0] == 0
-    assert placed("headroom", cluster(running, waiting, capacity=1000)) == [-1, -1]
+    dear = {"prefill_cost": 0.5}
+    assert placed("headroom", cluster(running, waiting, capacity=1150), **dear)[0] == 0
+    assert placed("headroom", cluster(running, waiting, capacity=1000), **dear) == [-1, -1]
     # The one that runs ends first, and with it more than half of the load.
-    assert placed("headroom", cluster([[(500, 20)]], waiting, capacity=900))[0] == 0
+    assert placed("headroom", cluster([[(500, 20)]], waiting, capacity=900), **dear)[0] == 0
     # An empty instance takes what may overflow alone: nobody would ever be placed otherwise.
-    assert placed("headroom", cluster([[]], [(300, 900)], capacity=350)) == [0]
+    assert placed("headroom", cluster([[]], [(300, 900)], capacity=350), **dear) == [0]
+
+
+def test_headroom_accepts_an_overflow_that_costs_less_than_is_gained_until_then() -> None:
+    # 1,000 tokens are passed after 101 steps: two requests wait for a prefill of about 401.
+    view = cluster([[(500, 150)]], [(300, 150)], capacity=1000)
+    even = 102 / (2 * 401)
+    for epsilon in (0.5, 1.0):  # steps looked at are some 20 apart there
+        cheap, dear = 0.9 * epsilon * even, 1.3 * epsilon * even
+        assert placed("headroom", view, epsilon=epsilon, prefill_cost=cheap) == [0]
+        assert placed("headroom", view, epsilon=epsilon, prefill_cost=dear) == [-1]
 
 
 def test_headroom_looks_no_further_than_half_of_the_load_lasts() -> None:
@@ -338,13 +349,16 @@ def test_headroom_looks_no_further_than_half_of_the_load_lasts() -> None:
         running = [(100, 700), *[(100, 40)] * short]
         return cluster([running], [(100, 700)], capacity=1300)
 
-    assert placed("headroom", view(0)) == [-1]
-    assert placed("headroom", view(1)) == [-1]  # two thirds of the load outlast it
-    assert placed("headroom", view(6)) == [0]
+    dear = {"prefill_cost": 1.0}
+    assert placed("headroom", view(0), **dear) == [-1]
+    assert placed("headroom", view(1), **dear) == [-1]  # two thirds of the load outlast it
+    assert placed("headroom", view(6), **dear) == [0]
 
 
-def test_headroom_refuses_what_is_no_probability_or_time() -> None:
-    with pytest.raises(ValueError, match="epsilon must be in"):
+def test_headroom_refuses_invalid_numbers() -> None:
+    with pytest.raises(ValueError, match="epsilon must be above 0, not 0"):
         Headroom(epsilon=0)
+    with pytest.raises(ValueError, match="prefill_cost must be above 0, not -1"):
+        Headroom(prefill_cost=-1)
     with pytest.raises(ValueError, match="every must be 0 seconds or more"):
         Headroom(every=-1)
