@@ -56,7 +56,6 @@ class MigrationInputs:
         free: [G] slots without a request.
         points: [P] decode steps h ahead, ascending from 0.
         ahead: [G, P] :math:`\Lambda_g(h) = \sum_i S_i(h)(c_i + h)`; the load now at h = 0.
-        spread: [G, P] :math:`V_g(h) = \sum_i S_i(h)(1 - S_i(h))(c_i + h)^2`.
         source: [n] instance of each running request.
         context: [n] tokens in its KV cache.
         since_move: [n] as in `ClusterView`.
@@ -69,7 +68,6 @@ class MigrationInputs:
     free: IntArray
     points: IntArray
     ahead: FloatArray
-    spread: FloatArray
     source: IntArray
     context: IntArray
     since_move: IntArray
@@ -89,7 +87,6 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
     context, n = view.context_tokens, len(view.instance)
     load, forecast = view.kv_load, view.forecast
     ahead = np.zeros((view.n_instances, len(points)))
-    spread = np.zeros_like(ahead)
     if len(points) > 1:
         if forecast is None:
             raise ValueError("the planner looks ahead, but there are no forecasts")
@@ -100,7 +97,7 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
             expected = expected_load(
                 forecast, view.instance, context, view.n_instances, int(points[-1])
             )
-            ahead[:], spread[:] = expected.mean[:, points], expected.variance[:, points]
+            ahead[:] = expected.mean[:, points]
     ahead[:, 0] = load
 
     def forecasts_of(rows: IntArray, steps: FloatArray) -> RequestForecasts:
@@ -112,7 +109,6 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
         free=view.slots - view.running,
         points=points,
         ahead=ahead,
-        spread=spread,
         source=view.instance.astype(np.int64),
         context=context,
         since_move=np.full(n, NEVER_MOVED) if view.since_move is None else view.since_move,

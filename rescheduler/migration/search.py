@@ -23,7 +23,6 @@ __all__ = [
     "Candidates",
     "Targets",
     "best_moves",
-    "expected_variance",
     "weighted_variance",
     "why_none",
 ]
@@ -62,14 +61,11 @@ class Targets(NamedTuple):
         open: [G] whether requests may go there at all.
         load: [G] context tokens now.
         limit: [G] most tokens that may be there.
-        high: [G, P] a bound that the load ahead hardly passes; [G, 0] to look at no more than
-            ``load`` and ``need``.
     """
 
     open: npt.NDArray[np.bool_]
     load: FloatArray
     limit: FloatArray
-    high: FloatArray
 
 
 # The order of its sums is free, so that they fill vector registers.
@@ -154,10 +150,7 @@ def best_moves(
         for g in range(n_instances):
             if not free[g] or g == s or (best >= 0 and loads[g] >= loads[best]):
                 continue
-            fits = targets.load[g] + candidates.need[i] <= targets.limit[g]
-            for p in range(targets.high.shape[1]):
-                fits = fits and targets.high[g, p] + tokens[i, p] <= targets.limit[g]
-            if fits:
+            if targets.load[g] + candidates.need[i] <= targets.limit[g]:
                 best = g
         if best >= 0:
             target[i], gain[i] = best, scale * (own[i] - loads[best])
@@ -170,19 +163,6 @@ def best_moves(
 def weighted_variance(ahead: FloatArray, weights: FloatArray) -> float:
     r"""Return :math:`\sum_h \beta_h \operatorname{Var}_g(\Lambda_g(h))` of [G, P] loads."""
     return float(ahead.var(axis=0) @ weights)
-
-
-def expected_variance(ahead: FloatArray, spread: FloatArray, weights: FloatArray) -> float:
-    r"""Return the expectation of the variance of random loads, which end independently.
-
-    .. math:: \sum_h \beta_h\,E\big[\operatorname{Var}_g(L_g(h))\big] = \sum_h \beta_h \Big(
-              \operatorname{Var}_g(\Lambda_g(h)) + \frac{G - 1}{G^2} \sum_g V_g(h) \Big)
-
-    Since a request brings its variance along, no move changes the second term.
-    """
-    n_instances = len(ahead)
-    noise = (n_instances - 1) / n_instances**2 * spread.sum(axis=0)
-    return weighted_variance(ahead, weights) + float(noise @ weights)
 
 
 def why_none(candidates: Candidates, targets: Targets, wanted: str) -> str:

@@ -113,7 +113,6 @@ class Star(MigrationPolicy):
             open=underloaded & (inputs.free > 0),
             load=inputs.load.astype(np.float64),
             limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
-            high=np.empty((len(inputs.load), 0)),
         )
         moved, where, gain = best_moves(
             inputs.points, inputs.ahead, weights, variance, candidates, targets, 1

@@ -56,7 +56,6 @@ class RoutingInputs(NamedTuple):
         points: [P] decode steps h ahead, ascending from 0; empty for policies without a horizon.
         growth: [P] tokens that a request gains until each point: h, or a drift's sum.
         ahead: [G, P] Λ_g(h), the expected load at each point.
-        spread: [G, P] V_g(h), the variance of the load, or [G, 0].
         excess: [G, P, TILTS] :math:`E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]` at θ = 2, 4 ..,
             each at least the probability that the load passes the capacity; or [G, P, 0].
         alive: [G, P] N_g(h), requests expected to be there still, or [G, 0].
@@ -86,7 +85,6 @@ class RoutingInputs(NamedTuple):
     points: IntArray
     growth: FloatArray
     ahead: FloatArray
-    spread: FloatArray
     excess: FloatArray
     alive: FloatArray
     size: IntArray
@@ -173,7 +171,6 @@ def place(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> None:
         inputs.growth,
         inputs.capacity[g],
         inputs.ahead[g],
-        inputs.spread[g],
         inputs.excess[g],
         inputs.alive[g],
     )
@@ -184,7 +181,6 @@ def new_routing_inputs(
     n_waiting: int,
     points: IntArray,
     growth: FloatArray,
-    with_spread: bool,
     with_excess: bool,
     with_alive: bool,
     edges: IntArray,
@@ -205,7 +201,6 @@ def new_routing_inputs(
         points=points,
         growth=growth,
         ahead=np.zeros((n, n_points)),
-        spread=np.zeros((n, n_points if with_spread else 0)),
         excess=excess,
         alive=np.zeros((n, n_points if with_alive else 0)),
         size=np.zeros(n_waiting, dtype=np.int64),
@@ -252,7 +247,6 @@ def count_length(inputs: RoutingInputs, g: int, prompt: int, generated: int, lef
 def routing_inputs(
     view: ClusterView,
     points: IntArray,
-    with_spread: bool,
     with_alive: bool = False,
     with_lengths: bool = False,
     edges: IntArray = NO_EDGES,
@@ -263,7 +257,6 @@ def routing_inputs(
     Args:
         view: of the cluster; with forecasts if there are points.
         points: [P] decode steps ahead at which expected loads are needed.
-        with_spread: compute their variance too.
         with_alive: compute how many requests are expected to remain too.
         with_lengths: compute expected lengths, which take a mean of every forecast.
         edges: [K] output tokens from which buckets of requests begin, which take the same.
@@ -278,7 +271,6 @@ def routing_inputs(
         view.n_waiting,
         points,
         growth,
-        with_spread,
         with_excess,
         with_alive,
         edges,
@@ -304,8 +296,6 @@ def routing_inputs(
                 view.forecast, view.instance, view.context_tokens, view.n_instances, int(points[-1])
             )
             inputs.ahead[:] = expected.mean[:, points]
-            if with_spread:
-                inputs.spread[:] = expected.variance[:, points]
         inputs.survival[:] = view.waiting_forecast.at(points)
     left = np.empty(0)
     if with_lengths:
@@ -350,7 +340,6 @@ def _add_loads(
             inputs.growth,
             inputs.capacity[g],
             inputs.ahead[g],
-            inputs.spread[g],
             inputs.excess[g],
             inputs.alive[g],
         )

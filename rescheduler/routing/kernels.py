@@ -37,7 +37,7 @@ def _behind_pointer(function: Callable[..., None]) -> Kernel:
 @cache
 def _signature() -> Any:
     none = np.empty(0, dtype=np.int64)
-    inputs = typeof(new_routing_inputs(none, 0, none, np.empty(0), False, False, False, NO_EDGES))
+    inputs = typeof(new_routing_inputs(none, 0, none, np.empty(0), False, False, NO_EDGES))
     return types.void(inputs, types.float64[::1], types.int64[::1])
 
 

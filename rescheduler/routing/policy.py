@@ -81,10 +81,6 @@ class RoutingPolicy(ABC):
         """Return the decode steps ahead at which the policy wants expected loads, [P]."""
         return NO_POINTS
 
-    def with_spread(self) -> bool:
-        """Return whether the policy also reads the variance of the loads."""
-        return False
-
     def with_excess(self) -> bool:
         """Return whether the policy also reads how likely each instance overflows."""
         return False
@@ -128,7 +124,6 @@ class RoutingPolicy(ABC):
         return routing_inputs(
             view,
             self.points(),
-            self.with_spread(),
             self.with_alive(),
             with_lengths,
             edges,

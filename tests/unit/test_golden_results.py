@@ -220,7 +220,7 @@ def migration_inputs(kind: str) -> dict[str, npt.NDArray[Any]]:
         def decide(self, inputs: Any) -> Any:
             rows = np.arange(len(inputs.source))
             forecasts = inputs.forecasts_of(rows, np.linspace(0, 90, len(rows)))
-            seen.extend([inputs.ahead, inputs.spread, *forecasts])
+            seen.extend([inputs.ahead, *forecasts])
             return super().decide(inputs)
 
     watched = Watched(stride=8)

@@ -320,7 +320,6 @@ def new_policy_state(
         width,
         points,
         growth,
-        policy.with_spread(),
         policy.with_excess(),
         policy.with_alive(),
         edges,

@@ -42,10 +42,9 @@ def simulated_migration_inputs(
     np.add.at(load, placed["instance"], placed["context"])
     free = rules.slots - np.bincount(placed["instance"], minlength=rules.n_instances)
     ahead = np.zeros((rules.n_instances, len(points)))
-    spread = np.zeros_like(ahead)
     if len(points) > 1:
         growth = points * rules.drift.mean()
-        _add_expected_loads(forecast, cluster, n, points, growth, ahead, spread)
+        _add_expected_loads(forecast, cluster, n, points, growth, ahead)
     ahead[:, 0] = load
     movable = placed[placed["since_move"] >= 0]
 
@@ -62,7 +61,6 @@ def simulated_migration_inputs(
         free=free.astype(np.int64),
         points=points,
         ahead=ahead,
-        spread=spread,
         source=movable["instance"].copy(),
         context=movable["context"].copy(),
         since_move=movable["since_move"].copy(),
@@ -79,7 +77,6 @@ def _add_expected_loads(
     points: IntArray,
     growth: FloatArray,
     ahead: FloatArray,
-    spread: FloatArray,
 ) -> None:
     row, ending = np.empty(len(points)), np.empty((2, ahead.shape[0], len(points) + 1))
     capacity, no_excess = np.empty(len(ahead), np.int64), np.empty((len(ahead), len(points), 0))
@@ -94,7 +91,6 @@ def _add_expected_loads(
         row,
         ending,
         ahead,
-        spread,
         no_excess,
         nowhere,
     )

@@ -60,7 +60,6 @@ def fill_routing_inputs(
         inputs.points,
         inputs.growth,
         inputs.ahead,
-        inputs.spread,
         inputs.excess,
         inputs.alive,
         inputs.size[:n],
@@ -91,7 +90,6 @@ def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals)
             policy_state.row,
             policy_state.ending,
             inputs.ahead,
-            inputs.spread,
             inputs.excess,
             inputs.alive,
         )
@@ -133,7 +131,6 @@ def add_expected_loads(
     row: FloatArray,
     ending: FloatArray,
     ahead: FloatArray,
-    spread: FloatArray,
     excess: FloatArray,
     alive: FloatArray,
 ) -> None:
@@ -143,7 +140,6 @@ def add_expected_loads(
     """
     placed = cluster.placed[:n]
     ahead[:] = 0.0
-    spread[:] = 0.0
     no_load(excess)
     alive[:] = 0.0
     if knows_ends(forecast) and excess.shape[2] == 0:
@@ -173,7 +169,6 @@ def add_expected_loads(
             capacity[one.instance],
             row,
             ahead[one.instance],
-            spread[one.instance],
             excess[one.instance],
             alive[one.instance],
         )

@@ -305,7 +305,6 @@ def add_expected(
     capacity: float,
     row: FloatArray,
     ahead: FloatArray,
-    spread: FloatArray,
     excess: FloatArray,
     alive: FloatArray,
 ) -> None:
@@ -323,9 +322,8 @@ def add_expected(
         capacity: K, tokens that the instance holds.
         row: [P] scratch.
         ahead: [P] Λ_g.
-        spread: [P] V_g, or [0].
         excess: [P, TILTS] E_g, or [P, 0].
         alive: [P] N_g, or [0].
     """
     survival_row(f, number, template, generated, output, points, row)
-    add_load(context, row, growth, capacity, ahead, spread, excess, alive)
+    add_load(context, row, growth, capacity, ahead, excess, alive)

@@ -160,8 +160,5 @@ class ByChance(RoutingPolicy):
     def points(self) -> npt.NDArray[np.int64]:
         return np.array([0, 1, 3, 8])
 
-    def with_spread(self) -> bool:
-        return True
-
     def with_excess(self) -> bool:
         return True

@@ -120,13 +120,7 @@ def survival_moves(view: ClusterView, planner: Survival) -> list[tuple[int, int,
     requests = requests_of(view, points)
     g = view.n_instances
     table = loads(requests, g, points)
-    spread = [
-        sum(s * (1 - s) * (r.context + h) ** 2 for r in requests for s in [r.survival[p]])
-        for p, h in enumerate(points)
-    ]
-    base = variance(table, weights) + (g - 1) / g**2 * sum(
-        w * v for w, v in zip(weights, spread, strict=True)
-    )
+    base = variance(table, weights)
     load = [sum(w * x for w, x in zip(weights, row, strict=True)) for row in table]
     mean = sum(load) / g
     now = view.kv_load.tolist()
@@ -153,17 +147,6 @@ def survival_moves(view: ClusterView, planner: Survival) -> list[tuple[int, int,
                     continue
                 limit = planner.memory_share * view.kv_capacity[t]
                 if now[t] + r.context + r.remaining > limit:
-                    continue
-                there = [q for q in requests if q.instance == t]
-                high = [
-                    current[t][p]
-                    + planner.risk
-                    * sum(q.survival[p] * (1 - q.survival[p]) * (q.context + h) ** 2 for q in there)
-                    ** 0.5
-                    + r.survival[p] * (r.context + h)
-                    for p, h in enumerate(points)
-                ]
-                if max(high) > limit:
                     continue
                 r.instance = t
                 after = variance(loads(requests, g, points), weights)

@@ -282,7 +282,7 @@ def state_of_view(environment: RouterVectorEnvironment) -> npt.NDArray[np.float6
     """The state as a live router would compute it, from a view of the cluster."""
     view = environment.simulations[0].view()
     edges = np.array(TASK.edges, dtype=np.int64)
-    inputs = routing_inputs(view, np.empty(0, dtype=np.int64), False, False, True, edges)
+    inputs = routing_inputs(view, np.empty(0, dtype=np.int64), False, True, edges)
     state = np.zeros(state_size(2, len(TASK.edges)))
     router_state(inputs, TASK.scales(16), np.zeros(2, dtype=np.int64), state)
     return state
