@@ -99,12 +99,15 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--check", action="store_true", help="fail where signs differ")
     options = parser.parse_args()
-    machine = read_machine(options.live)
-    if machine is None:
-        sys.exit(
-            f"{options.live}: no live measurement; run `python -m benchmarks.live_rescheduling`"
-        )
-    rounds = read_rounds(options.live, options.arms)
+    try:
+        machine = read_machine(options.live)
+        if machine is None:
+            raise ValueError(
+                f"{options.live}: no live measurement; run `python -m benchmarks.live_rescheduling`"
+            )
+        rounds = read_rounds(options.live, options.arms)
+    except ValueError as error:
+        sys.exit(str(error))
     fit = fitted_steps(
         np.concatenate([step_samples(one) for found in rounds for one in found.results.values()])
     )
@@ -126,12 +129,18 @@ def read_rounds(folder: Path, arms: Sequence[str]) -> list[LiveRound]:
     """Return all rounds of a live measurement, those with a recording of forecasts.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or arms of a round cannot be compared.
     """
     rounds = []
     for path in sorted(folder.glob("load-*/round-*")):
         files = {arm: path / f"{arm}.json" for arm in arms}
         kept = {arm: json.loads(file.read_text()) for arm, file in files.items() if file.is_file()}
+        served = [(one["settings"]["requests"], one["settings"]["engine"]) for one in kept.values()]
+        if any(one != served[0] for one in served):
+            raise ValueError(
+                f"{path}: its arms served other requests, or other engines; "
+                "`python -m benchmarks.live_rescheduling` runs those again that are out of date"
+            )
         if kept and (path / "forecasts.parquet").is_file():
             rounds.append(
                 LiveRound(

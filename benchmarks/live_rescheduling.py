@@ -120,6 +120,8 @@ def main() -> None:
         machine = run_missing(options.out, runs, requests, options.reserve)
     except RuntimeError as error:
         sys.exit(f"{error}\nThe same command goes on with what is missing.")
+    except ValueError as error:
+        sys.exit(str(error))
     rounds = {
         load: finished(options.out, load, options.arms, options.rounds) for load in options.loads
     }

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -53,9 +54,18 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine | None:
-    """Return what was found out before, or None."""
+    """Return what was found out before, or None.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     kept = folder / _FILE
-    return Machine(**json.loads(kept.read_text())) if kept.is_file() else None
+    if not kept.is_file():
+        return None
+    try:
+        return msgspec.json.decode(kept.read_bytes(), type=Machine)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{kept}: damaged, remove it to measure anew: {error}") from error
 
 
 def measure_machine(

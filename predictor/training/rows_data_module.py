@@ -38,7 +38,8 @@ class RowsDataModule(L.LightningDataModule):
         dataset: folder recorded by ``headway collect`` or by a live server.
         batch_size: rows in a step of training.
         split_seed: of the split; the evaluation must use the same.
-        train_requests: keep only so many requests of the training part (for learning curves).
+        train_requests: keep only so many requests of the training part, drawn at random with the
+            same seed (for learning curves): those that ended first are short.
         cut_requests: what rows of requests that were cut (``max_tokens``, a leaving client)
             count as, since their true remaining length is unknown. ``leave_out``: nothing;
             ``as_ended``: as if they had ended where they were cut, as published systems do;
@@ -76,7 +77,8 @@ class RowsDataModule(L.LightningDataModule):
         self.censored_rows = int(table.censored.sum())
         for name, requests in split_requests(table.requests.group, self.split_seed).items():
             if name == "train" and self.train_requests is not None:
-                requests = requests[: self.train_requests]
+                drawn = np.random.default_rng(self.split_seed).permutation(requests)
+                requests = drawn[: self.train_requests]
             part = table.select(np.isin(table.request, requests))
             ended = part.uncensored()
             if len(ended) == 0:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import fitted_rescheduling, live_rescheduling
 from benchmarks.support.forecast_log import write_forecasts
 from benchmarks.support.live_fit import StepFit, fitted_steps, step_samples
-from benchmarks.support.live_machine import Machine
+from benchmarks.support.live_machine import Machine, read_machine
 from rescheduler.simulator.workloads.forecast_recording import read_recording
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 
@@ -159,6 +159,22 @@ def test_every_arm_is_simulated_on_the_requests_that_were_served(tmp_path: Path)
     latency = fitted_rescheduling.reserve_latencies([found], MACHINE, FIT)
     at_ten = fitted_rescheduling.simulate(found, "reserve", MACHINE, FIT).requests
     assert latency[0.1] == pytest.approx((at_ten.end - at_ten.arrival).mean(), abs=1e-3)
+
+
+def test_arms_of_a_round_that_served_other_requests_are_not_compared(tmp_path: Path) -> None:
+    for arm, requests in (("jsq_load", "one"), ("reserve", "other")):
+        kept = {"settings": {"requests": requests, "engine": {}}, "result": {}}
+        file = live_rescheduling.Run(0.9, 0, arm).file(tmp_path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="round-0: its arms served other requests"):
+        fitted_rescheduling.read_rounds(tmp_path, ["jsq_load", "reserve"])
+
+
+def test_a_damaged_measurement_of_the_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text('{"alone_ttft": 1.0}')
+    with pytest.raises(ValueError, match="machine.json: damaged, remove it to measure anew"):
+        read_machine(tmp_path)
 
 
 def test_a_certain_difference_of_the_other_sign_is_found() -> None:
