@@ -58,8 +58,8 @@ ENGINE = EngineOptions(
     k=10,
 )
 KV_BYTES_PER_TOKEN = 46_080  # 30 layers, 3 heads of 64, keys and values, float32
-REQUESTS, MAX_TOKENS = 48, 300
-LOADS = (0.7, 0.9, 1.1)
+REQUESTS, MAX_TOKENS = 36, 300
+LOADS = (0.8, 1.0, 1.2)
 RESERVE = 0.1
 ARMS = (
     "jsq_load",
@@ -151,10 +151,11 @@ def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds
 
 def arm_of(name: str, machine: Machine, reserve: float) -> Arm:
     """Return what an arm's proxy does; planners are told what was measured."""
+    headroom = {"name": "headroom", "prefill_cost": round(machine.prefill_cost, 4)}
     placed: dict[str, dict[str, Any]] = {
         "reserve": {"name": "max_capacity", "reserve": reserve},
-        "headroom": {"name": "headroom"},
-        "headroom_survival": {"name": "headroom"},
+        "headroom": headroom,
+        "headroom_survival": headroom,
     }
     planners: dict[str, dict[str, Any]] = {
         "star_no_prediction": {"name": "star", "prediction": False},

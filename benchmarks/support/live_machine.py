@@ -22,6 +22,8 @@ __all__ = ["Machine", "measure_machine", "read_machine", "served_rate"]
 
 _FILE = "machine.json"
 _MEASURED_ROUND = 1_000_003  # whose requests no round has
+_SHORT = "Write a story about a lighthouse keeper."
+_LONG = _SHORT + " and then" * 180  # some 400 tokens
 _RESERVE = {"name": "max_capacity", "reserve": 0.1}
 _MOVING = {"name": "star", "prediction": False}
 
@@ -33,6 +35,7 @@ class Machine:
     Attributes:
         alone_ttft: seconds to the first token of a request that is alone.
         alone_tpot: seconds per further token of it.
+        prefill_cost: seconds that a token of a prompt takes, as a part of those of a further token.
         capacity: requests a second that are served of a load that comes all at once, with a
             tenth of each KV cache kept free.
         step_seconds: mean time between two tokens of a request meanwhile.
@@ -42,6 +45,7 @@ class Machine:
 
     alone_ttft: float
     alone_tpot: float
+    prefill_cost: float
     capacity: float
     step_seconds: float
     pause: float
@@ -104,10 +108,13 @@ def served_rate(served: Sequence[ServedRequest]) -> float:
 
 
 async def _measure(deployment: Deployment, folder: Path, requests: int, max_tokens: int) -> Machine:
-    alone = await _alone(deployment, folder)
+    alone = await _alone(deployment, folder, _SHORT)
     ttft = float(np.mean([one.ttft for one in alone]))
     tpot = float(np.mean([one.tpot for one in alone]))
-    patience = Machine(ttft, tpot, 0.0, 0.0, 0.0, 0.0).patience
+    prefilled = await _alone(deployment, folder, _LONG)
+    longer = np.mean([one.prompt_tokens for one in prefilled]) - alone[0].prompt_tokens
+    prefill_cost = (np.mean([one.ttft for one in prefilled]) - ttft) / longer / tpot
+    patience = Machine(ttft, tpot, 0.0, 0.0, 0.0, 0.0, 0.0).patience
     reserved = replace(deployment, routing=_RESERVE, migration=None)
     at_once = round_load(_MEASURED_ROUND, requests, inf, max_tokens)
     overload = await run_load(reserved, folder, at_once, "capacity", patience)
@@ -116,16 +123,24 @@ async def _measure(deployment: Deployment, folder: Path, requests: int, max_toke
     moving = replace(deployment, routing={"name": "round_robin"}, migration=_MOVING)
     load = round_load(_MEASURED_ROUND, requests, 0.8 * capacity, max_tokens)
     moved = await run_load(moving, folder, load, "moves", patience)
-    return Machine(ttft, tpot, capacity, float(np.median(steps)), moved.pause, moved.copying)
+    return Machine(
+        ttft,
+        tpot,
+        max(float(prefill_cost), 1e-4),
+        capacity,
+        float(np.median(steps)),
+        moved.pause,
+        moved.copying,
+    )
 
 
-async def _alone(deployment: Deployment, folder: Path) -> list[ServedRequest]:
+async def _alone(deployment: Deployment, folder: Path, text: str) -> list[ServedRequest]:
     """Return requests that had the engines to themselves, one after the other."""
-    text = "Write a story about a lighthouse keeper."
     served: list[ServedRequest] = []
     with proxy(replace(deployment, migration=None), folder) as server:
         for i in range(6):
             load = [LoadRequest(f"alone-{i}", text, 60, i, 0.0)]
-            run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt="alone")
+            salt = f"alone-{len(text)}-{i}"  # a prompt in the prefix cache takes no time
+            run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
             served += await completed(run, inf, server)
     return served[2:]  # the first two shake hands with the prefill engine

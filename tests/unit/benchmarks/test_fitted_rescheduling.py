@@ -15,7 +15,7 @@ from benchmarks.support.live_machine import Machine, read_machine
 from rescheduler.simulator.workloads.forecast_recording import read_recording
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 
-MACHINE = Machine(0.3, 0.03, 0.8, 0.08, 0.3, 0.1)
+MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 FIT = StepFit(0.02, 0.006, 2e-5, 1.0)
 
 

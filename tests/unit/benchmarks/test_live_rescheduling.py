@@ -32,7 +32,7 @@ from benchmarks.support.paired_rounds import mean_of, paired_difference
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
 from rescheduler.serving.serve import LOG_FORMAT, LOG_TIME
 
-MACHINE = Machine(0.3, 0.03, 0.8, 0.08, 0.3, 0.1)
+MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)), min_size=2, max_size=12))
