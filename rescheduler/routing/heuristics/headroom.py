@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
-from rescheduler.routing.inputs import RoutingInputs, place
+from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
 __all__ = ["Headroom", "headroom"]
@@ -18,13 +18,17 @@ IntArray = npt.NDArray[np.int64]
 FURTHEST = 16_384
 """Steps ahead of the last point. Half the load has ended long before, or the cache is full."""
 
+HELD_BACK = 64
+"""Requests that may be passed in one decision, so that long queues cost no more time."""
+
 
 @compiled
 def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Place the front of the queue where an overflow costs least, if little enough.
+    """Place each request where an overflow costs least, if little enough, in order of arrival.
 
-    The parameters are [2] ε and β / a.
+    The parameters are [3] ε, β / a, and the steps after which a request is not passed any more.
     """
+    held_back = 0
     slots, room, load, running = inputs.slots, inputs.room, inputs.load, inputs.running
     for i in range(len(inputs.size)):
         best, least = -1, np.inf
@@ -36,9 +40,12 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
                 continue
             if risk < least or (risk == least and load[g] < load[best]):
                 best, least = g, risk
-        if best < 0:
+        if best >= 0:
+            place(inputs, target, i, best)
+            continue
+        held_back += 1
+        if inputs.waited[i] >= parameters[2] or held_back == HELD_BACK or full(inputs):
             return
-        place(inputs, target, i, best)
 
 
 @compiled_inline
@@ -66,8 +73,8 @@ class Headroom(RoutingPolicy):
     takes a prefill of s + h to go on. If a step takes :math:`t = a + \beta n` with n requests, and
     β a token of a prompt, one request more is worth :math:`a / t` tokens a step to an instance:
     its own, less what it delays the others. A prefill of s + h keeps all n from
-    :math:`n \beta (s + h) / t`. So the front of the queue is placed on an instance g of capacity K
-    only if, with it, the load :math:`L_g(h)` has
+    :math:`n \beta (s + h) / t`. So a request is placed on an instance g of capacity K only if,
+    with it, the load :math:`L_g(h)` has
 
     .. math:: P(L_g(h) > K_g)\,\frac{n_g\,\beta}{a}\,\frac{s + h}{h + 1} \le \varepsilon
 
@@ -82,8 +89,9 @@ class Headroom(RoutingPolicy):
     at tilts θ = 2, 4 .. 512, which holds for any number of requests. At one step it is some three
     times the probability; the many steps of the horizon add less than that (measured, see
     ``tests/unit/routing/test_headroom.py``). Of the instances where the condition holds, the one
-    that fulfils it best takes the request. If it holds nowhere, the front waits, and with it
-    those behind; an empty instance takes whatever fits.
+    that fulfils it best takes the request. If it holds nowhere, the request waits, and those
+    behind pass it where they fit; once it has waited for ``starvation`` steps, they wait, too. An
+    empty instance takes whatever fits.
 
     The horizon of an instance ends where the expected load is half of what it would be if no
     request ended, :math:`\Lambda_g(h) < \tfrac12 \sum_i (c_i + h)`: what threatens later
@@ -97,6 +105,7 @@ class Headroom(RoutingPolicy):
         epsilon: ε, tokens lost to an overflow for each gained until then.
         prefill_cost: β / a, the time that a token of a prompt takes, as a part of a decode step
             with hardly any requests: ``b / a`` of what `headway profile` fits.
+        starvation: decode steps that a request waits while others pass it, at most.
         every: seconds between two decisions; 0: whenever something happens, which takes a pool.
 
     Raises:
@@ -109,6 +118,7 @@ class Headroom(RoutingPolicy):
 
     epsilon: float = 0.5
     prefill_cost: float = 0.01
+    starvation: int = 1000
     every: float = 0.0
 
     def __post_init__(self) -> None:
@@ -117,12 +127,16 @@ class Headroom(RoutingPolicy):
             if not 0 < getattr(self, option) < np.inf:
                 value = getattr(self, option)
                 raise ValueError(f"headroom: {option} must be above 0, not {value}")
+        if not isinstance(self.starvation, int) or self.starvation < 0:
+            raise ValueError(
+                f"headroom: starvation must be a whole number from 0, not {self.starvation!r}"
+            )
         if not 0 <= self.every < np.inf:
             raise ValueError(f"headroom: every must be 0 seconds or more, not {self.every}")
 
     def parameters(self) -> FloatArray:
-        """Return ε and β / a."""
-        return np.array([float(self.epsilon), float(self.prefill_cost)])
+        """Return ε, β / a, and the steps after which a request is not passed."""
+        return np.array([self.epsilon, self.prefill_cost, self.starvation], dtype=np.float64)
 
     def points(self) -> IntArray:
         """Return the steps ahead: 0, 1, 2, ..., each about a quarter further than the last."""

@@ -321,12 +321,17 @@ def test_headroom_places_where_an_overflow_is_least_likely() -> None:
     assert placed("headroom", without_limit) == [1]  # no difference but the load
 
 
-def test_headroom_lets_the_front_wait_where_the_cache_would_overflow() -> None:
+def test_headroom_lets_requests_wait_where_the_cache_would_overflow() -> None:
     # 500 + 149 and 300 + 149 tokens in the end.
     running, waiting = [[(500, 150)]], [(300, 150), (10, 5)]
     dear = {"prefill_cost": 0.5}
     assert placed("headroom", cluster(running, waiting, capacity=1150), **dear)[0] == 0
-    assert placed("headroom", cluster(running, waiting, capacity=1000), **dear) == [-1, -1]
+    full = cluster(running, waiting, capacity=1000)
+    assert placed("headroom", full, **dear) == [-1, 0]
+    # Others pass it for so many steps.
+    for waited, starvation, expected in ((9, 10, 0), (10, 10, -1), (0, 0, -1)):
+        view = replace(full, waited_steps=np.array([waited, 0]))
+        assert placed("headroom", view, starvation=starvation, **dear) == [-1, expected]
     # The one that runs ends first, and with it more than half of the load.
     assert placed("headroom", cluster([[(500, 20)]], waiting, capacity=900), **dear)[0] == 0
     # An empty instance takes what may overflow alone: nobody would ever be placed otherwise.
@@ -360,5 +365,7 @@ def test_headroom_refuses_invalid_numbers() -> None:
         Headroom(epsilon=0)
     with pytest.raises(ValueError, match="prefill_cost must be above 0, not -1"):
         Headroom(prefill_cost=-1)
+    with pytest.raises(ValueError, match="starvation must be a whole number from 0, not -1"):
+        Headroom(starvation=-1)
     with pytest.raises(ValueError, match="every must be 0 seconds or more"):
         Headroom(every=-1)
