@@ -27,7 +27,17 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from benchmarks.room import NONE, RESERVES, Case, at_rate, capacity, cases, headroom, objectives
+from benchmarks.room import (
+    NONE,
+    RESERVES,
+    Case,
+    at_rate,
+    capacity,
+    cases,
+    headroom,
+    objectives,
+    reserved,
+)
 from benchmarks.support.report import arguments, write_report
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy
@@ -158,7 +168,7 @@ def room(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
     rate = capacity(case)
     blind = at_rate(case, rate, NONE)
     without: list[Options] = [{"name": "jsq_load"}]
-    without += [{"name": "max_capacity", "reserve": reserve} for reserve in RESERVES]
+    without += [reserved(share) for share in RESERVES]
     return (
         [Arm(shown(policy), blind, policy) for policy in without],
         {

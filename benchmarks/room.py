@@ -36,7 +36,7 @@ from scipy.stats import t
 
 from benchmarks.support.report import arguments, write_report
 from data_collection.atomic_file import write_text_atomically
-from rescheduler.routing import create_policy
+from rescheduler.routing import Headroom, create_policy
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
@@ -189,6 +189,11 @@ def headroom(case: Case) -> dict[str, Any]:
     return {"name": "headroom", "prefill_cost": step["b"] / step["a"]}
 
 
+def reserved(share: float) -> dict[str, Any]:
+    """Return the policy that keeps a share free, and lets requests pass as `headroom` does."""
+    return {"name": "max_capacity", "reserve": share, "starvation": Headroom.starvation}
+
+
 class Arm(NamedTuple):
     """A policy, and what it knows."""
 
@@ -204,7 +209,7 @@ def arms(case: Case) -> dict[str, Arm]:
         "jsq_load, instant": Arm({"name": "jsq_load"}, dispatch="instant"),
         "jsq_load": Arm({"name": "jsq_load"}),
         "bfio, H = 0": Arm({"name": "bfio", "horizon": 0}),
-        **{f"reserve {r:.0%}": Arm({"name": "max_capacity", "reserve": r}) for r in RESERVES},
+        **{f"reserve {share:.0%}": Arm(reserved(share)) for share in RESERVES},
         **{f"headroom, {f['name']}": Arm(headroom(case), f) for f in case.forecasts},
     }
 

@@ -25,6 +25,7 @@ __all__ = [
     "length_bucket",
     "limit_placements",
     "new_routing_inputs",
+    "passable",
     "place",
     "place_least",
     "routing_inputs",
@@ -33,6 +34,9 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 NO_EDGES: IntArray = np.empty(0, dtype=np.int64)
+
+MOST_PASSED = 64
+"""Requests that are passed in one decision at most, so that long queues cost no more time."""
 
 
 class RoutingInputs(NamedTuple):
@@ -115,6 +119,19 @@ def full(inputs: RoutingInputs) -> bool:
         if slots[g] > 0:
             return False
     return True
+
+
+@compiled
+def passable(inputs: RoutingInputs, i: int, held_back: int, starvation: float) -> bool:
+    """Return whether requests behind i, which has to wait, may be placed before it.
+
+    Args:
+        inputs: of the decision.
+        i: the waiting request.
+        held_back: requests before it that wait, too.
+        starvation: decode steps that a request waits while others pass it, at most.
+    """
+    return held_back < MOST_PASSED and inputs.waited[i] < starvation and not full(inputs)
 
 
 @compiled

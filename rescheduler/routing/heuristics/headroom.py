@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
-from rescheduler.routing.inputs import RoutingInputs, full, place
+from rescheduler.routing.inputs import RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
 __all__ = ["Headroom", "headroom"]
@@ -17,9 +17,6 @@ IntArray = npt.NDArray[np.int64]
 
 FURTHEST = 16_384
 """Steps ahead of the last point. Half the load has ended long before, or the cache is full."""
-
-HELD_BACK = 64
-"""Requests that may be passed in one decision, so that long queues cost no more time."""
 
 
 @compiled
@@ -43,9 +40,9 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
         if best >= 0:
             place(inputs, target, i, best)
             continue
-        held_back += 1
-        if inputs.waited[i] >= parameters[2] or held_back == HELD_BACK or full(inputs):
+        if not passable(inputs, i, held_back, parameters[2]):
             return
+        held_back += 1
 
 
 @compiled_inline

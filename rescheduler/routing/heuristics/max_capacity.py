@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
-from rescheduler.routing.inputs import RoutingInputs, place
+from rescheduler.routing.inputs import RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
 __all__ = ["MaxCapacity", "max_capacity"]
@@ -18,7 +18,11 @@ def max_capacity(
     parameters: npt.NDArray[np.float64],
     target: npt.NDArray[np.int64],
 ) -> None:
-    """Place the head of the pool where most tokens are free, until it fits nowhere."""
+    """Place requests where most tokens are free, in order of arrival.
+
+    The parameters are [2] the reserve, and the steps after which a request is not passed any more.
+    """
+    held_back = 0
     capacity, load = inputs.capacity, inputs.load
     slots, room = inputs.slots, inputs.room
     reserve = parameters[0]
@@ -34,9 +38,12 @@ def max_capacity(
                 continue
             if best < 0 or free > most or (free == most and load[g] < load[best]):
                 best, most = g, free
-        if best < 0:
+        if best >= 0:
+            place(inputs, target, i, best)
+        elif passable(inputs, i, held_back, parameters[1]):
+            held_back += 1
+        else:
             return
-        place(inputs, target, i, best)
 
 
 @routing_policy("max_capacity")
@@ -51,19 +58,21 @@ class MaxCapacity(RoutingPolicy):
     least load. The paper decides once a second, ``every: 1``; one request a second would never
     serve 20, so that here as many as fit are placed then.
 
-    Ours is ``reserve``: running requests grow, and one for which there is no room is preempted. An
-    instance that has requests takes another one only if this share of its cache stays free,
-    :math:`K_g - L_g - s \ge \rho K_g`; else the front waits. Instant dispatch asks only once about
-    each request, so that it needs ``every`` then.
+    Ours are ``reserve`` and ``starvation``. Running requests grow, and one for which there is no
+    room is preempted. An instance that has requests takes another one only if this share of its
+    cache stays free, :math:`K_g - L_g - s \ge \rho K_g`; else that one waits. Instant dispatch asks
+    only once about each request, so that it needs ``every`` then.
 
     Source: Performance Aware LLM Load Balancer (Jain et al. 2025), C.3.2.
 
     Attributes:
         every: seconds between two decisions; 0 to decide whenever something happens.
         reserve: ρ, share of a KV cache that is kept free; 0 as in the paper.
+        starvation: decode steps that a request which fits nowhere waits while others pass it, at
+            most; 0 as in the paper, where it blocks those behind it.
 
     Raises:
-        ValueError: the time is negative, or the reserve no share below 1.
+        ValueError: a negative time or number of steps, or a reserve that is no share below 1.
     """
 
     needs = Needs.LOADS
@@ -71,6 +80,7 @@ class MaxCapacity(RoutingPolicy):
 
     every: float = 0.0
     reserve: float = 0.0
+    starvation: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a negative time, and a reserve that leaves nothing."""
@@ -78,10 +88,14 @@ class MaxCapacity(RoutingPolicy):
             raise ValueError(f"max_capacity: every must be at least 0, not {self.every}")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"max_capacity: reserve must be in [0, 1), not {self.reserve}")
+        if not isinstance(self.starvation, int) or self.starvation < 0:
+            raise ValueError(
+                f"max_capacity: starvation must be a whole number from 0, not {self.starvation!r}"
+            )
 
     def parameters(self) -> npt.NDArray[np.float64]:
-        """Return the reserve."""
-        return np.array([float(self.reserve)])
+        """Return the reserve, and the steps after which a request is not passed."""
+        return np.array([self.reserve, self.starvation], dtype=np.float64)
 
     def holds_back(self) -> bool:
         """Return whether a share is kept free."""

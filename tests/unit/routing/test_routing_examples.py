@@ -125,6 +125,7 @@ def test_max_capacity_keeps_a_reserve_except_on_an_empty_instance() -> None:
     # 10 stay free: the second has 55 left after the first, of which 45 may be taken.
     assert placed("max_capacity", view, reserve=0.1) == [1, 1, 0]
     assert placed("max_capacity", view, reserve=0.2) == [1, -1, -1]
+    assert placed("max_capacity", view, reserve=0.2, starvation=1) == [1, -1, 1]
     over = replace(cluster([[(150, 1.0)]], [(5, 1.0)], capacity=100), instant=True)
     assert placed("max_capacity", over) == [0], "without a reserve nobody waits at the router"
     assert placed("max_capacity", over, reserve=0.1) == [-1]
