@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from data_collection.models import resolve_model
+from rescheduler.engines.bound_addresses import with_bound_addresses
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_checks import LaunchError, cpu_interpreter
@@ -46,6 +47,7 @@ def launch(
 
     Raises:
         ValueError: an option is out of its range.
+        DeploymentError: a host name does not lead to this machine.
         LaunchError: an engine cannot be started, or all have exited.
     """
     if at_once is not None and at_once < 1:
@@ -65,10 +67,11 @@ def launch(
 def _commands(deployment: Deployment, only: Sequence[str]) -> str:
     """Return what would be started, for a shell."""
     model, python = resolve_model(deployment.model), cpu_interpreter()
+    here = with_bound_addresses(deployment, chosen(deployment, only))
     return "\n\n".join(
         f"# {instance.name}, {instance.role}\n"
-        + engine_command(deployment, instance, model, python).shell()
-        for instance in chosen(deployment, only)
+        + engine_command(here, instance, model, python).shell()
+        for instance in chosen(here, only)
     )
 
 

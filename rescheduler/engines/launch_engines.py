@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data_collection.models import resolve_model
 from rescheduler.commands.interrupts import ending_signals_held, ending_signals_raised
+from rescheduler.engines.bound_addresses import with_bound_addresses
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.engine_command import EngineCommand, engine_command
 from rescheduler.engines.launch_checks import (
@@ -78,19 +79,21 @@ def launched(
         at_once: how many engines load at the same time; None: all.
 
     Raises:
+        DeploymentError: a host name does not lead to this machine.
         LaunchError: an engine cannot be started, or ended while it loaded.
         ValueError: the model is unknown, see `data_collection.models.resolve_model`.
     """
-    instances = chosen(deployment, only)
+    here = with_bound_addresses(deployment, chosen(deployment, only))
+    instances = chosen(here, only)
     check_versions()
-    check_ports(deployment, instances, serve)
+    check_ports(here, instances, serve)
     model, python = resolve_model(deployment.model), cpu_interpreter()
     logs.mkdir(parents=True, exist_ok=True)
     write_deployment(deployment, logs / _FILE)
     servers = [
         ServerProcess(
             instance.name,
-            engine_command(deployment, instance, model, python),
+            engine_command(here, instance, model, python),
             instance.url,
             logs / f"{instance.name}.log",
         )
