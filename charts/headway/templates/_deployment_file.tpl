@@ -1,0 +1,68 @@
+{{/* Ports within the pods; each pod has an address of its own. */}}
+{{- define "headway.ports" -}}
+http: 8100
+{{- if .Values.keys.existingSecret }}
+control: 8101
+{{- if .Values.engine.checkpoint }}
+telemetry: 8102
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The deployment without its instances: what an engine is started from, besides its own lines. */}}
+{{- define "headway.sharedOptions" -}}
+{{- $model := required "model: a Hugging Face id, or a folder below /models" .Values.model -}}
+{{- if and .Values.migration (not .Values.keys.existingSecret) -}}
+{{- fail "migration: requests are moved through the engines' control sockets, which require keys: name a Secret as keys.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.engine.batching (gt (int .Values.prefill.replicas) 0) -}}
+{{- fail "engine.batching: requires engines that both prefill and decode: set prefill.replicas to 0" -}}
+{{- end -}}
+{{- $options := dict "model" $model "served_model_name" .Values.servedModelName "engine" .Values.engine -}}
+{{- if .Values.keys.existingSecret -}}
+{{- $_ := set $options "keys" "/etc/headway-keys" -}}
+{{- end -}}
+{{- toYaml $options -}}
+{{- end -}}
+
+{{/* Further flags of a role's engines, as JSON. */}}
+{{- define "headway.arguments" -}}
+{{- if gt (int .gpus) 1 -}}
+{{- concat (list "--tensor-parallel-size" (toString (int .gpus))) .arguments | toJson -}}
+{{- else -}}
+{{- toJson .arguments -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The file that `headway launch` and `headway serve` read. An instance is called like its pod. */}}
+{{- define "headway.deploymentFile" -}}
+{{- $file := include "headway.sharedOptions" . | fromYaml -}}
+{{- $ports := include "headway.ports" . | fromYaml -}}
+{{- $instances := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $set := printf "%s-%s" (include "headway.name" $) $role -}}
+{{- $values := index $.Values $role -}}
+{{- range $i := until (int $values.replicas) -}}
+{{- $pod := printf "%s-%d" $set $i -}}
+{{- $host := printf "%s.%s.%s.svc.%s" $pod $set $.Release.Namespace $.Values.clusterDomain -}}
+{{- $instance := dict "name" $pod "role" $role "url" (printf "http://%s:%d" $host (int $ports.http)) -}}
+{{- range $kind := list "control" "telemetry" -}}
+{{- if hasKey $ports $kind -}}
+{{- $_ := set $instance $kind (printf "tcp://%s:%d" $host (int (index $ports $kind))) -}}
+{{- end -}}
+{{- end -}}
+{{- $arguments := include "headway.arguments" $values | fromJsonArray -}}
+{{- if $arguments -}}
+{{- $_ := set $instance "arguments" $arguments -}}
+{{- end -}}
+{{- $instances = append $instances $instance -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $file "instances" $instances -}}
+{{- $_ := set $file "routing" .Values.routing -}}
+{{- if .Values.migration -}}
+{{- $_ := set $file "migration" .Values.migration -}}
+{{- end -}}
+{{- $_ := set $file "proxy" (merge (dict "host" "0.0.0.0" "port" 8000) .Values.proxy.options) -}}
+{{- toYaml $file -}}
+{{- end -}}

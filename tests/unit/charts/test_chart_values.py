@@ -1,0 +1,86 @@
+"""The values of the Helm chart: which are refused, and that they are those Headway reads."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import msgspec
+import pytest
+import yaml
+from rendered_chart import CHART, REQUIRED, render, rendered
+
+from rescheduler.engines.deployment import EngineOptions, ProxyOptions
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "model: a Hugging Face id"),
+        ({"model": "m"}, "image.repository: there is no published image"),
+        ({"decode": {"replicas": 0}}, "at '/decode/replicas': minimum: got 0, want 1"),
+        ({"decode": {"replicas": "two"}}, "at '/decode/replicas': got string, want integer"),
+        ({"modle": "m"}, "additional properties 'modle' not allowed"),
+        ({"engine": {"max_len": 1}}, "at '/engine': additional properties 'max_len' not allowed"),
+        ({"engine": {"k": 0}}, "at '/engine/k': minimum: got 0, want 1"),
+        ({"proxy": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
+        ({"routing": None}, "missing property 'routing'"),
+        ({"migration": {"prediction": False}}, "at '/migration': missing property 'name'"),
+        ({"keys": {"existingSecret": "My keys"}}, "at '/keys/existingSecret': 'My keys' does not"),
+        ({"networkPolicy": {"clients": {}}}, "at '/networkPolicy/clients': got object, want array"),
+        ({"prefill": {"resources": {"limits": {"memory": "much"}}}}, "at '/prefill/resources"),
+        ({**REQUIRED, "migration": {"name": "star"}}, "migration: .* keys.existingSecret"),
+        (
+            {**REQUIRED, "engine": {"batching": {"admission": True}}},
+            "engine.batching: .*set prefill.replicas to 0",
+        ),
+    ],
+    ids=json.dumps,
+)
+def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=said):
+        render(values)
+
+
+def test_the_schema_knows_headway_s_options() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    assert schema["engine"]["properties"] == options_schema(EngineOptions)
+    own = {"host", "port", "admin_port", "engine_key_file"}  # the chart decides these
+    expected = {k: v for k, v in options_schema(ProxyOptions).items() if k not in own}
+    assert schema["proxy"]["properties"]["options"]["properties"] == expected
+
+
+def options_schema(options: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return what JSON schema says of a struct's fields, less what Helm says badly."""
+    (described,) = msgspec.json.schema_components([options])[1].values()
+    fields = {}
+    for name, field in described["properties"].items():
+        # A value that is null in Helm is not there.
+        choices = [c for c in field.get("anyOf", [field]) if c.get("type") != "null"]
+        (field,) = choices
+        if field["type"] == "integer" and field.pop("exclusiveMinimum", None) == 0:
+            field["minimum"] = 1
+        fields[name] = {key: value for key, value in field.items() if key != "default"}
+    return fields
+
+
+def test_the_chart_is_one_that_helm_finds_nothing_wrong_with() -> None:
+    report = helm_python.lint(str(CHART), REQUIRED, strict=True)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+def test_the_chart_installs_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert chart["appVersion"] == project["version"]
+    assert render(REQUIRED).container("proxy")["image"].endswith(f":{project['version']}")
+
+
+def test_the_notes_say_what_is_missing() -> None:
+    defaults, all_set = rendered("defaults").notes, rendered("everything").notes
+    assert "http://headway.prod.svc.cluster.local/v1" in defaults
+    for missing in ("keys.existingSecret", "apiKey.existingSecret"):
+        assert missing in defaults
+        assert missing not in all_set
