@@ -15,6 +15,7 @@ from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.telemetry_messages import TOPIC, TelemetryError
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
+from rescheduler.transfer.lost_peers import notice_lost_peers
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class TelemetrySubscriber:
         try:
             self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC.partition(b"/")[0])
             self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+            notice_lost_peers(self._socket)
             self._socket.setsockopt(zmq.IPV6, int(any("[" in name for name in self.endpoints)))
             if keys is not None:
                 self._authenticator = apply_curve(self._socket, keys, "watcher", bool(bind))

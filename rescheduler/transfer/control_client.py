@@ -30,6 +30,7 @@ from rescheduler.transfer.control_messages import (
     decode_reply,
     encode,
 )
+from rescheduler.transfer.lost_peers import notice_lost_peers
 
 __all__ = ["ControlClient"]
 
@@ -65,6 +66,7 @@ class ControlClient:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            notice_lost_peers(self._socket)
             if keys is not None:
                 apply_curve(self._socket, keys, "watcher", serves=False)
             self._socket.connect(endpoint)
