@@ -111,7 +111,7 @@ class StreamSplicer:
 
     Args:
         request: the client's.
-        tokenizer: of the served model.
+        tokenizer: of the served model; None for a request that never moves.
 
     Attributes:
         prompt_token_ids: of the prompt, once the first chunk came.
@@ -120,7 +120,7 @@ class StreamSplicer:
             sends text without its tokens.
     """
 
-    def __init__(self, request: ClientRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ClientRequest, tokenizer: Tokenizer | None) -> None:
         self.prompt_token_ids: list[int] = []
         self.output_token_ids: list[int] = []
         self.moves = True
@@ -159,6 +159,7 @@ class StreamSplicer:
         """Continue with chunks of another engine from here."""
         if self._text is None:
             request = self._request
+            assert self._tokenizer is not None
             rules = TextRules(
                 request.stop,
                 request.include_stop,

@@ -126,10 +126,10 @@ class LiveRequest:
         client: ClientRequest,
         headers: dict[str, str],
         arrived: float,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         placements: "Placements[LiveRequest]",
     ) -> "LiveRequest":
-        """Return a request that has just arrived."""
+        """Return a request that has just arrived; one without a tokenizer never moves."""
         splicer = StreamSplicer(client, tokenizer)
         guess = client.prompt_ids or max(1, client.size // _CHARACTERS_PER_TOKEN)
         return cls(id, name, client, headers, arrived, splicer, guess, placements)

@@ -2,20 +2,19 @@
 
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from predictor.live.curve_keys import shared_secret
-from rescheduler.engines.deployment import Deployment, DeploymentError, ProxyOptions
+from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.placement.deployed_policy import deployed_policy
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -24,6 +23,7 @@ from rescheduler.placement.placements import Placements
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.proxy.drainer import Drainer
+from rescheduler.proxy.engine_key import engine_key
 from rescheduler.proxy.loop_monitor import watch_loop
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
@@ -33,7 +33,7 @@ from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream
-from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
+from rescheduler.routing.policy import Needs
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
@@ -74,7 +74,7 @@ class Proxy:
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
         options = deployment.proxy
         self.deployment, self._tokenizer = deployment, tokenizer
-        self._policy, self._planner = _policies(deployment)
+        self._policy, self._planner = deployed_policy(deployment), _planner(deployment)
         self.running = 0
         self.ending = self.cutting = False
         self._handlers: set[asyncio.Task[Any]] = set()
@@ -101,7 +101,7 @@ class Proxy:
             self._forecasts = LiveForecasts(telemetry)
             if self._policy.needs_budget:
                 budgets = PrefillBudgets(telemetry)
-        self.upstream = Upstream(options, _engine_key(options))
+        self.upstream = Upstream(options, engine_key(options))
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
         self.dispatcher = Dispatcher(
@@ -237,62 +237,25 @@ class Proxy:
             self._planner[0].plan(crowded_view())
 
 
-def _engine_key(options: ProxyOptions) -> str | None:
-    """Return the API key of the engines, if they have one.
+def _planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:
+    """Create the planner, with its interval in seconds.
 
     Raises:
-        DeploymentError: its file cannot be read, or is empty.
+        DeploymentError: unknown planner, or one that this deployment cannot serve.
     """
-    if options.engine_key_file is None:
-        return os.environ.get("VLLM_API_KEY") or None
-    try:
-        key = Path(options.engine_key_file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"proxy.engine_key_file: {error}") from error
-    if not key:
-        raise DeploymentError(f"proxy.engine_key_file: {options.engine_key_file} is empty")
-    return key
-
-
-def _policies(
-    deployment: Deployment,
-) -> tuple[RoutingPolicy, tuple[MigrationPolicy, float] | None]:
-    """Create the routing policy, and the planner with its interval in seconds."""
-    forecasts = any(i.telemetry for i in deployment.decode)
-    try:
-        policy = create_policy(**deployment.routing)
-        if deployment.routing.get("solver") == "exact":
-            raise ValueError("solver: exact may take seconds, for which every stream would wait")
-        policy.refuse_other_cluster(len(deployment.decode))
-    except ValueError as error:
-        raise DeploymentError(f"routing: {error}") from error
-    if policy.needs_budget and deployment.prefill:
-        raise DeploymentError(
-            f"routing.name: {policy.name} chooses between engines that prefill and decode; here "
-            f"{deployment.prefill[0].name} prefills for the others"
-        )
-    if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
-        raise DeploymentError(
-            f"routing.name: {policy.name} requires the prefill budget of every instance, "
-            "and some have no telemetry"
-        )
-    if policy.needs >= Needs.LENGTHS and not forecasts:
-        raise DeploymentError(
-            f"routing.name: {policy.name} requires forecasts, and no decode instance has telemetry"
-        )
     if deployment.migration is None:
-        return policy, None
+        return None
     section = dict(deployment.migration)
     seconds = float(section.pop("interval_seconds", 1.0))
     try:
         planner = create_migration_policy(**section)
     except ValueError as error:
         raise DeploymentError(f"migration: {error}") from error
-    if planner.needs >= Needs.LENGTHS and not forecasts:
+    if planner.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
         raise DeploymentError(
             f"migration.name: {planner.name} requires forecasts, and no decode instance has "
             "telemetry"
         )
     if not any(i.control for i in deployment.decode):
         raise DeploymentError("migration: no decode instance has a control socket to move by")
-    return policy, (planner, seconds)
+    return planner, seconds

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from rescheduler.openai.openai_request import (
     read_forwarded,
     read_request,
 )
+from rescheduler.openai.request_name import given_name
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
@@ -28,7 +28,6 @@ __all__ = ["http_app"]
 logger = logging.getLogger("headway.serve")
 
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
-_NAME = re.compile(r"[\w.:-]{1,128}")
 
 
 def http_app(proxy: Proxy) -> web.Application:
@@ -82,9 +81,7 @@ class _Endpoints:
             raise
 
     async def _answered(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
-        name = http.headers.get("X-Request-Id") or client.request_id
-        if name is None or not _NAME.fullmatch(name):
-            name = None
+        name = given_name(http.headers.get("X-Request-Id"), client)
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         request = self._proxy.new_request(client, name, headers)
         answer = ClientAnswer(http, client, {"X-Request-Id": request.name}, self._options)

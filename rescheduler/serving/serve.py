@@ -10,13 +10,12 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
+from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.listeners import Listeners
 
-__all__ = ["LOG_FORMAT", "LOG_TIME", "load_tokenizer", "serve"]
-
-LOG_FORMAT, LOG_TIME = "%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%d %H:%M:%S"
+__all__ = ["load_tokenizer", "serve"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -34,8 +33,7 @@ def serve(config: Deployment, verbose: bool = False) -> None:
     Raises:
         DeploymentError: the deployment cannot be served.
     """
-    logging.basicConfig(format=LOG_FORMAT, datefmt=LOG_TIME)
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log_serving(verbose)
     tokenizer = load_tokenizer(config.model)
     try:
         import uvloop

@@ -29,8 +29,8 @@ from benchmarks.support.move_log import (
     with_overflows,
 )
 from benchmarks.support.paired_rounds import mean_of, paired_difference
+from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
-from rescheduler.serving.serve import LOG_FORMAT, LOG_TIME
 
 MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 
