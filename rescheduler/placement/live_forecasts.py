@@ -15,6 +15,7 @@ __all__ = ["LiveForecasts"]
 _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
 _KEPT = 50_000
+_MOST_TOKENS = 2**40  # a client may ask for a number that no float holds
 _GRID = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has published its own
 
 
@@ -28,6 +29,9 @@ class LiveForecasts:
     Engines may have predictors with different grids, as during a rolling change: forecasts are
     kept by grid, and read on the union of the grids, on which each curve is the same function.
 
+    Of a request that stays where it is placed, whose tokens may not be seen one by one, an engine
+    also says here how many it has.
+
     Args:
         telemetry: of the engines.
     """
@@ -36,6 +40,7 @@ class LiveForecasts:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
+        self._staying: dict[str, LiveRequest] = {}
         self._ended: dict[str, None] = {}  # the latest; what is on its way is not for the next
 
     def refresh(self) -> None:
@@ -51,9 +56,13 @@ class LiveForecasts:
     def began(self, request: LiveRequest) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
         self._ended.pop(request.external_id, None)
+        if not request.client.movable:
+            self._staying[request.external_id] = request
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself."""
+        if self._staying.get(request.external_id) is request:
+            del self._staying[request.external_id]
         self._ended[request.external_id] = None
         if len(self._ended) > _KEPT:
             del self._ended[next(iter(self._ended))]
@@ -86,7 +95,7 @@ class LiveForecasts:
         for i in np.flatnonzero(unknown).tolist():
             most = requests[i].client.max_tokens
             if most is not None:
-                left[i] = max(1, most - requests[i].generated_tokens)
+                left[i] = max(1, min(most, _MOST_TOKENS) - requests[i].generated_tokens)
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received
 
     def _take(self, batch: ForecastBatch) -> None:
@@ -96,6 +105,11 @@ class LiveForecasts:
             rows = table.rows(batch.names)
             newest &= (rows < 0) | (batch.context >= table.context[rows])
         chosen = np.flatnonzero(newest)
+        for i in chosen.tolist():
+            request = self._staying.get(batch.names[i])
+            if request is not None:
+                prompt = int(batch.prompt_tokens[i])
+                request.reported(prompt, int(batch.context[i]) - prompt)
         if batch.edges not in self._tables:
             self._tables[batch.edges] = ForecastTable(batch.edges)
         for edges, table in self._tables.items():

@@ -140,6 +140,11 @@ class LiveRequest:
         return self._state
 
     @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return isinstance(self._state, Finished)
+
+    @property
     def transfer_params(self) -> Params | None:
         """Where its instance finds its KV cache; None if the instance computes it."""
         state = self._state
@@ -241,10 +246,20 @@ class LiveRequest:
         last, self._last_token = self._last_token, now
         return TokenArrival(first, landed, None if last is None else now - last)
 
-    def untracked_tokens(self, tokens: int, now: float) -> None:
-        """Note tokens of a stream that is passed through unread."""
-        self.token(now)
+    def untracked_tokens(self, tokens: int, now: float) -> TokenArrival:
+        """Note tokens of a stream that is passed through as it is."""
+        arrival = self.token(now)
         self._untracked += tokens
+        return arrival
+
+    def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
+        """Note what its engine says of a stream that is passed through as it is.
+
+        Of several prompts or answers it says this one by one, which is not their sum.
+        """
+        if self.client.direct not in ("prompt", "n", "best_of"):
+            self.prompt_tokens = prompt_tokens
+            self._untracked = max(self._untracked, generated_tokens)
 
     def move_to(self, target: InstanceState) -> Move:
         """Begin to move: its target copies what there is of its KV cache."""

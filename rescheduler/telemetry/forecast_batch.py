@@ -21,6 +21,7 @@ class ForecastBatch:
     Attributes:
         edges: [n_edges] grid of the curves, in tokens.
         names: [n] ids of the requests as clients know them.
+        prompt_tokens: [n] of each request.
         context: [n] tokens of prompt and output when each forecast was made.
         tokens_left: [n] tokens to ``max_tokens`` from there.
         survival: [n, n_edges] the curves, in units of 1 / `SURVIVAL_SCALE`.
@@ -28,6 +29,7 @@ class ForecastBatch:
 
     edges: tuple[int, ...]
     names: tuple[str, ...]
+    prompt_tokens: npt.NDArray[np.int64]
     context: npt.NDArray[np.int64]
     tokens_left: npt.NDArray[np.int64]
     survival: npt.NDArray[np.uint16]
@@ -48,6 +50,7 @@ class ForecastBatch:
         return cls(
             tuple(edges),
             tuple(names),
+            np.fromiter((one.prompt_tokens for one in requests), np.int64, n),
             np.fromiter((one.prompt_tokens + one.forecast_at for one in requests), np.int64, n),
             np.fromiter((one.tokens_left for one in requests), np.int64, n),
             coded.reshape(n, len(edges)),

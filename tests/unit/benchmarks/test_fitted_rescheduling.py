@@ -103,6 +103,7 @@ def recording(folder: Path, requests: list[dict[str, Any]]) -> None:
         ForecastBatch(
             edges,
             (f"chatcmpl-{one['name']}",),
+            np.array([one["prompt"]]),
             np.array([one["prompt"] + at]),
             np.array([one["max_tokens"] - at]),
             np.array([[65_535, 60_000 - 100 * at, 20_000, 0]], dtype=np.uint16),

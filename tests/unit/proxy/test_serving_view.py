@@ -190,6 +190,36 @@ def test_forecasts_follow_their_requests_and_age(
         assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
 
 
+def test_a_client_may_ask_for_more_tokens_than_a_float_holds(tokenizer: Tokenizer) -> None:
+    greedy = request(tokenizer, "r1", 10, 3, max_tokens=10**400)
+    with TelemetrySubscriber("tcp://127.0.0.1:9", view=TelemetryView(history=False)) as telemetry:
+        forecast = LiveForecasts(telemetry).forecast([greedy])
+    assert 0 < forecast.at([1_000])[0] < 1
+
+
+def test_an_engine_says_how_many_tokens_a_request_has_whose_stream_is_not_read(
+    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
+) -> None:
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    a, on = instance("a"), Placements[LiveRequest]()
+    read = request(tokenizer, "read", 300, 4, a, on)
+    whole = request(tokenizer, "whole", 300, 0, a, on, echo=True)
+    several = request(tokenizer, "several", 300, 0, a, on, n=2)
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}", view=view) as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        curve = [1.0, 0.8, 0.4, 0.0]
+        for one in (read, whole, several):
+            forecasts.began(one)
+        while not view.instances:
+            curves = {"read": curve, "whole": curve, "several": curve}
+            publisher.send_multipart(snapshot_of("a", 0, EDGES, **curves))
+            time.sleep(0.01)
+        forecasts.refresh()
+    known = [(one.prompt_tokens, one.generated_tokens) for one in (read, whole, several)]
+    assert known == [(300, 4), (10, 5), (300, 0)]
+
+
 def snapshot_of(at: str, seq: int, edges: list[int], **curves: list[float]) -> list[bytes]:
     """Return what an engine publishes of requests with 10 prompt tokens, 5 tokens on."""
     requests = [
