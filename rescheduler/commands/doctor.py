@@ -154,6 +154,7 @@ def _nixl() -> Finding:
 def _optional_parts() -> list[Finding]:
     parts = (
         ("optuna", "headway tune", "pip install 'headway[tune]'"),
+        ("grpcio", "headway picker", "pip install 'headway[gateway]'"),
         ("gguf", "preparing the embedded model", "pip install 'headway[embedded]'"),
         ("accelerate", "preparing the embedded model", "pip install 'headway[embedded]'"),
     )

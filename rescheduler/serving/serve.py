@@ -10,6 +10,7 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
+from rescheduler.commands.event_loop import run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.proxy.proxy import Proxy
@@ -35,12 +36,7 @@ def serve(config: Deployment, verbose: bool = False) -> None:
     """
     log_serving(verbose)
     tokenizer = load_tokenizer(config.model)
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_serve(config, tokenizer))
-    else:
-        uvloop.run(_serve(config, tokenizer))
+    run_server(_serve(config, tokenizer))
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -46,6 +46,7 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["dataset", "--help"], ["inspect", "validate", "merge"]),
         (["evaluate", "--help"], ["--comparators", "checkpoint"]),
         (["tune", "--help"], ["--trials"]),
+        (["picker", "--help"], ["FULL_DUPLEX_STREAMED", "--port", "--certificate", "docs/gateway"]),
         (["train", "fit", "--help"], ["--data.dataset", "--model.help", "--patience"]),
         (["train", "fit", "--model.help", "SurvivalTraining"], ["--model.limit", "--model.noise"]),
         (["train", "fit", "--model.help", "RemainingLengthTraining"], ["--model.widths"]),

@@ -75,6 +75,11 @@ def test_the_simulation_page_migrates_a_request() -> None:
     assert len(names["result"].requests.number) == 40
 
 
+def test_the_gateway_page_shows_the_configuration_of_envoy() -> None:
+    config = (ROOT / "configs" / "gateway" / "envoy.yaml").read_text()
+    assert f"```yaml\n{config}```" in (DOCS / "gateway.md").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

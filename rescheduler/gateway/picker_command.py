@@ -1,0 +1,81 @@
+"""`headway picker`: the endpoint picker as a command."""
+
+import asyncio
+import gc
+import logging
+import signal
+from pathlib import Path
+
+from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.log_format import log_serving
+from rescheduler.engines.deployment import Deployment, DeploymentError
+
+__all__ = ["picker"]
+
+logger = logging.getLogger("headway.serve")
+
+
+def picker(
+    config: Deployment,
+    host: str = "127.0.0.1",
+    port: int = 9002,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+    verbose: bool = False,
+) -> None:
+    """Pick the engine of each request that an Envoy gateway forwards, by a routing policy.
+
+    An endpoint picker of the Gateway API Inference Extension: Envoy's ext_proc filter, with bodies
+    FULL_DUPLEX_STREAMED, asks it where each request goes, and shows it the answer as it passes.
+    The engines must be running, each able to prefill and decode; what prefills for others, or
+    moves, needs `headway serve` in place of a gateway.
+
+    The deployment file is that of `headway serve`. Of its section `proxy`, the picker uses the
+    limits on waiting requests and on bodies, and the health probes. Ctrl-C or SIGTERM stops it,
+    once the requests that run have ended or `proxy.shutdown_seconds` are over; docs/gateway.md has
+    a configuration of Envoy.
+
+    Args:
+        config: the deployment.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        certificate: PEM file of a TLS certificate, for gateways that connect with TLS.
+        private_key: PEM file of its private key.
+        verbose: also log where requests go, and the messages of libraries.
+
+    Raises:
+        DeploymentError: the picker cannot serve this deployment, or not at this address.
+    """
+    log_serving(verbose)
+    if (certificate is None) != (private_key is None):
+        raise DeploymentError("--certificate and --private-key belong together")
+    try:
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise DeploymentError("the picker needs gRPC: pip install 'headway[gateway]'") from error
+    run_server(_pick(config, host, port, certificate, private_key))
+
+
+async def _pick(
+    deployment: Deployment, host: str, port: int, certificate: Path | None, key: Path | None
+) -> None:
+    from rescheduler.gateway.picker import Picker
+    from rescheduler.gateway.picker_server import PickerServer
+
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    picker = Picker(deployment)
+    try:
+        server = PickerServer(picker, host, port, certificate, key)
+        await picker.start()
+        await server.start()
+        gc.collect()
+        gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
+        print(f"picking on {server.address}", flush=True)
+        await ended.wait()
+        seconds = deployment.proxy.shutdown_seconds
+        logger.info("ending: running requests have %g s to finish", seconds)
+        await server.stop(seconds)
+    finally:
+        await picker.close()

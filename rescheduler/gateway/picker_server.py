@@ -1,0 +1,103 @@
+"""The gRPC server of the picker: Envoy's external processor, and health checks."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.gateway.messages import (
+    HEALTH,
+    PROCESSOR,
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
+from rescheduler.gateway.picker import Picker
+
+__all__ = ["PickerServer"]
+
+_SERVING, _NOT_SERVING = 1, 2
+_ALIVE = "liveness"
+_KNOWN = ("", _ALIVE, "readiness", PROCESSOR)
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a port in use is an error
+    # A gateway that vanishes must not leave its requests behind.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class PickerServer:
+    """Serves a picker to gateways.
+
+    Args:
+        picker: that answers.
+        host: address to listen on.
+        port: 0 takes a free one.
+        certificate: PEM file of the server's certificate and its chain; None: no TLS.
+        key: PEM file of its private key.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        DeploymentError: the address is in use or does not exist, or a file cannot be read.
+    """
+
+    def __init__(
+        self, picker: Picker, host: str, port: int, certificate: Path | None, key: Path | None
+    ) -> None:
+        self._picker, self._ending = picker, False
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    PROCESSOR, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+                ),
+                grpc.method_handlers_generic_handler(
+                    HEALTH,
+                    {
+                        "Check": grpc.unary_unary_rpc_method_handler(
+                            self._check,
+                            HealthCheckRequest.FromString,
+                            HealthCheckResponse.SerializeToString,
+                        )
+                    },
+                ),
+            )
+        )
+        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        try:
+            if certificate is None or key is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                pair = (key.read_bytes(), certificate.read_bytes())
+                credentials = grpc.ssl_server_credentials([pair])
+                bound = self._server.add_secure_port(address, credentials)
+        except (OSError, RuntimeError) as error:
+            raise DeploymentError(f"cannot listen on {address}: {error}") from error
+        self.address = f"{address.rpartition(':')[0]}:{bound}"
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more requests, and give those that run some seconds to end."""
+        self._ending = True
+        await self._server.stop(seconds)
+
+    async def _process(
+        self, requests: object, context: "grpc.aio.ServicerContext[bytes, bytes]"
+    ) -> None:
+        del requests  # they are read from the context
+        await self._picker.process(context)
+
+    async def _check(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        """Say whether the picker lives, or can place requests."""
+        if request.service not in _KNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        serves = request.service == _ALIVE or (self._picker.ready and not self._ending)
+        return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)

@@ -1,0 +1,102 @@
+"""A picker asked without Envoy, so that it can be asked what no Envoy would."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import msgspec
+from scripted_cluster import OPTIONS, until
+from scripted_engine import ScriptedEngine
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Deployment
+from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
+from rescheduler.gateway.picker import Picker
+from rescheduler.gateway.picker_server import PickerServer
+
+__all__ = ["Asked", "asked_picker", "request_head", "said"]
+
+
+def request_head(path: str = "/v1/completions", ends: bool = False, **more: str) -> Any:
+    """Return the headers of a POST."""
+    message = ProcessingRequest()
+    for key, value in {":method": "POST", ":path": path, **more}.items():
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    message.request_headers.end_of_stream = ends
+    return message
+
+
+def said(**fields: Any) -> Any:
+    """Return a message about a body, or the headers of an answer."""
+    return ProcessingRequest(**fields)
+
+
+@dataclass
+class Asked:
+    """A picker, and a connection to it."""
+
+    picker: Picker
+    server: PickerServer
+    channel: grpc.aio.Channel
+
+    def call(self) -> Any:
+        """Begin an exchange."""
+        return self.channel.stream_stream(f"/{PROCESSOR}/Process")()
+
+    async def exchange(
+        self, messages: Sequence[bytes], leaves: bool = False
+    ) -> tuple[list[Any], grpc.StatusCode]:
+        """Say all of this at once; return what is answered, and how the exchange ends.
+
+        Args:
+            messages: what is said.
+            leaves: break it off then, in place of ending it.
+        """
+        call, answers = self.call(), []
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            for message in messages:
+                await call.write(message)
+            if leaves:
+                call.cancel()
+            await call.done_writing()
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            while (raw := await call.read()) is not grpc.aio.EOF:
+                answers.append(ProcessingResponse.FromString(raw))
+        return answers, await call.code()
+
+    async def idle(self) -> None:
+        """Nothing runs and nothing waits."""
+        await until(
+            lambda: (
+                not any(map(self.picker.placements.on, self.picker.instances.values()))
+                and not self.picker.dispatcher.waiting
+            )
+        )
+
+
+@asynccontextmanager
+async def asked_picker(
+    tokenizer: Tokenizer, engines: int = 1, **options: Any
+) -> AsyncIterator[Asked]:
+    """Run a picker for scripted engines, and connect to it; the options are of ``proxy``."""
+    made = [ScriptedEngine(f"decode-{i}", "decode", tokenizer, {}) for i in range(engines)]
+    deployment = Deployment(
+        model="m",
+        instances=[await engine.start() for engine in made],
+        proxy=msgspec.structs.replace(OPTIONS, **options),
+    )
+    picker = Picker(deployment)
+    server = PickerServer(picker, "127.0.0.1", 0, None, None)
+    await picker.start()
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield Asked(picker, server, channel)
+    finally:
+        await server.stop(0)
+        await picker.close()
+        for engine in made:
+            await engine.stop()

@@ -1,0 +1,139 @@
+"""The picker asked without Envoy: subsets, limits, and what it keeps of a request."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+from gateway_calls import Asked, asked_picker, request_head, said
+from scripted_cluster import until
+from tokenizers import Tokenizer
+
+from rescheduler.gateway.messages import ProcessingResponse
+
+BODY = said(request_body={"body": b'{"prompt": "a"}', "end_of_stream": True}).SerializeToString()
+
+
+def head(subset: list[str] | None = None, **headers: str) -> bytes:
+    message = request_head(**headers)
+    if subset is not None:
+        hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        listed = hint.fields["x-gateway-destination-endpoint-subset"].list_value
+        for one in subset:
+            listed.values.add(string_value=one)
+        listed.SetInParent()
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def destination(answer: Any) -> tuple[str, str]:
+    """What an answer says, in the header and in the metadata."""
+    name = "x-gateway-destination-endpoint"
+    options = answer.request_headers.response.header_mutation.set_headers
+    (header,) = (one.header.raw_value.decode() for one in options if one.header.key == name)
+    metadata = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields[name]
+    return header, metadata.string_value
+
+
+def refused(answers: list[Any]) -> tuple[int, str]:
+    """The status and the message of an error."""
+    (answer,) = answers
+    error = json.loads(answer.immediate_response.body)["error"]
+    return answer.immediate_response.status.code, error["message"]
+
+
+async def test_a_gateway_may_limit_where_a_request_goes(tokenizer: Tokenizer) -> None:
+    async with asked_picker(tokenizer, 3) as asked:
+        urls = [one.instance.url for one in asked.picker.instances.values()]
+        endpoints = [url.removeprefix("http://") for url in urls]
+        for subset, chosen in (
+            (None, endpoints[0]),
+            ([endpoints[2]], endpoints[2]),
+            (["10.0.0.1:1", endpoints[1]], endpoints[1]),
+        ):
+            answers, code = await asked.exchange([head(subset), BODY])
+            assert code is grpc.StatusCode.OK
+            assert destination(answers[0]) == (chosen, chosen)
+        for subset in ([], ["10.0.0.1:1"]):
+            for more in ({}, {"path": "/v1/models"}):
+                answers, _ = await asked.exchange([head(subset, **more), BODY])
+                assert refused(answers) == (503, "no engine in service may serve this request")
+
+
+async def begun(asked: Asked, *messages: bytes) -> Any:
+    call = asked.call()
+    for message in messages:
+        await call.write(message)
+    return call
+
+
+async def ended(call: Any) -> list[Any]:
+    """End an exchange; return all answers."""
+    await call.done_writing()
+    answers = []
+    while (raw := await call.read()) is not grpc.aio.EOF:
+        answers.append(ProcessingResponse.FromString(raw))
+    return answers
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    async with asked_picker(tokenizer, body_seconds=0.05) as asked:
+        call = await begun(asked, head())
+        answer = ProcessingResponse.FromString(await call.read())
+        assert refused([answer]) == (408, "the body took more than 0.05 s")
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_bodies_are_held_only_until_they_are_handed_on(tokenizer: Tokenizer) -> None:
+    async with asked_picker(tokenizer, bodies_mb=1, largest_body_mb=1) as asked:
+        large = {"content-length": str(900 << 10)}
+        uploading = await begun(asked, head(**large))
+        await asyncio.sleep(0)
+        answers: list[Any] = []
+        while not answers or answers[0].WhichOneof("kind") != "immediate_response":
+            answers, _ = await asked.exchange([head(**large), BODY])  # until the first is held
+        assert refused(answers)[0] == 503
+        await uploading.write(BODY)
+        await until(lambda: len(running(asked)) == 1)
+        assert running(asked)[0].client.body == {}
+        answers, _ = await asked.exchange([head(**large), BODY])
+        assert answers[0].WhichOneof("kind") == "request_headers"
+        assert len(await ended(uploading)) == 2
+
+
+def running(asked: Asked) -> list[Any]:
+    on = asked.picker.placements.on
+    return [request for one in asked.picker.instances.values() for request in on(one)]
+
+
+@pytest.mark.parametrize("answer", ["nothing", "headers", "half", "whole"])
+async def test_a_request_counts_until_its_answer_ends_or_the_gateway_goes(
+    tokenizer: Tokenizer, answer: str
+) -> None:
+    events = b'data: {"choices": [{"text": "a"}]}\n\ndata: {"choices": [{"text": "b"}]}\n\n'
+    headers = [
+        {"key": ":status", "raw_value": b"200"},
+        {"key": "content-type", "raw_value": b"text/event-stream"},
+    ]
+    parts = [
+        said(response_headers={"headers": {"headers": headers}}),
+        said(response_body={"body": events[:50]}),
+        said(response_body={"body": events[50:], "end_of_stream": True}),
+    ]
+    many = {"nothing": 0, "headers": 1, "half": 2, "whole": 3}[answer]
+    async with asked_picker(tokenizer) as asked:
+        call = await begun(asked, head(), BODY)
+        await until(lambda: len(running(asked)) == 1)
+        (request,) = running(asked)
+        for part in parts[:many]:
+            await call.write(part.SerializeToString())
+        if answer == "whole":
+            await until(lambda: not running(asked))
+        elif answer == "half":
+            await until(lambda: request.generated_tokens == 1)
+        assert request.ended == (answer == "whole")
+        call.cancel()
+        await until(lambda: not running(asked))
+        assert request.generated_tokens == (2 if answer == "whole" else int(answer == "half"))
+        assert asked.picker.ready
