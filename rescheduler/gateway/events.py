@@ -10,7 +10,7 @@ from rescheduler.gateway.messages import ProcessingRequest
 
 __all__ = ["Body", "Event", "Head", "ProtocolError", "Trailers", "read_event"]
 
-FULL_DUPLEX_STREAMED = 4
+_FULL_DUPLEX_STREAMED = 4
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
 
@@ -110,8 +110,8 @@ def _subset(metadata: Any) -> frozenset[str] | None:
 def _check_modes(config: Any) -> None:
     for field in ("request_body_mode", "response_body_mode"):
         mode = getattr(config, field)
-        if mode != FULL_DUPLEX_STREAMED:
+        if mode != _FULL_DUPLEX_STREAMED:
             raise ProtocolError(
                 f"the gateway's ext_proc filter has {field} {mode}; the picker needs "
-                f"FULL_DUPLEX_STREAMED ({FULL_DUPLEX_STREAMED}), to see which requests run"
+                f"FULL_DUPLEX_STREAMED ({_FULL_DUPLEX_STREAMED}), to see which requests run"
             )

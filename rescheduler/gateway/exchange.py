@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from urllib.parse import unquote
 
-from rescheduler.gateway.answer import Answer
 from rescheduler.gateway.answers import body_answers, refusal, routed, unchanged
 from rescheduler.gateway.endpoints import Endpoints
+from rescheduler.gateway.engine_answer import EngineAnswer
 from rescheduler.gateway.events import Body, Event, Head, ProtocolError
 from rescheduler.gateway.request_body import RequestBodies
 from rescheduler.gateway.running_requests import RunningRequests
@@ -101,18 +101,20 @@ class Exchange:
 
     async def _follow(self, request: LiveRequest, path: str) -> None:
         """Pass on whatever comes, and note what it says of a request."""
-        answer: Answer | None = None
+        answer: EngineAnswer | None = None
         while (event := await self._read()) is not None:
             if event.response:
                 answer = self._note(request, path, answer, event)
             await self._pass_on(event)
 
-    def _note(self, request: LiveRequest, path: str, answer: Answer | None, event: Event) -> Answer:
+    def _note(
+        self, request: LiveRequest, path: str, answer: EngineAnswer | None, event: Event
+    ) -> EngineAnswer:
         """Note an event of an answer before it passes: Envoy may end the exchange with it."""
         if isinstance(event, Head):
             if answer is not None:
                 raise ProtocolError("the headers of an answer come twice")
-            answer = Answer(event, path)
+            answer = EngineAnswer(event, path)
             self._running.answered(request, answer)
             ends = event.ends
         elif answer is None:
@@ -140,7 +142,7 @@ class Exchange:
         instance = self._running.any_instance(head.subset)
         await self._write(routed(self._endpoints.of(instance), {}))
         while (event := await self._read()) is not None:
-            if isinstance(event, Head) and event.response and Answer(event, path).failed:
+            if isinstance(event, Head) and event.response and EngineAnswer(event, path).failed:
                 self._running.failed(instance)
             await self._pass_on(event)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rescheduler.gateway.answer import Answer
 from rescheduler.gateway.endpoints import Endpoints, nowhere_to_go
+from rescheduler.gateway.engine_answer import EngineAnswer
 from rescheduler.gateway.suspects import Suspects
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.dispatcher import Dispatcher
@@ -103,7 +103,7 @@ class RunningRequests:
             raise nowhere_to_go()
         return min(usable, key=lambda instance: len(self._placements.on(instance)))
 
-    def answered(self, request: LiveRequest, answer: Answer) -> None:
+    def answered(self, request: LiveRequest, answer: EngineAnswer) -> None:
         """Note an engine's answer to a request, of which the headers have come."""
         assert request.instance is not None
         if answer.failed:
@@ -126,7 +126,7 @@ class RunningRequests:
         if arrival.waited is not None:
             self._dispatcher.step_took(arrival.waited / tokens)
 
-    def end(self, request: LiveRequest, answer: Answer | None) -> None:
+    def end(self, request: LiveRequest, answer: EngineAnswer | None) -> None:
         """Forget a request; one that has ended already has no further end.
 
         Args:

@@ -76,7 +76,7 @@ def test_the_simulation_page_migrates_a_request() -> None:
 
 
 def test_the_gateway_page_shows_the_configuration_of_envoy() -> None:
-    config = (ROOT / "configs" / "gateway" / "envoy.yaml").read_text()
+    config = (DOCS / "envoy.yaml").read_text()
     assert f"```yaml\n{config}```" in (DOCS / "gateway.md").read_text()
 
 

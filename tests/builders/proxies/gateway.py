@@ -25,7 +25,7 @@ from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["Gateway", "documented_envoy", "free_port", "gateway", "running_envoy"]
 
-CONFIG = Path(__file__).parents[3] / "configs" / "gateway" / "envoy.yaml"
+CONFIG = Path(__file__).parents[3] / "docs" / "envoy.yaml"
 
 Config = dict[str, Any]
 

@@ -4,10 +4,10 @@ from rescheduler.gateway.events import Head
 from rescheduler.gateway.token_count import TokenCount
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 
-__all__ = ["Answer"]
+__all__ = ["EngineAnswer"]
 
 
-class Answer:
+class EngineAnswer:
     """What the headers of an answer say, and how many tokens its body has brought.
 
     Args:
