@@ -112,8 +112,8 @@ async def _measure(deployment: Deployment, folder: Path, requests: int, max_toke
     ttft = float(np.mean([one.ttft for one in alone]))
     tpot = float(np.mean([one.tpot for one in alone]))
     prefilled = await _alone(deployment, folder, _LONG)
-    longer = np.mean([one.prompt_tokens for one in prefilled]) - alone[0].prompt_tokens
-    prefill_cost = (np.mean([one.ttft for one in prefilled]) - ttft) / longer / tpot
+    longer = prefilled[0].prompt_tokens - alone[0].prompt_tokens
+    prefill_cost = (float(np.mean([one.ttft for one in prefilled])) - ttft) / longer / tpot
     patience = Machine(ttft, tpot, 0.0, 0.0, 0.0, 0.0, 0.0).patience
     reserved = replace(deployment, routing=_RESERVE, migration=None)
     at_once = round_load(_MEASURED_ROUND, requests, inf, max_tokens)
@@ -126,7 +126,7 @@ async def _measure(deployment: Deployment, folder: Path, requests: int, max_toke
     return Machine(
         ttft,
         tpot,
-        max(float(prefill_cost), 1e-4),
+        max(prefill_cost, 1e-4),
         capacity,
         float(np.median(steps)),
         moved.pause,
