@@ -3,12 +3,30 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, Generic, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 __all__ = ["Registry"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
+
+
+class _Kind(NamedTuple):
+    """What the value of an option may be."""
+
+    type: type
+    words: str
+    is_bool: bool = False
+
+
+_KINDS: dict[Any, _Kind] = {
+    float: _Kind(Real, "a number"),
+    int: _Kind(Integral, "a whole number"),
+    str: _Kind(str, "a text"),
+    bool: _Kind(bool, "true or false", is_bool=True),
+}
 
 
 class Registry(dict[str, type[T]], Generic[T]):
@@ -61,7 +79,26 @@ class Registry(dict[str, type[T]], Generic[T]):
             required = field.default is MISSING and field.default_factory is MISSING
             if required and option not in options:
                 raise ValueError(f"{name} needs the option {option!r}")
+            if option in options:
+                _check_kind(f"{name}: {option}", field.type, options[option])
         return self[name](**options)
+
+
+def _check_kind(what: str, wanted: Any, value: object) -> None:
+    """Refuse a value of another kind, where an option is a number, a text, or true or false.
+
+    Raises:
+        ValueError: it is.
+    """
+    kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    if any(kind not in _KINDS and kind is not NoneType for kind in kinds):
+        return
+    if value is None and NoneType in kinds:
+        return
+    known = [_KINDS[kind] for kind in kinds if kind is not NoneType]
+    if any(isinstance(value, one.type) and isinstance(value, bool) == one.is_bool for one in known):
+        return
+    raise ValueError(f"{what} must be {' or '.join(one.words for one in known)}, not {value!r}")
 
 
 def _nearest(given: str, known: Iterable[str]) -> str:

@@ -84,8 +84,8 @@ class MaxCapacity(RoutingPolicy):
 
     def __post_init__(self) -> None:
         """Refuse a negative time, and a reserve that leaves nothing."""
-        if not self.every >= 0:
-            raise ValueError(f"max_capacity: every must be at least 0, not {self.every}")
+        if not 0 <= self.every < np.inf:
+            raise ValueError(f"max_capacity: every must be 0 seconds or more, not {self.every}")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"max_capacity: reserve must be in [0, 1), not {self.reserve}")
         if not isinstance(self.starvation, int) or self.starvation < 0:

@@ -179,6 +179,16 @@ def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    for name, options, message in (
+        ("headroom", {"epsilon": "a"}, "headroom: epsilon must be a number, not 'a'"),
+        ("headroom", {"epsilon": True}, "headroom: epsilon must be a number, not True"),
+        ("headroom", {"starvation": 1.5}, "headroom: starvation must be a whole number, not 1.5"),
+        ("max_capacity", {"reserve": None}, "max_capacity: reserve must be a number, not None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            create_policy(name, **options)
+    with pytest.raises(ValueError, match="every must be 0 seconds or more, not inf"):
+        create_policy("max_capacity", every=float("inf"))
     with pytest.raises(ValueError, match=r"brh has no option 'delta'.*alpha, beta, gamma"):
         create_policy("brh", delta=1)
     with pytest.raises(ValueError, match=r"fcfs has no option 'seed'; it takes: none"):
