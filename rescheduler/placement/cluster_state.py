@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
+from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED, ClusterView
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
@@ -33,7 +33,9 @@ def cluster_view(
     """Return the view of some decode instances.
 
     A request that is on its way counts at its target. A request generates one token a decode
-    step, so that the tokens since its last move are the steps since then.
+    step, so that the tokens since its last move are the steps since then. A prompt whose length
+    is guessed counts as no longer than what the instances' model takes: one that is longer waits
+    for no room, and the engine answers that it is too long.
 
     Args:
         placements: which requests are on which instance.
@@ -45,6 +47,7 @@ def cluster_view(
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
+    longest = max((one.engine.max_model_len for one in instances if one.engine), default=UNLIMITED)
     index = {instance: g for g, instance in enumerate(instances)}
     running = running_requests(placements, instances)
     here = [g for g, instance in enumerate(instances) for _ in placements.on(instance)]
@@ -66,10 +69,10 @@ def cluster_view(
             [sum(not r.generating for r in placements.on(instance)) for instance in instances]
         ),
         instance=where,
-        prompt_tokens=_integers([request.prompt_tokens for request in running]),
+        prompt_tokens=_integers([min(request.prompt_tokens, longest) for request in running]),
         generated_tokens=_integers([request.generated_tokens for request in running]),
         forecast=forecasts.forecast(running) if forecasts else None,
-        waiting_prompt_tokens=_integers([request.prompt_tokens for request in waiting]),
+        waiting_prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in waiting]),
         waiting_generated_tokens=_integers([request.generated_tokens for request in waiting]),
         waiting_forecast=forecasts.forecast(waiting) if forecasts else None,
         waited_steps=_integers(

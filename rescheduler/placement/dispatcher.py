@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -185,27 +185,25 @@ class Dispatcher:
         """
         if not any(instance.available for instance in self._decodes):
             return [None] * len(requests)
-        return self._choose(requests, self._decides_at_once)
+        found = dict(self._chosen(requests, self._decides_at_once))
+        return [found.get(request) for request in requests]
 
-    def _choose(
+    def _chosen(
         self, requests: Sequence[LiveRequest], policy: GuardedPolicy
-    ) -> list[InstanceState | None]:
-        """Return where a policy places requests; None for one that has to wait.
+    ) -> Iterator[tuple[LiveRequest, InstanceState | None]]:
+        """Yield where a policy places requests; None for one that has to wait.
 
-        A request that instances have just failed goes to another one, if there is any.
+        A request that instances have just failed goes to another one, if there is any. Requests
+        that avoid other instances are decided on after those before them have been placed.
         """
-        targets: list[InstanceState | None] = [None] * len(requests)
         usable = self.usable
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
         for avoid in dict.fromkeys(request.avoid for request in requests):
-            rows = [i for i, request in enumerate(requests) if request.avoid == avoid]
+            alike = [request for request in requests if request.avoid == avoid]
             instances = [one for one in usable if one not in avoid] or usable
             if instances:
-                chosen = self._assign([requests[i] for i in rows], instances, policy)
-                for i, target in zip(rows, chosen, strict=True):
-                    targets[i] = target
-        return targets
+                yield from zip(alike, self._assign(alike, instances, policy), strict=True)
 
     def _assign(
         self,
@@ -233,8 +231,7 @@ class Dispatcher:
         self._round_due = False
         self._last_round = self._clock()
         waiting = [request for request, place in self.waiting.items() if not place.done()]
-        placed = self._choose(waiting, self._decides)
-        for request, instance in zip(waiting, placed, strict=True):
+        for request, instance in self._chosen(waiting, self._decides):
             if instance is not None:
                 self.dispatched += 1
                 request.place(instance)

@@ -19,7 +19,7 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.routing import Needs, RoutingPolicy
+from rescheduler.routing import JSQ, Needs, RoutingPolicy
 
 EVERY = 0.02
 
@@ -83,6 +83,19 @@ async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
     assert [await place(r) for r in requests(tokenizer, 1, placements)] == ["a"]
     await asyncio.sleep(2 * EVERY)
     assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
+
+
+async def test_requests_that_avoid_other_instances_share_the_room(tokenizer: Tokenizer) -> None:
+    options, placements = ProxyOptions(), Placements[LiveRequest]()
+    states = [
+        InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
+    ]
+    clock = asyncio.get_running_loop().time
+    dispatcher = Dispatcher(placements, [], states, JSQ(), None, None, options, clock)
+    first, second = requests(tokenizer, 2, placements)
+    first.avoid = frozenset({states[1]})
+    where = await asyncio.gather(dispatcher.place(first), dispatcher.place(second))
+    assert where == states, "the second sees the first where it has just been placed"
 
 
 def test_a_pause_is_no_step() -> None:

@@ -120,6 +120,30 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
     assert view.forecast is None
 
 
+def test_a_guessed_prompt_is_no_longer_than_what_an_engine_takes(tokenizer: Tokenizer) -> None:
+    """Half a megabyte of an image; the engine says whether it is too long."""
+    a, on = instance("a"), Placements[LiveRequest]()
+    a.engine = EngineState(
+        number=0,
+        version="v",
+        block_size=16,
+        max_num_seqs=8,
+        max_model_len=512,
+        prefix_caching=True,
+        num_blocks=100,
+        free_blocks=100,
+        running=0,
+        waiting=0,
+        frozen=[],
+    )
+    request(tokenizer, "r1", 125_000, 0, a, on)
+    view = cluster_view(on, [a], [request(tokenizer, "r2", 125_000, 0)], None, 0.0, 0.05)
+    assert view.kv_load.tolist() == [512]
+    assert view.waiting_prompt_tokens.tolist() == [512]
+    view = cluster_view(Placements(), [a], [request(tokenizer, "r3", 125_000, 0)], None, 0.0, 0.05)
+    assert create_policy("jsq_load").assign(view).instance.tolist() == [0]
+
+
 def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
     a, deaf = instance("a"), instance("deaf", control=None)
     on = Placements[LiveRequest]()
