@@ -6,17 +6,17 @@ import zmq
 
 __all__ = ["notice_lost_peers"]
 
-_SILENT_SECONDS = 10.0
+_SILENT_SECONDS = 30.0
 
 
 def notice_lost_peers(socket: zmq.Socket[Any]) -> None:
-    """Let a socket that connects give up a connection whose peer has been silent for 10 s.
+    """Let a socket that connects give up a connection whose peer has been silent for 30 s.
 
     A machine that loses its power or its network closes nothing. A socket that only receives would
     wait for it forever, and one that sends until TCP gives up, for a quarter of an hour. This one
     pings its peer (ZMTP 3.1), whose I/O thread answers also while the engine computes. Then it
     connects again, to whatever address the name has by then, and does not wait longer for that
-    address either.
+    address either. What was on its way is lost then, also if the peer was only suspended.
 
     Call it before the socket connects.
     """
