@@ -9,7 +9,7 @@ automountServiceAccountToken: false
 # Else a Service called `vllm` would set VLLM_PORT, which vLLM reads.
 enableServiceLinks: false
 {{- with $values.serviceAccountName }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ quote . }}
 {{- end }}
 {{- with $values.imagePullSecrets }}
 imagePullSecrets:
@@ -27,12 +27,12 @@ securityContext:
 {{- with $values.apiKey.existingSecret }}
 - name: VLLM_API_KEY
   valueFrom:
-    secretKeyRef: {name: {{ . }}, key: {{ $values.apiKey.key }}}
+    secretKeyRef: {name: {{ quote . }}, key: {{ quote $values.apiKey.key }}}
 {{- end }}
 {{- with $values.huggingFaceToken.existingSecret }}
 - name: HF_TOKEN
   valueFrom:
-    secretKeyRef: {name: {{ . }}, key: {{ $values.huggingFaceToken.key }}}
+    secretKeyRef: {name: {{ quote . }}, key: {{ quote $values.huggingFaceToken.key }}}
 {{- end }}
 {{- end -}}
 
@@ -50,11 +50,11 @@ securityContext:
 {{- $values := .root.Values -}}
 - name: deployment
   configMap:
-    name: {{ include "headway.name" .root }}
+    name: {{ include "headway.name" .root | quote }}
 {{- with $values.keys.existingSecret }}
 - name: keys
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
     defaultMode: 0440
     items:  # the secret key of this side only
       - {key: {{ $.side }}.key_secret, path: {{ $.side }}.key_secret}
@@ -63,7 +63,7 @@ securityContext:
 - name: models
   {{- if $values.modelCache.existingClaim }}
   persistentVolumeClaim:
-    claimName: {{ $values.modelCache.existingClaim }}
+    claimName: {{ quote $values.modelCache.existingClaim }}
   {{- else if $values.modelCache.sizeLimit }}
   emptyDir:
     sizeLimit: {{ $values.modelCache.sizeLimit }}
@@ -90,6 +90,6 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- end -}}

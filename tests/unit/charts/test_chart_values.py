@@ -9,7 +9,7 @@ import helm_python
 import msgspec
 import pytest
 import yaml
-from rendered_chart import CHART, REQUIRED, render, rendered
+from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
 
 from rescheduler.engines.deployment import EngineOptions, ProxyOptions
 
@@ -30,6 +30,14 @@ from rescheduler.engines.deployment import EngineOptions, ProxyOptions
         ({"keys": {"existingSecret": "My keys"}}, "at '/keys/existingSecret': 'My keys' does not"),
         ({"networkPolicy": {"clients": {}}}, "at '/networkPolicy/clients': got object, want array"),
         ({"prefill": {"resources": {"limits": {"memory": "much"}}}}, "at '/prefill/resources"),
+        ({"nameOverride": "My app"}, "at '/nameOverride': 'My app' does not match pattern"),
+        ({"nameOverride": "x" * 64}, "at '/nameOverride': maxLength: got 64, want 63"),
+        (
+            {"engines": {"extraEnv": [{"name": "A", "value": 1}]}},
+            "at '/engines/extraEnv/0/value': got number, want string",
+        ),
+        ({"engines": {"extraEnv": [{"name": 1}]}}, "at '/engines/extraEnv/0/name'"),
+        ({"proxy": {"extraEnv": [{"name": "A", "valeu": ""}]}}, "additional properties 'valeu'"),
         ({**REQUIRED, "migration": {"name": "star"}}, "migration: .* keys.existingSecret"),
         (
             {**REQUIRED, "engine": {"batching": {"admission": True}}},
@@ -41,6 +49,18 @@ from rescheduler.engines.deployment import EngineOptions, ProxyOptions
 def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(helm_python.HelmError, match=said):
         render(values)
+
+
+def test_the_chart_s_own_variables_cannot_be_set_twice() -> None:
+    release = rendered("everything")
+    for component, part in [("decode", "engines"), ("proxy", "proxy")]:
+        extra = VALUES["everything"][part]["extraEnv"]
+        own = [v for v in release.container(component)["env"] if v not in extra]
+        assert {"HOME", "HF_HOME"} <= {variable["name"] for variable in own}
+        for variable in own:
+            again = {part: {"extraEnv": [{"name": variable["name"], "value": "x"}]}}
+            with pytest.raises(helm_python.HelmError, match=f"at '/{part}/extraEnv/0/name'"):
+                render(REQUIRED | again)
 
 
 def test_the_schema_knows_headway_s_options() -> None:
