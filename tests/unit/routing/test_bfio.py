@@ -471,8 +471,8 @@ def test_only_lookahead_needs_forecasts() -> None:
     [
         ({"solver": "simplex"}, "no solver 'simplex'; known: exact, fast"),
         ({"horizon": -1}, "horizon must be 0 steps or more, or None: -1"),
-        ({"horizon": 2.5}, "horizon must be 0 steps or more, or None: 2.5"),
-        ({"horizon": True}, "horizon must be 0 steps or more, or None: True"),
+        ({"horizon": 2.5}, "horizon must be a whole number, not 2.5"),
+        ({"horizon": True}, "horizon must be a whole number, not True"),
         ({"time_limit": 0}, "time_limit must be more than 0 seconds"),
         ({"starvation": -2}, "starvation must be 0 steps or more"),
     ],
