@@ -47,7 +47,8 @@ def cluster_view(
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
-    longest = max((one.engine.max_model_len for one in instances if one.engine), default=UNLIMITED)
+    takes = [one.engine.max_model_len for one in instances if one.engine]
+    longest = max(takes, default=int(UNLIMITED))
     index = {instance: g for g, instance in enumerate(instances)}
     running = running_requests(placements, instances)
     here = [g for g, instance in enumerate(instances) for _ in placements.on(instance)]
