@@ -4,13 +4,13 @@ import re
 
 import msgspec
 
-from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
+from rescheduler.gateway.event_stream import EventStream
+from rescheduler.openai.openai_stream import DONE, Chunk, read_chunk
 
 __all__ = ["TokenCount"]
 
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _COUNTED = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
-_LARGEST_EVENT = 256 << 10
 _MOST = 10**9
 _TAIL = 4 << 10
 """Bytes at the end of a document, in which it says how many tokens it has."""
@@ -34,21 +34,18 @@ class TokenCount:
     def __init__(self, events: bool, chunks: bool) -> None:
         self.tokens = 0
         self._chunks = chunks
-        self._reader = EventReader() if events else None
-        self._incomplete = 0
+        self._stream = EventStream() if events else None
         self._tail = b""
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
-        if self._reader is None:
+        if self._stream is None:
             self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
-        elif self._incomplete <= _LARGEST_EVENT:
-            payloads = self._reader.feed(data)
-            complete = payloads or b"\n\n" in data
-            self._incomplete = 0 if complete else self._incomplete + len(data)
-            for payload in payloads:
-                if payload != DONE:
-                    self._count(payload)
+            return
+        for event in self._stream.feed(data):
+            payload = event.removeprefix(b"data: ")
+            if payload != event and payload != DONE:
+                self._count(payload)
 
     def end(self) -> None:
         """Take what a document says of itself."""

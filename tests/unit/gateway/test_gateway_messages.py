@@ -1,14 +1,17 @@
 """The messages between gateway and picker, as the public API encodes them."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.gateway import event_stream
 from rescheduler.gateway.answers import body_answers, refusal, routed, unchanged
 from rescheduler.gateway.endpoints import Endpoints
+from rescheduler.gateway.event_stream import EventStream
 from rescheduler.gateway.events import Body, Head, ProtocolError, Trailers, read_event
 from rescheduler.gateway.messages import ProcessingRequest, ProcessingResponse
 from rescheduler.gateway.picker import Picker
@@ -149,10 +152,33 @@ def test_tokens_are_counted_wherever_packets_end(
 
 
 def test_an_event_without_end_is_not_kept() -> None:
-    count = TokenCount(events=True, chunks=True)
+    stream, rest = EventStream(), b"x" * 4_096
     for _ in range(1_000):
-        count.add(b"x" * 4_096)
-    assert len(count._reader._rest) < 1 << 20  # type: ignore[union-attr]
+        assert stream.feed(rest) == []
+    assert len(stream._rest) < 1 << 20
+    assert stream.feed(b"\n\ndata: a\n\n") == [b"data: a"]
+
+
+class CountingPattern:
+    """A pattern that knows how many bytes it has been given to search."""
+
+    def __init__(self, pattern: "re.Pattern[bytes]") -> None:
+        self.searched = 0
+        self._pattern = pattern
+
+    def search(self, text: bytearray, start: int) -> "re.Match[bytes] | None":
+        self.searched += len(text) - start
+        return self._pattern.search(text, start)
+
+
+def test_a_stream_in_small_packets_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = CountingPattern(event_stream._BLANK_LINE)
+    monkeypatch.setattr(event_stream, "_BLANK_LINE", counting)
+    stream, size = EventStream(), 20_000
+    for _ in range(size):
+        assert stream.feed(b"x") == []
+    assert counting.searched <= 3 * size
+    assert stream.feed(b"\n\n") == [b"x" * size]
 
 
 def instance(url: str, role: str = "decode") -> Instance:
