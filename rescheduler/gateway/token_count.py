@@ -13,15 +13,16 @@ __all__ = ["TokenCount"]
 _COUNTED = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 _MOST = 10**9
 _TAIL = 4 << 10
-"""Bytes at the end of a document, in which it says how many tokens it has."""
+"""Bytes at the end of an answer, in which it says how many tokens it has."""
 
 
 class TokenCount:
     """Counts the tokens of one answer.
 
-    A stream's chunk is a token for each choice, unless it says more exactly; an event of another
-    shape is a token. A document says at its end how many it has. What cannot be read is not
-    counted, and never an error: the answer is the client's.
+    A stream's chunk is a token for each choice, unless it says more exactly. An event of another
+    shape is a token, unless its name says that it adds nothing; such a stream says in its last
+    events how many it has, as a document does at its end. What cannot be read is not counted, and
+    never an error: the answer is the client's.
 
     Args:
         events: the answer is a stream of events, not a document.
@@ -39,23 +40,24 @@ class TokenCount:
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
-        if self._stream is None:
+        if self._stream is None or not self._chunks:
             self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
-            return
-        for event in self._stream.feed(data):
-            payload = event.removeprefix(b"data: ")
-            if payload != event and payload != DONE:
-                self._count(payload)
+        if self._stream is not None:
+            for event in self._stream.feed(data):
+                self._count(event)
 
     def end(self) -> None:
-        """Take what a document says of itself."""
+        """Take what an answer says of itself at its end."""
         found = _COUNTED.findall(self._tail)
         if found:
-            self.tokens = int(found[-1])
+            self.tokens = max(self.tokens, int(found[-1]))
 
-    def _count(self, payload: bytes) -> None:
+    def _count(self, event: bytes) -> None:
+        name, payload = _fields(event)
+        if not payload or payload == DONE:
+            return
         if not self._chunks:
-            self.tokens += 1
+            self.tokens += _adds_text(name)
             return
         try:
             chunk = read_chunk(payload)
@@ -65,6 +67,23 @@ class TokenCount:
         said = (chunk.usage or {}).get("completion_tokens")
         if isinstance(said, int) and self.tokens < said <= _MOST:
             self.tokens = said
+
+
+def _fields(event: bytes) -> tuple[bytes, bytes]:
+    """Return the name of an event, empty if it has none, and its data."""
+    name, payload = b"", []
+    for line in event.splitlines():
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            payload.append(value.removeprefix(b" "))
+        elif field == b"event":
+            name = value.strip()
+    return name, b"\n".join(payload)
+
+
+def _adds_text(name: bytes) -> bool:
+    """Whether an event carries text: ``content_block_delta``, ``response.output_text.delta``."""
+    return not name or (name.endswith(b"delta") and name != b"message_delta")
 
 
 def _tokens(chunk: Chunk) -> int:

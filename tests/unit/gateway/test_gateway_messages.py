@@ -133,22 +133,92 @@ DOCUMENT = [
 ]
 
 
+def counted(stream: list[bytes], events: bool, chunks: bool, data: st.DataObject) -> int:
+    """The tokens of an answer that comes in whatever packets."""
+    whole = b"".join(stream)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    count = TokenCount(events, chunks)
+    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        count.add(whole[start:end])
+    count.end()
+    return count.tokens
+
+
+def named(type: str, end: str = "\n", space: str = " ", **more: object) -> bytes:
+    """An event as vLLM writes those of messages and responses."""
+    data = json.dumps({"type": type, **more})
+    return f"event:{space}{type}{end}data:{space}{data}{end}{end}".encode()
+
+
+def messages(**ends: str) -> list[bytes]:
+    """A stream of `/v1/messages`."""
+    usage = {"input_tokens": 9, "output_tokens": 0}
+    return [
+        named("message_start", message={"content": [], "usage": usage}, **ends),
+        named("content_block_start", index=0, **ends),
+        named("content_block_delta", delta={"type": "text_delta", "text": "a"}, **ends),
+        named("content_block_delta", delta={"type": "text_delta", "text": "bc"}, **ends),
+        named("content_block_stop", index=0, **ends),
+    ]
+
+
+MESSAGES_END = [
+    named("message_delta", delta={}, usage={"input_tokens": 9, "output_tokens": 5}),
+    named("message_stop"),
+    b"data: [DONE]\n\n",
+]
+RESPONSES = [
+    named("response.created", response={"output": [], "usage": None}),
+    named("response.output_item.added", item={}),
+    named("response.reasoning_text.delta", delta="a"),
+    named("response.output_text.delta", delta="b"),
+    named("response.output_text.done", text='b "output_tokens": 9'),
+]
+RESPONSES_END = [
+    named(
+        "response.completed",
+        response={
+            "output": [{"text": "x" * 9_000}],
+            "usage": {"input_tokens": 9, "output_tokens": 4, "total_tokens": 13},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("stream", "tokens"),
+    [
+        (messages(), 2),
+        (messages(end="\r\n", space=""), 2),
+        ([*messages(), *MESSAGES_END], 5),
+        (RESPONSES, 2),
+        ([*RESPONSES, *RESPONSES_END], 4),
+    ],
+    ids=["messages", "other spelling", "all messages", "responses", "all responses"],
+)
+@given(data=st.data())
+def test_tokens_of_named_events_are_counted(
+    stream: list[bytes], tokens: int, data: st.DataObject
+) -> None:
+    assert counted(stream, True, False, data) == tokens
+
+
 @pytest.mark.parametrize(
     ("stream", "events", "tokens"),
-    [(CHAT, True, 3), (SPECULATIVE, True, 4), (COUNTED, True, 6), (DOCUMENT, False, 17)],
-    ids=["chat", "speculative", "counted", "document"],
+    [
+        (CHAT, True, 3),
+        ([part.replace(b"\n", b"\r\n").replace(b"data: ", b"data:") for part in CHAT], True, 3),
+        (SPECULATIVE, True, 4),
+        (COUNTED, True, 6),
+        (DOCUMENT, False, 17),
+    ],
+    ids=["chat", "other spelling", "speculative", "counted", "document"],
 )
 @given(data=st.data())
 def test_tokens_are_counted_wherever_packets_end(
     stream: list[bytes], events: bool, tokens: int, data: st.DataObject
 ) -> None:
-    whole = b"".join(stream)
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
-    count = TokenCount(events, chunks=True)
-    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
-        count.add(whole[start:end])
-    count.end()
-    assert count.tokens == tokens
+    assert counted(stream, events, True, data) == tokens
 
 
 def test_an_event_without_end_is_not_kept() -> None:
