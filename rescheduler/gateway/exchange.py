@@ -80,11 +80,12 @@ class Exchange:
         """
         self._running.admit()
         with ExitStack() as memory, ExitStack() as stack:
-            memory.enter_context(self._bodies.held(head))
+            body_is_of = memory.enter_context(self._bodies.held(head))
             events = await self._bodies.read(head, self._read)
             if events is None:
                 return
             raw = b"".join(event.data for event in events if isinstance(event, Body))
+            body_is_of(len(raw))
             read = read_forwarded if path in FORWARDED else read_request
             client = read(path, raw, priority=True)
             name = given_name(head.headers.get("x-request-id"), client)

@@ -24,8 +24,11 @@ class RequestBodies:
         self._most, self._held = options.bodies_mb << 20, 0
 
     @contextmanager
-    def held(self, head: Head) -> Iterator[None]:
+    def held(self, head: Head) -> Iterator[Callable[[int], None]]:
         """Reserve memory for a request's body until it has been handed on.
+
+        Yields:
+            A function that takes the size of the body, once it has been read.
 
         Raises:
             RequestRefusedError: 413, it is too large; 415, it is compressed; 503, all of them
@@ -42,8 +45,14 @@ class RequestBodies:
                 503, "too many large requests are being served; try again later", retry_after=1
             )
         self._held += size
+
+        def is_of(actual: int) -> None:
+            nonlocal size
+            self._held += actual - size
+            size = actual
+
         try:
-            yield
+            yield is_of
         finally:
             self._held -= size
 

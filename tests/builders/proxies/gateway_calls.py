@@ -79,13 +79,17 @@ class Asked:
 
 @asynccontextmanager
 async def asked_picker(
-    tokenizer: Tokenizer, engines: int = 1, **options: Any
+    tokenizer: Tokenizer,
+    engines: int = 1,
+    routing: dict[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Asked]:
     """Run a picker for scripted engines, and connect to it; the options are of ``proxy``."""
     made = [ScriptedEngine(f"decode-{i}", "decode", tokenizer, {}) for i in range(engines)]
     deployment = Deployment(
         model="m",
         instances=[await engine.start() for engine in made],
+        routing=routing or {"name": "jsq_load"},
         proxy=msgspec.structs.replace(OPTIONS, **options),
     )
     picker = Picker(deployment)

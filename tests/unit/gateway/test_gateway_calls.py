@@ -102,6 +102,28 @@ async def test_bodies_are_held_only_until_they_are_handed_on(tokenizer: Tokenize
         assert len(await ended(uploading)) == 2
 
 
+THROTTLED = {"name": "throttled", "limit": 1}
+
+
+async def test_a_request_that_waits_holds_no_more_than_its_body(tokenizer: Tokenizer) -> None:
+    limits = {"bodies_mb": 2, "largest_body_mb": 1}
+    async with asked_picker(tokenizer, routing=THROTTLED, **limits) as asked:
+        waiting = asked.picker.dispatcher.waiting
+        calls = [await begun(asked, head(), BODY)]
+        await until(lambda: len(running(asked)) == 1)
+        answers: list[asyncio.Task[Any]] = []
+        while len(answers) < 3:  # they do not say how long they are
+            calls.append(await begun(asked, head(), BODY))
+            answers.append(asyncio.create_task(calls[-1].read()))
+            await until(lambda: len(waiting) + sum(map(asyncio.Task.done, answers)) == len(answers))
+        assert len(waiting) == 3
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        await asked.idle()
+        assert asked.picker._bodies._held == 0
+
+
 def running(asked: Asked) -> list[Any]:
     on = asked.picker.placements.on
     return [request for one in asked.picker.instances.values() for request in on(one)]
