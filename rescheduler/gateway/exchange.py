@@ -84,6 +84,7 @@ class Exchange:
             events = await self._bodies.read(head, self._read)
             if events is None:
                 return
+            self._running.admit()  # others may have come while the body did
             raw = b"".join(event.data for event in events if isinstance(event, Body))
             body_is_of(len(raw))
             read = read_forwarded if path in FORWARDED else read_request

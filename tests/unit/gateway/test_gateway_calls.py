@@ -124,6 +124,28 @@ async def test_a_request_that_waits_holds_no_more_than_its_body(tokenizer: Token
         assert asked.picker._bodies._held == 0
 
 
+async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
+    tokenizer: Tokenizer,
+) -> None:
+    async with asked_picker(tokenizer, routing=THROTTLED, pool=2) as asked:
+        waiting = asked.picker.dispatcher.waiting
+        calls = [await begun(asked, head(), BODY)]
+        await until(lambda: len(running(asked)) == 1)
+        late = [await begun(asked, head(**{"content-length": "1024"})) for _ in range(5)]
+        await until(lambda: asked.picker._bodies._held == 5 * 1024)
+        for call in late:
+            await call.write(BODY)
+        answers = [asyncio.create_task(call.read()) for call in late]
+        await until(lambda: len(waiting) + sum(map(asyncio.Task.done, answers)) == 5)
+        assert len(waiting) == 2
+        refusals = [ProcessingResponse.FromString(one.result()) for one in answers if one.done()]
+        assert [refused([answer])[0] for answer in refusals] == [429] * 3
+        for call in [*calls, *late]:
+            call.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        await asked.idle()
+
+
 def running(asked: Asked) -> list[Any]:
     on = asked.picker.placements.on
     return [request for one in asked.picker.instances.values() for request in on(one)]
