@@ -47,6 +47,8 @@ def picker(
         DeploymentError: the picker cannot serve this deployment, or not at this address.
     """
     log_serving(verbose)
+    if not 0 <= port <= 65_535:
+        raise DeploymentError(f"--port {port}: a port is a number from 0 to 65535")
     if (certificate is None) != (private_key is None):
         raise DeploymentError("--certificate and --private-key belong together")
     try:

@@ -122,6 +122,8 @@ def test_it_answers_with_tls(headway_command: list[str], tmp_path: Path) -> None
         ("migration: {name: star}", [], "migration: the picker places requests and does not move"),
         ("routing: {name: nearest}", [], "routing: no routing policy 'nearest'"),
         ("", ["--private-key", "key.pem"], "--certificate and --private-key belong together"),
+        ("", ["--port", "99999"], "--port 99999: a port is a number from 0 to 65535"),
+        ("", ["--port", "-1"], "--port -1: a port is a number from 0 to 65535"),
         ("", ["--host", "192.0.2.1", "--port", "9"], "cannot listen on 192.0.2.1:9"),
     ],
 )
