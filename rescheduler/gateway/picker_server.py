@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from rescheduler.engines.deployment import DeploymentError
+from rescheduler.gateway.certificate import server_credentials
 from rescheduler.gateway.messages import (
     HEALTH,
     PROCESSOR,
@@ -34,7 +35,7 @@ class PickerServer:
 
     Args:
         picker: that answers.
-        host: address to listen on.
+        host: address to listen on; one of IPv6 may be in brackets.
         port: 0 takes a free one.
         certificate: PEM file of the server's certificate and its chain; None: no TLS.
         key: PEM file of its private key.
@@ -43,7 +44,7 @@ class PickerServer:
         address: where it listens.
 
     Raises:
-        DeploymentError: the address is in use or does not exist, or a file cannot be read.
+        DeploymentError: the address is in use or does not exist, or a file of TLS is wrong.
     """
 
     def __init__(
@@ -68,15 +69,17 @@ class PickerServer:
                 ),
             )
         )
+        host = host.removeprefix("[").removesuffix("]")
         address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        credentials = None
+        if certificate is not None and key is not None:
+            credentials = server_credentials(certificate, key)
         try:
-            if certificate is None or key is None:
+            if credentials is None:
                 bound = self._server.add_insecure_port(address)
             else:
-                pair = (key.read_bytes(), certificate.read_bytes())
-                credentials = grpc.ssl_server_credentials([pair])
                 bound = self._server.add_secure_port(address, credentials)
-        except (OSError, RuntimeError) as error:
+        except RuntimeError as error:
             raise DeploymentError(f"cannot listen on {address}: {error}") from error
         self.address = f"{address.rpartition(':')[0]}:{bound}"
 

@@ -124,6 +124,7 @@ def test_it_answers_with_tls(headway_command: list[str], tmp_path: Path) -> None
         ("", ["--private-key", "key.pem"], "--certificate and --private-key belong together"),
         ("", ["--port", "99999"], "--port 99999: a port is a number from 0 to 65535"),
         ("", ["--port", "-1"], "--port -1: a port is a number from 0 to 65535"),
+        ("", ["--host", "[2001:db8::1]", "--port", "9"], "cannot listen on [2001:db8::1]:9"),
         ("", ["--host", "192.0.2.1", "--port", "9"], "cannot listen on 192.0.2.1:9"),
     ],
 )
@@ -138,6 +139,41 @@ def test_what_cannot_be_served_is_told_in_one_line(
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("headway picker: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("chain", "key", "message"),
+    [
+        ("missing.pem", "key.pem", "--certificate {}/missing.pem: No such file or directory"),
+        ("garbage.pem", "key.pem", "--certificate {}/garbage.pem: no PEM certificate"),
+        ("empty.pem", "key.pem", "--certificate {}/empty.pem: no PEM certificate"),
+        ("certificate.pem", "missing.pem", "--private-key {}/missing.pem: No such file"),
+        ("certificate.pem", "garbage.pem", "--private-key {}/garbage.pem: no PEM private key"),
+        ("certificate.pem", "empty.pem", "--private-key {}/empty.pem: no PEM private key"),
+        ("certificate.pem", "secret.pem", "--private-key {}/secret.pem: no PEM private key, or"),
+        ("certificate.pem", "other.pem", "--private-key {0}/other.pem: not the key of {0}/certifi"),
+    ],
+)
+def test_a_file_of_tls_that_is_wrong_is_named(
+    tmp_path: Path, chain: str, key: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    certificate(tmp_path)
+    (tmp_path / "garbage.pem").write_bytes(b"\xff\0garbage")
+    (tmp_path / "empty.pem").touch()
+    other = ec.generate_private_key(ec.SECP256R1())
+    password = serialization.BestAvailableEncryption(b"secret")
+    for name, encryption in (
+        ("other.pem", serialization.NoEncryption()),
+        ("secret.pem", password),
+    ):
+        pem = other.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption
+        )
+        (tmp_path / name).write_bytes(pem)
+    files = ["--certificate", str(tmp_path / chain), "--private-key", str(tmp_path / key)]
+    assert main(["picker", "--config", write(tmp_path), *files]) == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"headway picker: {message.format(tmp_path)}")
 
 
 def test_a_port_in_use_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
