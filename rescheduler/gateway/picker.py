@@ -44,6 +44,7 @@ class Picker:
         instances: the engines, by name.
         placements: which requests are on which engine.
         dispatcher: chooses engines.
+        largest_body_mb: largest body of a request, in MiB.
 
     Raises:
         DeploymentError: the deployment needs more than placing, or its policy cannot be served.
@@ -53,6 +54,7 @@ class Picker:
         _refuse_what_moves(deployment)
         policy = deployed_policy(deployment)
         options, keys = deployment.proxy, deployment.keys_folder
+        self.largest_body_mb = options.largest_body_mb
         self._stack = AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
         self.instances: dict[str, InstanceState] = {}

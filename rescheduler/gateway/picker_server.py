@@ -51,7 +51,12 @@ class PickerServer:
         self, picker: Picker, host: str, port: int, certificate: Path | None, key: Path | None
     ) -> None:
         self._picker, self._ending = picker, False
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(
+            options=(
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", _largest_message(picker.largest_body_mb)),
+            )
+        )
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(
@@ -104,3 +109,8 @@ class PickerServer:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
         serves = request.service == _ALIVE or (self._picker.ready and not self._ending)
         return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)
+
+
+def _largest_message(largest_body_mb: int) -> int:
+    """Return how many bytes a message may have: a whole body, and gRPC's usual 4 MiB beside it."""
+    return min((largest_body_mb + 4) << 20, 2**31 - 1)

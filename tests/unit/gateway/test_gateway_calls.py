@@ -102,6 +102,15 @@ async def test_bodies_are_held_only_until_they_are_handed_on(tokenizer: Tokenize
         assert len(await ended(uploading)) == 2
 
 
+async def test_a_body_may_come_in_one_message(tokenizer: Tokenizer) -> None:
+    async with asked_picker(tokenizer, largest_body_mb=8) as asked:
+        for size, status in ((8 << 20, 400), ((8 << 20) + 1, 413)):  # read to its end: no JSON
+            message = said(request_body={"body": b"a" * size, "end_of_stream": True})
+            answers, code = await asked.exchange([head(), message.SerializeToString()])
+            assert code is grpc.StatusCode.OK
+            assert refused(answers)[0] == status
+
+
 THROTTLED = {"name": "throttled", "limit": 1}
 
 
@@ -131,7 +140,7 @@ async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
         waiting = asked.picker.dispatcher.waiting
         calls = [await begun(asked, head(), BODY)]
         await until(lambda: len(running(asked)) == 1)
-        late = [await begun(asked, head(**{"content-length": "1024"})) for _ in range(5)]
+        late = [await begun(asked, head(None, **{"content-length": "1024"})) for _ in range(5)]
         await until(lambda: asked.picker._bodies._held == 5 * 1024)
         for call in late:
             await call.write(BODY)
