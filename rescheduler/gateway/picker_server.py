@@ -104,7 +104,7 @@ class PickerServer:
         await self._picker.process(context)
 
     async def _check(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
-        """Say whether the picker lives, or can place requests."""
+        """Return whether the picker lives, or can place requests."""
         if request.service not in _KNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
         serves = request.service == _ALIVE or (self._picker.ready and not self._ending)

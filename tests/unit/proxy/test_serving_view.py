@@ -49,6 +49,21 @@ def publisher() -> Iterator["zmq.Socket[bytes]"]:
         yield socket
 
 
+ENGINE = EngineState(
+    number=0,
+    version="v",
+    block_size=16,
+    max_num_seqs=8,
+    max_model_len=512,
+    prefix_caching=True,
+    num_blocks=100,
+    free_blocks=90,
+    running=2,
+    waiting=0,
+    frozen=[],
+)
+
+
 def instance(name: str, control: Any = "a client") -> InstanceState:
     return InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), control)
 
@@ -90,19 +105,7 @@ def move(request: LiveRequest, target: InstanceState, tokens: int) -> None:
 
 def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
     a, b, on = instance("a"), instance("b"), Placements[LiveRequest]()
-    a.engine = EngineState(
-        number=0,
-        version="v",
-        block_size=16,
-        max_num_seqs=8,
-        max_model_len=512,
-        prefix_caching=True,
-        num_blocks=100,
-        free_blocks=90,
-        running=2,
-        waiting=0,
-        frozen=[],
-    )
+    a.engine = ENGINE
     request(tokenizer, "r1", 10, 5, a, on)
     request(tokenizer, "r2", 20, 0, a, on)
     request(tokenizer, "r3", 30, 7, b, on)
@@ -123,19 +126,7 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
 def test_a_guessed_prompt_is_no_longer_than_what_an_engine_takes(tokenizer: Tokenizer) -> None:
     """Half a megabyte of an image; the engine says whether it is too long."""
     a, on = instance("a"), Placements[LiveRequest]()
-    a.engine = EngineState(
-        number=0,
-        version="v",
-        block_size=16,
-        max_num_seqs=8,
-        max_model_len=512,
-        prefix_caching=True,
-        num_blocks=100,
-        free_blocks=100,
-        running=0,
-        waiting=0,
-        frozen=[],
-    )
+    a.engine = ENGINE
     request(tokenizer, "r1", 125_000, 0, a, on)
     view = cluster_view(on, [a], [request(tokenizer, "r2", 125_000, 0)], None, 0.0, 0.05)
     assert view.kv_load.tolist() == [512]
