@@ -88,7 +88,7 @@ def test_what_no_engine_can_give_in_time_is_turned_away_and_harms_nobody(
                     busy.set()
 
         started: list[int] = []
-        body = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}
+        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
         streams = [asyncio.create_task(client.stream(body, at=at)) for _ in range(2)]
         await busy.wait()
         before = await client.metric("headway_proxy_turned_away_total")
