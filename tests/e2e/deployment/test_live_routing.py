@@ -51,7 +51,8 @@ def test_a_learned_router_routes_real_requests(
         whole = text_of(await client.stream(long, url=client.direct))
         streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
         while sum(one["movable"] for one in (await client.instances()).values()) < 4:
-            await asyncio.sleep(0.05)
+            assert not any(stream.done() for stream in streams), "never four at a time"
+            await asyncio.sleep(0.01)
         listed = await client.instances()
         fuller, other = sorted(DECODES, key=lambda name: -listed[name]["requests"])
         await client.admin("drain", fuller)

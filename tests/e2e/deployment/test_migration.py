@@ -186,29 +186,47 @@ def test_a_prefill_that_nobody_decodes_is_released(
 ) -> None:
     """As when its client leaves; the next attempt at the same request is spared."""
     (prefill,) = deployment.deployment.prefill
-    id = f"left {when}"
 
-    async def ask(session: aiohttp.ClientSession, hop: int) -> None:
+    async def ask(session: aiohttp.ClientSession, id: str, hop: int) -> None:
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        body = GREEDY | {"model": "smollm2", "prompt": STORY * 20, "max_tokens": 1}
+        body = GREEDY | {"model": "smollm2", "prompt": f"{id}. " + STORY * 40, "max_tokens": 1}
         body["kv_transfer_params"] = params | {"headway": {"id": id, "hop": hop}}
         async with session.post(prefill.url + "/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
 
-    async def work(session: aiohttp.ClientSession, control: ControlClient) -> None:
+    async def release_while_running(
+        session: aiohttp.ClientSession, control: ControlClient, id: str
+    ) -> bool:
+        """Return whether the request was seen in the batch; a fast engine may be done before."""
+        asking = asyncio.create_task(ask(session, id, 0))
+        seen = False
+        while not asking.done() and not seen:
+            seen = bool((await control.state(PATIENCE)).running)
+        await control.release(id, 0, PATIENCE)
+        await asking
+        return seen
+
+    async def left(session: aiohttp.ClientSession, control: ControlClient) -> str:
+        """Leave a prefill: its request's id."""
+        id = f"left {when}"
+        if when == "running":
+            for attempt in range(100):
+                if await release_while_running(session, control, f"{id} {attempt}"):
+                    return f"{id} {attempt}"
+                await freed(control)
+            raise AssertionError("no prefill was ever seen running")
         if when == "on its way":
             assert await control.release(id, 0, PATIENCE) is False
-        asking = asyncio.create_task(ask(session, 0))
-        if when == "running":
-            while not (await control.state(PATIENCE)).running:
-                await asyncio.sleep(0.001)
-            await control.release(id, 0, PATIENCE)
-        await asking
+        await ask(session, id, 0)
         if when == "kept":
             assert (await control.state(PATIENCE)).frozen == [id]
             assert await control.release(id, 0, PATIENCE) is True
+        return id
+
+    async def work(session: aiohttp.ClientSession, control: ControlClient) -> None:
+        id = await left(session, control)
         await freed(control)
-        await ask(session, 1)
+        await ask(session, id, 1)
         assert (await control.state(PATIENCE)).frozen == [id]
         assert await control.release(id, 1, PATIENCE) is True
         await freed(control)

@@ -50,7 +50,8 @@ def test_a_full_target_is_given_up_and_the_source_goes_on(on_engines: Run) -> No
         fillers = [GREEDY | {"prompt": f"{n} {words}", "max_tokens": 90} for n in range(3)]
         filling = [asyncio.create_task(moved([target], filler, [])) for filler in fillers]
         while (await target.control.state(PATIENCE)).free_blocks > 11:
-            await asyncio.sleep(0.1)
+            assert not any(filler.done() for filler in filling), "never full"
+            await asyncio.sleep(0.01)
         frozen = await until_frozen(source, body)
         assert await hangs(target, frozen, frozen.params, 1.5)
         state = await idle_state(source)  # given up at the target, it is free here

@@ -192,7 +192,8 @@ def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, mome
             await asyncio.sleep(0.3)
         elif moment == "while it moves":
             while not sum(one["movable"] for one in (await client.instances()).values()):
-                await asyncio.sleep(0.05)
+                assert not asking.done(), "never movable"
+                await asyncio.sleep(0.01)
             moving = asyncio.create_task(client.leave())
             await asyncio.sleep(0.05)  # the freeze is on its way
         asking.cancel()
