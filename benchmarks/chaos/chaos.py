@@ -178,9 +178,9 @@ class _Metrics:
                     moved = sample.labels["outcome"] == "moved"
                     name = "moves" if moved else f"moves_{sample.labels['outcome']}"
                     now[name] = now.get(name, 0) + sample.value
-                elif sample.name == "headway_proxy_recomputed_total":
+                elif sample.name == "headway_proxy_recomputed_requests_total":
                     now["resumed_elsewhere"] = now.get("resumed_elsewhere", 0) + sample.value
-                elif sample.name == "headway_proxy_loop_stall_seconds_max":
+                elif sample.name == "headway_proxy_event_loop_max_stall_seconds":
                     stall = round(1e3 * sample.value)
                     counts = self._ledger.counts
                     counts["loop_stall_ms"] = max(counts["loop_stall_ms"], stall)

@@ -139,7 +139,7 @@ async def run_load(
         metrics = f"{deployment.proxy_url}/metrics"
         migrations = await asyncio.to_thread(_moved, deployment)
         pause = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_gap_seconds")
-        copying = await asyncio.to_thread(_mean, metrics, "headway_proxy_copy_seconds")
+        copying = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_copy_seconds")
     await until_idle(deployment, patience)
     requests = [_as_json(one, run.started) for one in served]
     names, placements = read_placements(log, epoch)

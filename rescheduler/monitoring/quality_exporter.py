@@ -84,14 +84,14 @@ class QualityExporter(Collector):
         yield bias
         covered = GaugeMetricFamily(
             "headway_forecast_coverage_ratio",
-            "Share of ends inside the central interval of this level in percent, rolling.",
+            "Share of ends inside the central interval of this probability, rolling.",
             labels=["interval"],
         )
         for level, share in (coverage or {}).items():
-            covered.add_metric([str(level)], share)
+            covered.add_metric([str(level / 100)], share)
         yield covered
         yield GaugeMetricFamily(
-            "headway_forecast_coverage_alarm",
+            "headway_forecast_miscalibrated",
             "1 while the coverage of the 80% interval is too far off.",
             value=quality.alarm() is not None,
         )
@@ -105,20 +105,22 @@ class QualityExporter(Collector):
         view, now = self._view, self._clock()
         self._most_lost = max(self._most_lost, view.lost)  # a late message lowers it again
         messages = CounterMetricFamily(
-            "headway_telemetry_messages", "Telemetry messages that went wrong.", labels=["kind"]
+            "headway_telemetry_message_errors",
+            "Telemetry messages that went wrong.",
+            labels=["kind"],
         )
         messages.add_metric(["malformed"], view.malformed)
         messages.add_metric(["lost"], self._most_lost)
         messages.add_metric(["duplicated"], view.duplicated)
         messages.add_metric(["outdated"], view.outdated)
         yield messages
-        labels = ["instance", "rank"]
+        labels = ["instance_name", "rank"]
         running, waiting, usage, budget, stale = (
             GaugeMetricFamily(f"headway_instance_{name}", text, labels=labels)
             for name, text in (
-                ("running", "Requests in the running batch."),
-                ("waiting", "Requests that wait to be scheduled."),
-                ("kv_usage", "Share of the KV cache in use."),
+                ("num_requests_running", "Requests in the running batch."),
+                ("num_requests_waiting", "Requests that wait to be scheduled."),
+                ("kv_cache_usage_ratio", "Share of the KV cache in use."),
                 ("prefill_budget_tokens", "Tokens of new prompts that can be computed in time."),
                 ("stale", "1 while the engine has not reported recently."),
             )

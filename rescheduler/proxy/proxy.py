@@ -114,7 +114,7 @@ class Proxy:
             options,
             loop.time,
         )
-        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher)
+        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool)
         self.migrator = Migrator(self.upstream, bodies, options, self.metrics, self.background)
         outliers = OutlierDetection(states, self.metrics)
         self.flow = RequestFlow(

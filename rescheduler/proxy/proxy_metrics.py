@@ -13,6 +13,7 @@ from rescheduler.placement.placements import Placements
 
 __all__ = ["ProxyMetrics"]
 
+_INSTANCE = "instance_name"  # `instance` is Prometheus' own name of what it scrapes
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -25,6 +26,7 @@ class ProxyMetrics(Collector):
         placements: which requests are on which instance.
         instances: all of the deployment.
         dispatcher: with the two pools.
+        pool: requests that may wait for an instance.
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class ProxyMetrics(Collector):
         placements: Placements[LiveRequest],
         instances: Sequence[InstanceState],
         dispatcher: Dispatcher,
+        pool: int,
     ) -> None:
         self._placements, self._instances, self._dispatcher = placements, instances, dispatcher
+        self._pool = pool
         self._registry = CollectorRegistry()
         registry = self._registry
         self.requests = Counter(
@@ -42,15 +46,17 @@ class ProxyMetrics(Collector):
             ["path", "outcome"],
             registry=registry,
         )
-        self.tokens = Counter("headway_proxy_tokens", "tokens relayed", registry=registry)
+        self.tokens = Counter(
+            "headway_proxy_generation_tokens", "tokens relayed", registry=registry
+        )
         self.first_token = Histogram(
-            "headway_proxy_first_token_seconds",
+            "headway_proxy_time_to_first_token_seconds",
             "from a request's arrival to its first token",
             buckets=_FIRST_SECONDS,
             registry=registry,
         )
         self.token_gap = Histogram(
-            "headway_proxy_token_seconds",
+            "headway_proxy_inter_token_latency_seconds",
             "between two tokens of a request",
             buckets=_TOKEN_SECONDS,
             registry=registry,
@@ -62,7 +68,7 @@ class ProxyMetrics(Collector):
             registry=registry,
         )
         self.copying = Histogram(
-            "headway_proxy_copy_seconds",
+            "headway_proxy_migration_copy_seconds",
             "to copy a running request's KV cache to its target, while it decodes",
             buckets=_FIRST_SECONDS,
             registry=registry,
@@ -74,40 +80,44 @@ class ProxyMetrics(Collector):
             registry=registry,
         )
         self.recomputed = Counter(
-            "headway_proxy_recomputed",
+            "headway_proxy_recomputed_requests",
             "requests resumed without their KV cache, by the instance that failed",
-            ["instance"],
+            [_INSTANCE],
             registry=registry,
         )
         self.failures = Counter(
             "headway_proxy_instance_failures",
             "failed calls to an instance",
-            ["instance"],
+            [_INSTANCE],
             registry=registry,
         )
         self.turned_away = Counter(
-            "headway_proxy_turned_away",
+            "headway_proxy_turned_away_requests",
             "requests that an instance had too much to do for",
-            ["instance"],
+            [_INSTANCE],
             registry=registry,
         )
         self.planning = Histogram(
-            "headway_proxy_planning_seconds",
+            "headway_proxy_migration_planning_seconds",
             "decisions of the migration planner",
             registry=registry,
         )
         self._loop_late = Histogram(
-            "headway_proxy_loop_late_seconds",
+            "headway_proxy_event_loop_lag_seconds",
             "by which the event loop is late, for whatever reason",
             buckets=_LATE_SECONDS,
             registry=registry,
         )
         self._loop_stall = Gauge(
-            "headway_proxy_loop_stall_seconds_max",
+            "headway_proxy_event_loop_max_stall_seconds",
             "longest computation of the event loop's thread at a stretch, during which all wait",
             registry=registry,
         )
         self._longest_stall = 0.0
+        # From 0 on: Prometheus sees no increase in a series that begins with its first event.
+        for instance in instances:
+            for counter in (self.recomputed, self.failures, self.turned_away):
+                counter.labels(instance.name)
         registry.register(self)
 
     def loop_late(self, late: float, computed: float) -> None:
@@ -119,24 +129,38 @@ class ProxyMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges as they are now."""
         waiting = GaugeMetricFamily(
-            "headway_proxy_waiting", "requests that wait for an instance", labels=["stage"]
+            "headway_proxy_num_requests_waiting",
+            "requests that wait for an instance",
+            labels=["stage"],
         )
         waiting.add_metric(["prefill"], self._dispatcher.waiting_for_prefill)
         waiting.add_metric(["decode"], len(self._dispatcher.waiting))
         yield waiting
+        yield GaugeMetricFamily(
+            "headway_proxy_max_num_requests_waiting",
+            "requests that may wait for an instance; further ones are refused",
+            value=self._pool,
+        )
         running = GaugeMetricFamily(
-            "headway_proxy_running", "requests on an instance", labels=["instance", "role"]
+            "headway_proxy_num_requests_running",
+            "requests on an instance",
+            labels=[_INSTANCE, "role"],
         )
         tokens = GaugeMetricFamily(
             "headway_proxy_context_tokens",
             "context tokens of the requests on an instance",
-            labels=["instance", "role"],
+            labels=[_INSTANCE, "role"],
         )
         up = GaugeMetricFamily(
-            "headway_proxy_instance_up", "1: in service", labels=["instance", "role"]
+            "headway_proxy_instance_up", "1: in service", labels=[_INSTANCE, "role"]
         )
         draining = GaugeMetricFamily(
-            "headway_proxy_instance_draining", "1: gets no requests", labels=["instance", "role"]
+            "headway_proxy_instance_draining", "1: gets no requests", labels=[_INSTANCE, "role"]
+        )
+        used = GaugeMetricFamily(
+            "headway_proxy_kv_cache_used_blocks",
+            "blocks of an instance's KV cache that are not free, says its control socket",
+            labels=[_INSTANCE, "role"],
         )
         for instance in self._instances:
             labels = [instance.name, instance.instance.role]
@@ -145,7 +169,9 @@ class ProxyMetrics(Collector):
             tokens.add_metric(labels, sum(r.context_tokens for r in requests))
             up.add_metric(labels, instance.breaker.closed)
             draining.add_metric(labels, instance.draining)
-        yield from (running, tokens, up, draining)
+            if instance.engine is not None and instance.breaker.closed:
+                used.add_metric(labels, instance.engine.num_blocks - instance.engine.free_blocks)
+        yield from (running, tokens, up, draining, used)
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

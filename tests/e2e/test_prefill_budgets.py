@@ -91,12 +91,12 @@ def test_what_no_engine_can_give_in_time_is_turned_away_and_harms_nobody(
         body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
         streams = [asyncio.create_task(client.stream(body, at=at)) for _ in range(2)]
         await busy.wait()
-        before = await client.metric("headway_proxy_turned_away_total")
+        before = await client.metric("headway_proxy_turned_away_requests_total")
         status, answered, headers = await answer(client, prompt=LONG, vllm_xargs=HURRIED)
         assert status == 429, answered
         assert answered["error"]["type"] == "RateLimitError"
         assert int(headers["Retry-After"]) >= 1
-        assert await client.metric("headway_proxy_turned_away_total") == before + 2
+        assert await client.metric("headway_proxy_turned_away_requests_total") == before + 2
         assert all(one["state"] == "closed" for one in (await client.instances()).values())
         for chunks in await asyncio.gather(*streams):
             assert chunks[-1]["choices"][0]["finish_reason"] == "length"

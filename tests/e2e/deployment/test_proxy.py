@@ -249,9 +249,9 @@ def test_models_health_and_metrics(proxy: Served) -> None:
         for path in ("/health", "/ready"):
             async with client.session.get(client.proxy + path) as response:
                 assert response.status == 200
-        before = await client.metric("headway_proxy_tokens_total")
+        before = await client.metric("headway_proxy_generation_tokens_total")
         await client.post({**GREEDY, "max_tokens": 5, "ignore_eos": True})
-        assert await client.metric("headway_proxy_tokens_total") == before + 5
+        assert await client.metric("headway_proxy_generation_tokens_total") == before + 5
         assert await client.metric("headway_proxy_instance_up") == 3
 
     proxy.run(work)
@@ -333,7 +333,8 @@ def test_an_engine_that_hangs_loses_no_token(
 
         chunks = await client.stream(body, at=at)
         assert text_of(chunks) == expected
-        assert await client.metric("headway_proxy_recomputed_total", instance=victims[0]) >= 1
+        recomputed = "headway_proxy_recomputed_requests_total"
+        assert await client.metric(recomputed, instance_name=victims[0]) >= 1
         deployment.launched.signal(victims[0], signal.SIGCONT)
         while (await client.instances())[victims[0]]["state"] != "closed":
             await asyncio.sleep(0.1)

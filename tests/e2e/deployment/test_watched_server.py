@@ -21,7 +21,7 @@ def wait_for(port: int, name: str, value: float) -> None:
     while True:
         with suppress(OSError):  # it has just been started
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-                found = metric_by(response.read().decode(), name, "instance")
+                found = metric_by(response.read().decode(), name, "instance_name")
             if list(found.values()) == [value]:
                 return
         time.sleep(0.2)

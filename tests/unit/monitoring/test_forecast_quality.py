@@ -332,29 +332,29 @@ def test_prometheus_reads_what_is_watched() -> None:
     coverage = quality.coverage()
     assert coverage is not None
     assert first["headway_forecast_mae_tokens"] == quality.mae()
-    assert first["headway_forecast_coverage_ratio['80']"] == coverage[80]
+    assert first["headway_forecast_coverage_ratio['0.8']"] == coverage[80]
     assert first["headway_forecast_bias_tokens['1-127']"] == quality.bias_by_age()["1-127"]
-    assert first["headway_forecast_coverage_alarm"] == 1
+    assert first["headway_forecast_miscalibrated"] == 1
     assert first["headway_forecast_scored_requests_total"] == 60
     messages = [
-        first[f"headway_telemetry_messages_total['{kind}']"]
+        first[f"headway_telemetry_message_errors_total['{kind}']"]
         for kind in ("malformed", "lost", "duplicated", "outdated")
     ]
     assert messages == [1, 1, 1, 0]
-    assert first["headway_instance_running['gpu0', '0']"] == 2
-    assert first["headway_instance_waiting['gpu0', '0']"] == 2
-    assert first["headway_instance_kv_usage['gpu0', '0']"] == 0.25
+    assert first["headway_instance_num_requests_running['gpu0', '0']"] == 2
+    assert first["headway_instance_num_requests_waiting['gpu0', '0']"] == 2
+    assert first["headway_instance_kv_cache_usage_ratio['gpu0', '0']"] == 0.25
     assert first["headway_instance_prefill_budget_tokens['gpu0', '0']"] == 96.5
     assert first["headway_instance_stale['gpu0', '0']"] == 0
     assert second["headway_instance_stale['gpu0', '0']"] == 1
-    assert second["headway_telemetry_messages_total['lost']"] == 1  # a counter never falls
+    assert second["headway_telemetry_message_errors_total['lost']"] == 1  # a counter never falls
 
 
 def test_prometheus_finds_no_figures_before_the_first_request() -> None:
     exporter = QualityExporter(TelemetryView(), ForecastQuality(), threading.Lock())
     samples = [sample for metric in exporter.collect() for sample in metric.samples]
     assert {sample.name for sample in samples} == {
-        "headway_forecast_coverage_alarm",
+        "headway_forecast_miscalibrated",
         "headway_forecast_scored_requests_total",
-        "headway_telemetry_messages_total",
+        "headway_telemetry_message_errors_total",
     }

@@ -85,7 +85,7 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
         assert code == 503
         assert "no decode instance" in json.loads(answer)["error"]["message"]
         metrics = status(url + "/metrics")[1].decode()
-        assert 'headway_proxy_instance_up{instance="decode-0",role="decode"} 0.0' in metrics
+        assert 'headway_proxy_instance_up{instance_name="decode-0",role="decode"} 0.0' in metrics
         drained = subprocess.run(
             [*headway_command, "drain", "decode-0", "--config", str(config)],
             capture_output=True,

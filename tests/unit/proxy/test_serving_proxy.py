@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from metrics import metric, metric_by
 from scripted_cluster import PROMPT, cluster, text_of, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
@@ -419,6 +420,21 @@ async def test_a_full_pool_is_refused_with_a_time_to_try_again(tokenizer: Tokeni
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 3
 
 
+async def test_how_much_may_wait_and_what_engines_hold_are_measured(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, pool=17) as it:
+        engine, used = it.engines["decode-1"], "headway_proxy_kv_cache_used_blocks"
+
+        def read(name: str, **labels: str) -> dict[str, float]:
+            return metric_by(it.proxy.metrics.text().decode(), name, "instance_name", **labels)
+
+        assert read("headway_proxy_max_num_requests_waiting") == {"": 17}
+        assert read(used) == {"prefill-0": 0, "decode-0": 0, "decode-1": 0}
+        engine.full = True
+        await until(lambda: read(used, role="decode") == {"decode-0": 0, "decode-1": 1000})
+        engine.fails = 503  # what it holds while it is out of service is not known
+        await until(lambda: read(used, role="decode") == {"decode-0": 0})
+
+
 @pytest.mark.parametrize("pinned", [{}, {"n": 2}])
 async def test_what_one_instance_turns_away_another_one_takes(
     tokenizer: Tokenizer, pinned: dict[str, int]
@@ -433,7 +449,9 @@ async def test_what_one_instance_turns_away_another_one_takes(
             assert pinned or answer["choices"][0]["token_ids"] == it.expected(5)
         instances = it.proxy.instances.values()
         assert all(instance.breaker.closed for instance in instances)
-        assert b'headway_proxy_turned_away_total{instance="decode-0"}' in (it.proxy.metrics.text())
+        text = it.proxy.metrics.text().decode()
+        turned_away = "headway_proxy_turned_away_requests_total"
+        assert metric(text, turned_away, instance_name="decode-0") > 0
 
 
 @pytest.mark.parametrize("pinned", [{}, {"n": 2}])
