@@ -12,7 +12,9 @@ from rescheduler.commands.command_line import main
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-FOLDERS = "benchmarks|charts|checkpoints|configs|data_collection|docs|predictor|rescheduler|tests"
+FOLDERS = (
+    "benchmarks|charts|checkpoints|configs|data_collection|deploy|docs|predictor|rescheduler|tests"
+)
 
 
 def page_name(page: Path) -> str:

@@ -4,7 +4,7 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["attributes_set_in", "fields_of"]
+__all__ = ["attributes_set_in", "fields_of", "metric_labels"]
 
 
 def _source_of(module: str) -> ast.Module:
@@ -39,3 +39,32 @@ def attributes_set_in(module: str, class_name: str) -> set[str]:
                 and item.value.id == "self"
             }
     raise AssertionError(f"{module} has no class {class_name}")
+
+
+def metric_labels() -> dict[str, set[str]]:
+    """The labels of every sample that an engine's own statistics export, by its name."""
+    suffixes = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+    found: dict[str, set[str]] = {}
+    for call in ast.walk(_source_of("v1.metrics.loggers")):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        kind = call.func.attr.removeprefix("_").removesuffix("_cls")
+        options = {one.arg: one.value for one in call.keywords}
+        if kind not in suffixes or not {"name", "labelnames"} <= options.keys():
+            continue
+        name = options["name"]
+        if not isinstance(name, ast.Constant):
+            continue
+        strings = {
+            node.value
+            for node in ast.walk(options["labelnames"])
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        variables = {
+            node.id for node in ast.walk(options["labelnames"]) if isinstance(node, ast.Name)
+        }
+        labels = strings | ({"model_name", "engine"} if "labelnames" in variables else set())
+        for suffix in suffixes[kind]:
+            more = {"le"} if suffix == "_bucket" else set()
+            found[f"{name.value}{suffix}"] = labels | more
+    return found

@@ -1,0 +1,1 @@
+"""What watches a deployment: Grafana dashboards, and Prometheus' configuration and alerts."""
