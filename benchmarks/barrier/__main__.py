@@ -41,7 +41,7 @@ from benchmarks.barrier.findings import (
     routing_table,
     verdict,
 )
-from benchmarks.barrier.grid import POINTS, Measured, Point, fill_caches, measured
+from benchmarks.barrier.grid import POINTS, Measured, fill_caches, measured
 from benchmarks.barrier.routing import ARMS, BALANCER, asks_of, served_by
 from benchmarks.support.report import arguments, write_report
 
@@ -69,27 +69,28 @@ def main() -> None:
         options.rounds = 2
     figures: dict[str, float] = {}
     further: dict[str, Any] = {}
-    if options.only != "routing":
-        points = POINTS[::5] if options.quick else POINTS
-        grids: dict[str, list[Measured]] = {
-            kind: measure_grid(kind, points, options) for kind in _GRIDS
-        }
-        said = verdict(grids)
-        print(f"\n{grid_table(grids)}\n\n{said}")
-        figures |= grid_figures(grids)
-        further |= {"verdict": said.split("\n"), "grid": msgspec.to_builtins(grids)}
-        if options.png is not None:
-            draw(grids, options.png)
-    if options.only != "grid":
-        rounds = measure_routing(options)
-        print(f"\n{routing_table(rounds, BALANCER)}")
-        figures |= routing_figures(rounds, BALANCER)
-        further["rounds"] = rounds
+    try:
+        if options.only != "routing":
+            grids = {kind: measure_grid(kind, options) for kind in _GRIDS}
+            said = verdict(grids)
+            print(f"\n{grid_table(grids)}\n\n{said}")
+            figures |= grid_figures(grids)
+            further |= {"verdict": said.split("\n"), "grid": msgspec.to_builtins(grids)}
+            if options.png is not None:
+                draw(grids, options.png)
+        if options.only != "grid":
+            rounds = measure_routing(options)
+            print(f"\n{routing_table(rounds)}")
+            figures |= routing_figures(rounds)
+            further["rounds"] = rounds
+    except RuntimeError as error:
+        sys.exit(f"{error}\nThe same command goes on with what is missing.")
     write_report("barrier", figures, options.json, **further)
 
 
-def measure_grid(kind: Kind, points: Sequence[Point], options: Namespace) -> list[Measured]:
+def measure_grid(kind: Kind, options: Namespace) -> list[Measured]:
     """Return what was measured of each point, now or before."""
+    points = POINTS[::5] if options.quick else POINTS
     steps = _QUICK_STEPS if options.quick else _STEPS
     cells = Cells(options.out / "grid" / kind, {**_engine(), "steps": steps})
     missing = [point for point in points if cells.read(point.name) is None]

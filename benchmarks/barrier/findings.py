@@ -1,10 +1,12 @@
 """What the measurements say: tables, a verdict, a figure."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.barrier.engines import Kind
 from benchmarks.barrier.fit import Fit, disagreement, fits, observed
 from benchmarks.barrier.grid import Measured
 from benchmarks.support.paired_rounds import mean_of, paired_difference
@@ -20,7 +22,7 @@ __all__ = [
     "verdict",
 ]
 
-Grids = Mapping[str, Sequence[Measured]]
+Grids = Mapping[Kind, Sequence[Measured]]
 """The same points of ranks of a group, and of lone engines."""
 
 Rounds = Mapping[str, Mapping[int, Mapping[str, float]]]
@@ -35,6 +37,14 @@ SHOWN = {
     "context of the fuller rank / mean": ("fullest", 1.0, ".3f"),
 }
 
+_UNITS = {
+    "constant": "",
+    "new": " a request",
+    "own": "of its own",
+    "other": "of the other",
+    "max": "of the fullest",
+    "mean": "of the mean",
+}
 _TOGETHER = 0.05
 """Steps that differ by less are the same ones."""
 
@@ -113,45 +123,47 @@ def verdict(grids: Grids) -> str:
 
 def _said(fit: Fit) -> str:
     parts = [
-        f"{1e3 * value:.2f} ms {'a request' if name == 'new' else ''}".strip()
+        f"{1e3 * value:.2f} ms{_UNITS[name]}"
         if name in ("constant", "new")
-        else f"{1e6 * value:.2f} ms per 1,000 tokens of the {name}"
+        else f"{1e6 * value:.2f} ms per 1,000 tokens {_UNITS[name]}"
         for name, value in fit.coefficients.items()
     ]
     return f"{' + '.join(parts)} (R² {fit.r2:.3f}, error {fit.error:.1%})"
 
 
-def routing_figures(rounds: Rounds, first: str) -> dict[str, float]:
-    """Return means over rounds by name, and every arm's ratios to the first with intervals."""
+def routing_figures(rounds: Rounds) -> dict[str, float]:
+    """Return means over rounds by name, and every arm's ratios to those before, with intervals."""
     figures: dict[str, float] = {}
     for arm, by_round in rounds.items():
-        for name in next(iter(by_round.values()), {}):
+        for name in next(iter(by_round.values())):
             mean = mean_of(_column(by_round, name))
             figures |= {f"{arm}_{name}": mean.mean, f"{arm}_{name}_half": mean.half}
-            if arm != first:
-                ratio = ratio_of(_column(by_round, name), _column(rounds[first], name))
-                for part, value in ratio._asdict().items():
-                    figures[f"{arm}_over_{first}_{name}_{part}"] = value
+    for arm, other in _pairs(rounds):
+        for name in next(iter(rounds[arm].values())):
+            ratio = ratio_of(_column(rounds[arm], name), _column(rounds[other], name))
+            for part, value in ratio._asdict().items():
+                figures[f"{arm}_over_{other}_{name}_{part}"] = value
     return figures
 
 
-def routing_table(rounds: Rounds, first: str) -> str:
-    """Return the arms' means, and ratios to the first, as Markdown."""
-    lines = ["| | " + " | ".join(rounds) + " | "]
-    lines[0] += " | ".join(f"{arm} / {first}" for arm in rounds if arm != first) + " |"
-    lines.append("|---|" + "---:|" * (2 * len(rounds) - 1))
+def routing_table(rounds: Rounds) -> str:
+    """Return the arms' means, and their ratios to those before, as Markdown."""
+    pairs = _pairs(rounds)
+    titles = [*rounds, *(f"{arm} / {other}" for arm, other in pairs)]
+    lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     for title, (name, times, form) in SHOWN.items():
-        cells = [
-            f"{times * one.mean:{form}} ± {times * one.half:{form}}"
-            for one in (mean_of(_column(by_round, name)) for by_round in rounds.values())
-        ]
+        means = (mean_of(_column(by_round, name)) for by_round in rounds.values())
+        cells = [f"{times * one.mean:{form}} ± {times * one.half:{form}}" for one in means]
         cells += [
-            str(ratio_of(_column(by_round, name), _column(rounds[first], name)))
-            for arm, by_round in rounds.items()
-            if arm != first
+            str(ratio_of(_column(rounds[arm], name), _column(rounds[other], name)))
+            for arm, other in pairs
         ]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _pairs(rounds: Rounds) -> list[tuple[str, str]]:
+    return [(arm, other) for other, arm in combinations(rounds, 2)]
 
 
 def draw(grids: Grids, png: Path) -> None:
@@ -161,7 +173,7 @@ def draw(grids: Grids, png: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    titles = {"ranks": "ranks of one group", "lone": "independent engines"}
+    titles: dict[Kind, str] = {"ranks": "ranks of one group", "lone": "independent engines"}
     figure, panels = pyplot.subplots(1, len(grids), figsize=(8, 3.4), sharey=True, squeeze=False)
     for panel, (kind, points) in zip(panels[0], grids.items(), strict=True):
         seen = observed(points)

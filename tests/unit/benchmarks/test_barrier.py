@@ -93,7 +93,7 @@ def test_a_ratio_is_of_the_same_rounds() -> None:
         arm: {i: dict.fromkeys(names, speed * (1.0 + i)) for i in range(3)}
         for arm, speed in (("vllm", 1.0), ("bfio", 1.5))
     }
-    assert "| 1.500 (1.500 to 1.500) |" in routing_table(rounds, "vllm")
+    assert "| 1.500 (1.500 to 1.500) |" in routing_table(rounds)
 
 
 def test_every_round_asks_for_requests_of_its_own_again_and_again() -> None:
