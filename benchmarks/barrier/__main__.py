@@ -3,16 +3,16 @@
     python -m benchmarks.barrier [--quick] [--only {grid,routing}] [--rounds N] [--out FOLDER]
         [--json OUT] [--png OUT]
 
-Two engines of a small mixture of experts with random weights, on a core each. Contexts come out of
-the prefix cache, as they come from a prefill instance, so that engines decode all the time.
+Two engines of a small mixture of experts with random weights compute on a core each. Contexts come
+out of the prefix cache, as they come from a prefill instance, so that engines decode all the time.
 
 - *Grid*: both decode loads that differ in requests and in tokens of context, and the time of their
   steps is compared, of two ranks of a group (which split the experts) and of two engines without a
   group, on the same cores. What the latter owe to each other is not the barrier's.
 - *Routing*: twenty requests of mixed lengths are under way all the time, twelve of which are
-  decoded. They go through vLLM's own balancer (one server for both ranks) and through `headway
-  serve` before two ranks. In a round all have the same requests, in turns; ratios are of the same
-  rounds.
+  decoded. They go through vLLM's own balancer (one server for both ranks), in whose engines the
+  others wait, and through `headway serve` before two ranks, in which they wait themselves. In a
+  round all have the same requests, in turns; ratios are of the same rounds.
 
 Nothing else should run. What is finished is kept in the folder, and not measured again: the same
 command goes on after an interruption.
@@ -46,7 +46,7 @@ from benchmarks.barrier.routing import ARMS, BALANCER, asks_of, served_by
 from benchmarks.support.report import arguments, write_report
 
 _GRIDS: tuple[Kind, ...] = ("ranks", "lone")
-_STEPS, _REQUESTS, _ROUNDS = 40, 60, 8
+_STEPS, _REQUESTS, _ROUNDS = 40, 60, 6
 """Steps of a point, requests of a run, rounds of an arm."""
 _QUICK_STEPS, _QUICK_REQUESTS = 10, 24
 

@@ -24,7 +24,7 @@ Kind = Literal["ranks", "lone", "balanced"]
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = "benchmarks.support.cpu_rank_worker.CpuRankWorker"
-_RANK = re.compile(r"_DP(\d+)")
+_ENGINE = re.compile(r"VLLM::(?:EngineCore|Worker)(?:_DP(\d+))?")
 
 ENGINE = EngineOptions(
     dtype="float32",
@@ -105,19 +105,16 @@ def _described(kind: Kind, model: str, logs: Path) -> tuple[Deployment, tuple[Pa
 
 
 def _pin(servers: Launched) -> None:
-    """Give each engine a core: its server, its engine core, its worker.
-
-    One server of both ranks, and what coordinates them, may run on either.
-    """
+    """Give each engine's core process and worker a core; what serves HTTP may run on either."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     groups = [server.pid for server in servers.servers.values()]
     for process in Path("/proc").iterdir():
         with suppress(ValueError, FileNotFoundError, ProcessLookupError):  # no process, or gone
             place = groups.index(os.getpgid(int(process.name)))
-            rank = _RANK.search((process / "cmdline").read_text())
+            title = _ENGINE.match((process / "cmdline").read_text())
+            if title is None:
+                continue
             if len(groups) == 1:
-                if rank is None:
-                    continue
-                place = int(rank[1])
+                place = int(title[1])
             for thread in (process / "task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[place]})

@@ -148,17 +148,19 @@ def routing_figures(rounds: Rounds) -> dict[str, float]:
 
 def routing_table(rounds: Rounds) -> str:
     """Return the arms' means, and their ratios to those before, as Markdown."""
-    pairs = _pairs(rounds)
-    titles = [*rounds, *(f"{arm} / {other}" for arm, other in pairs)]
-    lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-    for title, (name, times, form) in SHOWN.items():
-        means = (mean_of(_column(by_round, name)) for by_round in rounds.values())
-        cells = [f"{times * one.mean:{form}} ± {times * one.half:{form}}" for one in means]
-        cells += [
-            str(ratio_of(_column(rounds[arm], name), _column(rounds[other], name)))
-            for arm, other in pairs
+    lines = [f"| | {' | '.join(SHOWN)} |", "|---|" + "---:|" * len(SHOWN)]
+    for arm, by_round in rounds.items():
+        cells = []
+        for name, times, form in SHOWN.values():
+            one = mean_of(_column(by_round, name))
+            cells.append(f"{times * one.mean:{form}} ± {times * one.half:{form}}")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    for arm, other in _pairs(rounds):
+        ratios = [
+            ratio_of(_column(rounds[arm], name), _column(rounds[other], name))
+            for name, _, _ in SHOWN.values()
         ]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        lines.append(f"| {arm} / {other} | {' | '.join(map(str, ratios))} |")
     return "\n".join(lines)
 
 

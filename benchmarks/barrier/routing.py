@@ -22,10 +22,11 @@ BALANCER = "vllm"
 
 ARMS: dict[str, dict[str, Any] | None] = {
     BALANCER: None,
+    "vllm_score": {"name": "vllm"},
     "jsq_load": {"name": "jsq_load"},
     "bfio": {"name": "bfio", "horizon": 0},
 }
-"""What `headway serve` routes by, if it serves."""
+"""What `headway serve` routes by, if it serves; once by the balancer's own score."""
 
 AT_ONCE = 20
 """Requests under way: the ranks decode twelve, the others wait."""
