@@ -99,15 +99,19 @@ async def read(
     }
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     stream.sent = time.monotonic()
-    async with client.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: HTTP {response.status}: {(await response.text())[:300]}")
-        async for chunk in read_events(response.content):
-            if "error" in chunk:
-                raise RuntimeError(f"{url}: {chunk['error']}")
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
-            if tokens > (stream.tokens[-1] if stream.tokens else 0):
-                stream.tokens.append(tokens)
-                stream.times.append(time.monotonic())
+    try:
+        async with client.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise RuntimeError(f"{url}: HTTP {response.status}: {text}")
+            async for chunk in read_events(response.content):
+                if "error" in chunk:
+                    raise RuntimeError(f"{url}: {chunk['error']}")
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+                if tokens > (stream.tokens[-1] if stream.tokens else 0):
+                    stream.tokens.append(tokens)
+                    stream.times.append(time.monotonic())
+    except aiohttp.ClientError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}; see its log") from error
     if not stream.tokens or stream.tokens[-1] < ask.answer:
         raise RuntimeError(f"{url}: an answer ended after {stream.tokens[-1:]} of {ask.answer}")
