@@ -93,13 +93,17 @@ def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
 
 
 def apply_curve(
-    socket: zmq.Socket[Any], folder: Path | str, side: Side, serves: bool
+    socket: zmq.Socket[Any],
+    folder: Path | str,
+    side: Side,
+    serves: bool,
+    peer: Side | None = None,
 ) -> ThreadAuthenticator | None:
-    """Encrypt a socket with CURVE and let it communicate with the other side only.
+    """Encrypt a socket with CURVE and let it communicate with one side only.
 
     Call it before the socket binds or connects. Whoever connects knows the server by its
-    public key. Whoever binds asks ZAP, ZeroMQ's handler of admissions, to admit the other
-    side's public key and nothing else. A context has one such handler: give every socket
+    public key. Whoever binds asks ZAP, ZeroMQ's handler of admissions, to admit the peer's
+    public key and nothing else. A context has one such handler: give every socket
     that binds with keys a context of its own. Without a running handler, every peer is refused.
 
     Args:
@@ -108,6 +112,8 @@ def apply_curve(
             read.
         side: whose socket it is.
         serves: whether it binds; all sockets that connect to it must then not serve.
+        peer: side that it communicates with; None: the other one. Processes of one side share
+            its keys, by which they know each other.
 
     Returns:
         The running handler, where it serves: stop it after the socket is closed and before
@@ -116,7 +122,7 @@ def apply_curve(
     Raises:
         TelemetryError: a key file is missing or damaged, or the context has a handler.
     """
-    public, secret, other = _pair(folder, side)
+    public, secret, other = _pair(folder, side, peer or _OTHER[side])
     try:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -152,7 +158,7 @@ def shared_secret(folder: Path | str, side: Side) -> bytes:
     Raises:
         TelemetryError: a key file is missing or damaged.
     """
-    _, secret, other = _pair(folder, side)
+    _, secret, other = _pair(folder, side, _OTHER[side])
     try:
         own = X25519PrivateKey.from_private_bytes(z85.decode(secret))
         agreed = own.exchange(X25519PublicKey.from_public_bytes(z85.decode(other)))
@@ -172,13 +178,12 @@ class _OneKey:
         return key == self._key
 
 
-def _pair(folder: Path | str, side: Side) -> tuple[bytes, bytes, bytes]:
-    """Return the public and the secret key of a side, and the other's public key."""
+def _pair(folder: Path | str, side: Side, peer: Side) -> tuple[bytes, bytes, bytes]:
+    """Return the public and the secret key of a side, and its peer's public key."""
     public, secret = _load(Path(folder) / f"{side}.key_secret")
-    other, _ = _load(Path(folder) / f"{_OTHER[side]}.key")
     if secret is None:
         raise TelemetryError(f"{folder}/{side}.key_secret: holds no secret key")
-    return public, secret, other
+    return public, secret, public if peer == side else _load(Path(folder) / f"{peer}.key")[0]
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:

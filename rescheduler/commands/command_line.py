@@ -84,6 +84,10 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
     "Serve": {
         "launch": _Verb("rescheduler.engines.launch:launch", "start a deployment's engines"),
         "serve": _Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
+        "coordinator": _Verb(
+            "rescheduler.coordinator.coordinator_command:coordinator",
+            "decide for many proxies of a deployment",
+        ),
         "picker": _Verb(
             "rescheduler.gateway.picker_command:picker",
             "pick engines for an Envoy gateway, by a routing policy",

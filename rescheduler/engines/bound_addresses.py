@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from predictor.live.curve_keys import is_loopback
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 
-__all__ = ["with_bound_addresses"]
+__all__ = ["bound_address", "with_bound_addresses"]
 
 _NAMED = re.compile(r"((?:https?|tcp)://)([^/:\[\]]+)(.*)")
 
@@ -40,15 +40,23 @@ def with_bound_addresses(deployment: Deployment, instances: Sequence[Instance]) 
 
 def _bound(instance: Instance, where: str) -> Instance:
     found = {
-        field: _with_address(endpoint, f"{where}.{field}")
+        field: bound_address(endpoint, f"{where}.{field}")
         for field in ("url", "control", "telemetry")
         if (endpoint := getattr(instance, field)) is not None
     }
     return replace(instance, **found)
 
 
-def _with_address(endpoint: str, where: str) -> str:
-    """Return an endpoint with the address of its host; one without a host name as it is."""
+def bound_address(endpoint: str, where: str) -> str:
+    """Return an endpoint with the address of its host; one without a host name as it is.
+
+    Args:
+        endpoint: to be bound on this machine.
+        where: the deployment's field, for errors.
+
+    Raises:
+        DeploymentError: the name has no IPv4 address here, or one that others cannot reach.
+    """
     named = _NAMED.fullmatch(endpoint)
     if named is None:
         return endpoint

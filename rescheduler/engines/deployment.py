@@ -11,6 +11,7 @@ from predictor.live.curve_keys import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 
 __all__ = [
+    "CoordinatorOptions",
     "Deployment",
     "DeploymentError",
     "EngineOptions",
@@ -143,6 +144,26 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine_key_file: str | None = None
 
 
+class CoordinatorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where `headway coordinator` listens, and for how long anyone may be silent.
+
+    Attributes:
+        endpoint: ZMQ endpoint that it binds and proxies connect to.
+        host: address of its ``/health``, ``/ready`` and ``/metrics``; by default this machine only.
+        port: of these; 0 takes a free one.
+        silent_seconds: without a word from it for this long, proxies place requests themselves.
+        lost_seconds: without a word from a proxy for this long, its requests are taken to be over.
+        settle_seconds: that a new coordinator gives the proxies to report what runs.
+    """
+
+    endpoint: str
+    host: str = "127.0.0.1"
+    port: Port = 8002
+    silent_seconds: Annotated[float, msgspec.Meta(ge=0.5)] = 1.5
+    lost_seconds: Annotated[float, msgspec.Meta(ge=1.0)] = 10.0
+    settle_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 1.0
+
+
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How `headway launch` starts the engines; the proxy does not read it.
 
@@ -191,6 +212,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         routing: name and options of a routing policy.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
+        coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
+            `headway serve` places and moves by itself, and must be the only proxy.
         proxy: options of `headway serve`.
         engine: options of `headway launch`.
     """
@@ -201,6 +224,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keys: str | None = None
     routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
     migration: dict[str, Any] | None = None
+    coordinator: CoordinatorOptions | None = None
     proxy: ProxyOptions = ProxyOptions()
     engine: EngineOptions = EngineOptions()
 
@@ -283,18 +307,10 @@ def _check(deployment: Deployment) -> None:
         _check_url(f"{where}.url", instance.url)
         for field in ("control", "telemetry"):
             endpoint = getattr(instance, field)
-            if endpoint is None:
-                continue
-            if "://" not in endpoint:
-                raise DeploymentError(
-                    f"{where}.{field}: {endpoint!r} is not a ZMQ endpoint such as "
-                    "tcp://127.0.0.1:5557"
-                )
-            if deployment.keys is None and not is_loopback(endpoint):
-                raise DeploymentError(
-                    f"{where}.{field}: {endpoint} leaves the machine: create keys with "
-                    "`headway keys DIR` and give DIR as keys"
-                )
+            if endpoint is not None:
+                _check_endpoint(deployment, f"{where}.{field}", endpoint)
+    if deployment.coordinator is not None:
+        _check_coordinator(deployment, deployment.coordinator)
     if not deployment.decode:
         raise DeploymentError("instances: at least one must have the role decode")
     if deployment.engine.batching is not None:
@@ -308,6 +324,30 @@ def _check(deployment: Deployment) -> None:
         raise DeploymentError(
             f"migration.interval_seconds: must be a positive number, not {interval!r}"
         )
+
+
+def _check_endpoint(deployment: Deployment, where: str, endpoint: str) -> None:
+    if "://" not in endpoint:
+        raise DeploymentError(
+            f"{where}: {endpoint!r} is not a ZMQ endpoint such as tcp://127.0.0.1:5557"
+        )
+    if deployment.keys is None and not is_loopback(endpoint):
+        raise DeploymentError(
+            f"{where}: {endpoint} leaves the machine: create keys with `headway keys DIR` and give "
+            "DIR as keys"
+        )
+
+
+def _check_coordinator(deployment: Deployment, coordinator: CoordinatorOptions) -> None:
+    where = "coordinator.endpoint"
+    try:
+        parts = urlsplit(coordinator.endpoint)
+        usable = parts.scheme == "tcp" and parts.hostname and parts.port is not None
+    except ValueError:
+        usable = False
+    if not usable:
+        raise DeploymentError(f"{where}: {coordinator.endpoint!r} is not like tcp://127.0.0.1:5700")
+    _check_endpoint(deployment, where, coordinator.endpoint)
 
 
 def _check_batching(deployment: Deployment) -> None:

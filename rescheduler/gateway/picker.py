@@ -77,10 +77,10 @@ class Picker:
         upstream = Upstream(options, engine_key(options))
         self._stack.push_async_callback(upstream.close)
         clock = asyncio.get_running_loop().time
-        self.dispatcher = Dispatcher(
+        self.dispatcher: Dispatcher[LiveRequest] = Dispatcher(
             self.placements, [], states, policy, forecasts, budgets, options, clock
         )
-        self._prober = Prober(upstream, self.dispatcher, options, deployment.served_name)
+        self._prober = Prober(upstream, self.dispatcher.wake, options, deployment.served_name)
         suspects = Suspects(upstream, self._prober, deployment.served_name, self._background)
         self._running = RunningRequests(
             self.placements, self.dispatcher, forecasts, self._endpoints, suspects

@@ -33,7 +33,7 @@ class RunningRequests:
     def __init__(
         self,
         placements: Placements[LiveRequest],
-        dispatcher: Dispatcher,
+        dispatcher: Dispatcher[LiveRequest],
         forecasts: LiveForecasts | None,
         endpoints: Endpoints,
         suspects: Suspects,

@@ -1,29 +1,29 @@
 """The proxy's knowledge as the view that policies decide on."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED, ClusterView
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests
 
 __all__ = ["cluster_view", "running_requests"]
 
+C = TypeVar("C", bound=Counted)
 
-def running_requests(
-    placements: Placements[LiveRequest], instances: Sequence[InstanceState]
-) -> list[LiveRequest]:
+
+def running_requests(placements: PlacedRequests[C], instances: Sequence[InstanceState]) -> list[C]:
     """Return the requests on these instances, in the order of `cluster_view`."""
     return [request for instance in instances for request in placements.on(instance)]
 
 
 def cluster_view(
-    placements: Placements[LiveRequest],
+    placements: PlacedRequests[Counted],
     instances: Sequence[InstanceState],
-    waiting: Sequence[LiveRequest],
+    waiting: Sequence[Placeable],
     forecasts: LiveForecasts | None,
     now: float,
     step_seconds: float,

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Generic
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.guarded_policy import GuardedPolicy
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Counted, PlacedRequests, R
 from rescheduler.placement.prefill_budgets import PrefillBudgets
 from rescheduler.placement.warm_up import crowded_view
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
@@ -31,7 +31,7 @@ _STEP_WEIGHT = 0.01
 _PAUSE_STEPS = 4.0
 
 
-class Dispatcher:
+class Dispatcher(Generic[R]):
     """The two pools in which requests wait: for a prefill instance, and then for a decode one.
 
     Args:
@@ -52,7 +52,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        placements: Placements[LiveRequest],
+        placements: PlacedRequests[Counted],
         prefills: Sequence[InstanceState],
         decodes: Sequence[InstanceState],
         policy: RoutingPolicy,
@@ -63,7 +63,7 @@ class Dispatcher:
     ) -> None:
         self.step_seconds = _FIRST_STEP_SECONDS
         self.dispatched = 0
-        self.waiting: dict[LiveRequest, asyncio.Future[InstanceState]] = {}
+        self.waiting: dict[R, asyncio.Future[InstanceState]] = {}
         self._placements, self._policy = placements, policy
         self._prefills, self._decodes = prefills, decodes
         at_once = JSQLoad() if policy.holds_back() else policy
@@ -71,7 +71,7 @@ class Dispatcher:
         self._decides_at_once = GuardedPolicy(at_once, clock)
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
-        self._for_prefill: deque[tuple[LiveRequest, asyncio.Future[InstanceState | None]]] = deque()
+        self._for_prefill: deque[tuple[R, asyncio.Future[InstanceState | None]]] = deque()
         self._round_due = False
         self._last_round = -math.inf
 
@@ -111,7 +111,7 @@ class Dispatcher:
                 429, f"{waiting} requests wait already; try again later", retry_after=seconds
             )
 
-    async def take_prefill(self, request: LiveRequest) -> InstanceState | None:
+    async def take_prefill(self, request: R) -> InstanceState | None:
         """Wait for a place on a prefill instance; `wake` when the request has left it.
 
         Returns:
@@ -134,7 +134,7 @@ class Dispatcher:
                 raise self._too_long("prefill") from error
             raise
 
-    async def place(self, request: LiveRequest) -> InstanceState:
+    async def place(self, request: R) -> InstanceState:
         """Wait until the policy gives a request a decode instance; it is counted there then.
 
         Raises:
@@ -174,11 +174,11 @@ class Dispatcher:
         seconds = min(seconds, _PAUSE_STEPS * self.step_seconds)
         self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
 
-    def has_another(self, request: LiveRequest) -> bool:
+    def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
         return any(instance not in request.avoid for instance in self.usable)
 
-    def choose(self, requests: Sequence[LiveRequest]) -> list[InstanceState | None]:
+    def choose(self, requests: Sequence[R]) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
         By the policy, or by least KV load where that may hold requests back.
@@ -189,8 +189,8 @@ class Dispatcher:
         return [found.get(request) for request in requests]
 
     def _chosen(
-        self, requests: Sequence[LiveRequest], policy: GuardedPolicy
-    ) -> Iterator[tuple[LiveRequest, InstanceState | None]]:
+        self, requests: Sequence[R], policy: GuardedPolicy
+    ) -> Iterator[tuple[R, InstanceState | None]]:
         """Yield where a policy places requests; None for one that has to wait.
 
         A request that instances have just failed goes to another one, if there is any. Requests
@@ -207,7 +207,7 @@ class Dispatcher:
 
     def _assign(
         self,
-        requests: Sequence[LiveRequest],
+        requests: Sequence[R],
         instances: Sequence[InstanceState],
         policy: GuardedPolicy,
     ) -> list[InstanceState | None]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.placement.forecast_table import ForecastTable
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Counted, Placeable
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
@@ -40,7 +40,7 @@ class LiveForecasts:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
-        self._staying: dict[str, LiveRequest] = {}
+        self._staying: dict[str, Placeable] = {}
         self._ended: dict[str, None] = {}  # the latest; what is on its way is not for the next
 
     def refresh(self) -> None:
@@ -53,13 +53,13 @@ class LiveForecasts:
         while sum(map(len, tables.values())) > _KEPT:
             max(tables.values(), key=len).drop_oldest()
 
-    def began(self, request: LiveRequest) -> None:
+    def began(self, request: Placeable) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
         self._ended.pop(request.external_id, None)
-        if not request.client.movable:
+        if not request.movable:
             self._staying[request.external_id] = request
 
-    def ended(self, request: LiveRequest, by_itself: bool) -> None:
+    def ended(self, request: Placeable, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself."""
         if self._staying.get(request.external_id) is request:
             del self._staying[request.external_id]
@@ -71,7 +71,7 @@ class LiveForecasts:
         if by_itself:
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 
-    def forecast(self, requests: Sequence[LiveRequest]) -> SurvivalForecast:
+    def forecast(self, requests: Sequence[Counted]) -> SurvivalForecast:
         """Return the forecasts of some requests, [n_requests]."""
         n, names = len(requests), [request.external_id for request in requests]
         tables = list(self._tables.values())
@@ -93,7 +93,7 @@ class LiveForecasts:
             unknown &= ~known
         survival[unknown] = np.exp(-edges / max(1.0, self._mean_length))
         for i in np.flatnonzero(unknown).tolist():
-            most = requests[i].client.max_tokens
+            most = requests[i].max_tokens
             if most is not None:
                 left[i] = max(1, min(most, _MOST_TOKENS) - requests[i].generated_tokens)
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received

@@ -163,6 +163,16 @@ class LiveRequest:
         return self.prompt_tokens + self.generated_tokens
 
     @property
+    def max_tokens(self) -> int | None:
+        """Most tokens that it may generate, as far as its client said."""
+        return self.client.max_tokens
+
+    @property
+    def movable(self) -> bool:
+        """Whether it can ever move."""
+        return self.client.movable
+
+    @property
     def may_be_frozen(self) -> bool:
         """Whether the end of its stream may be a freeze's."""
         return isinstance(self._state, (Freezing, Unanswered, Frozen))

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Placeable
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["PrefillBudgets"]
@@ -28,7 +28,7 @@ class PrefillBudgets:
     def __init__(self, telemetry: TelemetrySubscriber) -> None:
         self._telemetry = telemetry
         self._seen: dict[str, tuple[int, int]] = {}
-        self._sent: dict[str, dict[LiveRequest, int]] = {}
+        self._sent: dict[str, dict[Placeable, int]] = {}
 
     def left(self, instances: Sequence[InstanceState]) -> npt.NDArray[np.float64]:
         """Return the budgets of some instances now, [G], in tokens."""
@@ -52,6 +52,6 @@ class PrefillBudgets:
             ]
         )
 
-    def spend(self, instance: InstanceState, request: LiveRequest) -> None:
+    def spend(self, instance: InstanceState, request: Placeable) -> None:
         """Count the prompt of a request that is being sent to an instance."""
         self._sent.setdefault(instance.name, {})[request] = request.prompt_tokens

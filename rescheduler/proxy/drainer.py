@@ -3,13 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
-from rescheduler.proxy.migrator import Migrator
+from rescheduler.placement.placeable import Mover, PlacedRequests, R
 
 __all__ = ["Drainer"]
 
@@ -18,7 +16,7 @@ logger = logging.getLogger("headway.serve")
 _SECONDS = 0.25
 
 
-class Drainer:
+class Drainer(Generic[R]):
     """Drains instances: nothing new goes there, and what runs there moves away.
 
     Requests that cannot move, or for which there is no room elsewhere, end where they are.
@@ -27,20 +25,20 @@ class Drainer:
         placements: which requests are on which instance.
         decodes: the decode instances.
         dispatcher: chooses where requests go.
-        migrator: moves them.
+        mover: moves them.
         background: runs the moves.
     """
 
     def __init__(
         self,
-        placements: Placements[LiveRequest],
+        placements: PlacedRequests[R],
         decodes: Sequence[InstanceState],
-        dispatcher: Dispatcher,
-        migrator: Migrator,
-        background: Callable[[Coroutine[Any, Any, None]], None],
+        dispatcher: Dispatcher[R],
+        mover: Mover[R],
+        background: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._placements, self._decodes, self._dispatcher = placements, decodes, dispatcher
-        self._migrator, self._background = migrator, background
+        self._mover, self._background = mover, background
         self._moving: set[str] = set()
 
     def drain(self, instance: InstanceState) -> None:
@@ -80,8 +78,8 @@ class Drainer:
                 self._moving.add(request.id)
                 self._background(self._move(request, target))
 
-    async def _move(self, request: LiveRequest, target: InstanceState) -> None:
+    async def _move(self, request: R, target: InstanceState) -> None:
         try:
-            await self._migrator.move(request, target, "drain")
+            await self._mover.move(request, target, "drain")
         finally:
             self._moving.discard(request.id)

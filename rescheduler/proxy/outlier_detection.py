@@ -1,8 +1,7 @@
-"""Which failures count against an instance, and when it leaves service for them."""
+"""Which failures count against an instance."""
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -15,23 +14,20 @@ logger = logging.getLogger("headway.serve")
 
 
 class OutlierDetection:
-    """Counts what requests see of the instances.
+    """Notes what requests see of the instances.
 
     An error that an instance answers may be the request's own fault. It counts only once another
-    instance has served the same request. And whatever requests see, at least half of the
-    instances of a role stay in service: a failure of all of them is seldom theirs. Health probes,
-    and connections that nobody accepts, take any instance out.
+    instance has served the same request.
 
-    Source: the design follows Envoy's outlier detection (consecutive gateway failures,
-    ``max_ejection_percent``).
+    Source: the design follows Envoy's outlier detection (consecutive gateway failures).
 
     Args:
-        instances: all.
-        metrics: counts the failures.
+        count: counts a failure against an instance; the flag: nothing listens there.
+        metrics: counts the failed calls.
     """
 
-    def __init__(self, instances: Sequence[InstanceState], metrics: ProxyMetrics) -> None:
-        self._instances, self._metrics = instances, metrics
+    def __init__(self, count: Callable[[InstanceState, bool], None], metrics: ProxyMetrics) -> None:
+        self._count, self._metrics = count, metrics
 
     def failed(self, request: LiveRequest, instance: InstanceState, error: UpstreamError) -> None:
         """Note that an instance failed a request."""
@@ -47,18 +43,5 @@ class OutlierDetection:
         instance.breaker.succeeded()
         for other in request.failed_by:
             if other is not instance:
-                self._count(other)
+                self._count(other, False)
         request.failed_by.clear()
-
-    def _count(self, instance: InstanceState, certain: bool = False) -> None:
-        if not (certain or self._may_leave(instance)):
-            return
-        now = asyncio.get_running_loop().time()
-        if instance.breaker.failed(now, certain):
-            logger.warning("%s: out of service", instance.name)
-
-    def _may_leave(self, instance: InstanceState) -> bool:
-        """Return whether half of the instances of its role would stay in service without it."""
-        peers = [one for one in self._instances if one.instance.role == instance.instance.role]
-        out = sum(not one.breaker.closed for one in peers if one is not instance)
-        return 2 * (out + 1) <= len(peers)

@@ -7,9 +7,9 @@ from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placer import Placer
 from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.request_flow import RequestFlow
@@ -38,7 +38,7 @@ class PassThrough:
         flow: RequestFlow,
         upstream: Upstream,
         bodies: EngineBodies,
-        dispatcher: Dispatcher,
+        dispatcher: Placer,
         outliers: OutlierDetection,
         options: ProxyOptions,
     ) -> None:

@@ -4,17 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from rescheduler.migration import MigrationPolicy, Plan
 from rescheduler.placement.cluster_state import cluster_view, running_requests
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
-from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.placement.placeable import Mover, PlacedRequests, R
 from rescheduler.routing.policy import Needs
 
 __all__ = ["PlannerLoop"]
@@ -22,7 +19,7 @@ __all__ = ["PlannerLoop"]
 logger = logging.getLogger("headway.serve")
 
 
-class PlannerLoop:
+class PlannerLoop(Generic[R]):
     """Every interval: view, plan, moves.
 
     Args:
@@ -32,8 +29,8 @@ class PlannerLoop:
         decodes: the decode instances.
         forecasts: of remaining lengths; None if no engine publishes them.
         dispatcher: knows how long a decode step takes.
-        migrator: carries moves out.
-        metrics: times the decisions.
+        mover: carries moves out.
+        planned: is told how many seconds each decision took.
         background: runs the moves.
     """
 
@@ -41,18 +38,18 @@ class PlannerLoop:
         self,
         policy: MigrationPolicy,
         seconds: float,
-        placements: Placements[LiveRequest],
+        placements: PlacedRequests[R],
         decodes: Sequence[InstanceState],
         forecasts: LiveForecasts | None,
-        dispatcher: Dispatcher,
-        migrator: Migrator,
-        metrics: ProxyMetrics,
-        background: Callable[[Coroutine[Any, Any, None]], None],
+        dispatcher: Dispatcher[R],
+        mover: Mover[R],
+        planned: Callable[[float], None],
+        background: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._policy, self._seconds = policy, seconds
         self._placements, self._decodes, self._dispatcher = placements, decodes, dispatcher
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
-        self._migrator, self._metrics, self._background = migrator, metrics, background
+        self._mover, self._planned, self._background = mover, planned, background
         self._said = ""
 
     async def run(self) -> None:
@@ -78,15 +75,15 @@ class PlannerLoop:
             self._placements, instances, [], self._forecasts, now, self._dispatcher.step_seconds
         )
         plan = self._policy.plan(view)
-        self._metrics.planning.observe(time.perf_counter() - started)
+        self._planned(time.perf_counter() - started)
         self._log(plan)
         for migration in plan.migrations:
             request, target = running[migration.request], instances[migration.target]
             if not request.rests(now):
                 self._background(self._move(request, target, migration.gain))
 
-    async def _move(self, request: LiveRequest, target: InstanceState, gain: float) -> None:
-        await self._migrator.move(request, target, f"{self._policy.name}, gain {gain:.2g}")
+    async def _move(self, request: R, target: InstanceState, gain: float) -> None:
+        await self._mover.move(request, target, f"{self._policy.name}, gain {gain:.2g}")
 
     def _log(self, plan: Plan) -> None:
         """Log every plan with moves, and why there are none when that changes."""

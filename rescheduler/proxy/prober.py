@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
@@ -25,15 +25,15 @@ class Prober:
 
     Args:
         upstream: connections to the engines.
-        dispatcher: is woken when an instance comes back.
+        wake: called when an instance may have more room.
         options: the times.
         model: name that the engines serve.
     """
 
     def __init__(
-        self, upstream: Upstream, dispatcher: Dispatcher, options: ProxyOptions, model: str
+        self, upstream: Upstream, wake: Callable[[], None], options: ProxyOptions, model: str
     ) -> None:
-        self._upstream, self._dispatcher = upstream, dispatcher
+        self._upstream, self._wake = upstream, wake
         self._options, self._model = options, model
 
     async def run(self, instance: InstanceState) -> None:
@@ -69,4 +69,4 @@ class Prober:
                 instance.engine = await instance.control.state(self._options.control_seconds)
             except ControlError as error:
                 logger.warning("%s: %s", instance.name, error)
-        self._dispatcher.wake()
+        self._wake()

@@ -10,32 +10,24 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from predictor.live.curve_keys import shared_secret
-from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.migration import MigrationPolicy, create_migration_policy
+from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
+from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
-from rescheduler.placement.deployed_policy import deployed_policy
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
-from rescheduler.placement.prefill_budgets import PrefillBudgets
-from rescheduler.placement.warm_up import crowded_view
-from rescheduler.proxy.drainer import Drainer
+from rescheduler.placement.placer import Placer
 from rescheduler.proxy.engine_key import engine_key
 from rescheduler.proxy.loop_monitor import watch_loop
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.pass_through import PassThrough
-from rescheduler.proxy.planner_loop import PlannerLoop
+from rescheduler.proxy.planning import Planning
 from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream
-from rescheduler.routing.policy import Needs
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]
@@ -61,7 +53,7 @@ class Proxy:
         upstream: connections to the engines.
         flow: of requests that may move.
         pass_through: of those that stay.
-        drainer: empties instances.
+        drainer: empties instances; None where the coordinator does.
         migrator: moves requests.
         running: requests that have arrived and not ended.
         ending: no new ones are taken.
@@ -72,51 +64,37 @@ class Proxy:
     """
 
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
-        options = deployment.proxy
+        options, coordinator = deployment.proxy, deployment.coordinator
         self.deployment, self._tokenizer = deployment, tokenizer
-        self._policy, self._planner = deployed_policy(deployment), _planner(deployment)
         self.running = 0
         self.ending = self.cutting = False
         self._handlers: set[asyncio.Task[Any]] = set()
         self._stack = AsyncExitStack()
         self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        loop = asyncio.get_running_loop()
         keys = deployment.keys_folder
         self.instances: dict[str, InstanceState] = {}
-        self.placements: Placements[LiveRequest] = Placements()
         for instance in deployment.instances:
             control = ControlClient(instance.control, keys) if instance.control else None
             if control is not None:
                 self._stack.callback(control.close)
             self.instances[instance.name] = InstanceState(instance, options, control)
         states = list(self.instances.values())
-        self._prefills = [state for state in states if state.instance.role == "prefill"]
-        self._decodes = [state for state in states if state.instance.role == "decode"]
-        endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
-        self._forecasts, budgets = None, None
-        if endpoints:
-            telemetry = TelemetrySubscriber(endpoints, keys=keys, view=TelemetryView(history=False))
-            self._stack.callback(telemetry.close)
-            self._forecasts = LiveForecasts(telemetry)
-            if self._policy.needs_budget:
-                budgets = PrefillBudgets(telemetry)
+        planning = (
+            Planning[LiveRequest](deployment, states, self.background)
+            if coordinator is None
+            else CoordinatedPlanning(deployment, coordinator, states, self.background)
+        )
+        self._planning = planning
+        self._stack.callback(planning.close)
+        self.placements: Placements[LiveRequest] = planning.placements
+        self.dispatcher: Placer = planning.placer
         self.upstream = Upstream(options, engine_key(options))
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
-        self.dispatcher = Dispatcher(
-            self.placements,
-            self._prefills,
-            self._decodes,
-            self._policy,
-            self._forecasts,
-            budgets,
-            options,
-            loop.time,
-        )
         self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool)
         self.migrator = Migrator(self.upstream, bodies, options, self.metrics, self.background)
-        outliers = OutlierDetection(states, self.metrics)
+        outliers = OutlierDetection(planning.failed, self.metrics)
         self.flow = RequestFlow(
             self.upstream,
             bodies,
@@ -129,10 +107,8 @@ class Proxy:
         self.pass_through = PassThrough(
             self.flow, self.upstream, bodies, self.dispatcher, outliers, options
         )
-        self.drainer = Drainer(
-            self.placements, self._decodes, self.dispatcher, self.migrator, self.background
-        )
-        self._prober = Prober(self.upstream, self.dispatcher, options, deployment.served_name)
+        self.drainer = planning.drainer(self.migrator)
+        self._prober = Prober(self.upstream, self.dispatcher.wake, options, deployment.served_name)
 
     @property
     def ready(self) -> bool:
@@ -141,26 +117,15 @@ class Proxy:
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""
-        await asyncio.to_thread(self._compile)
+        await asyncio.to_thread(self._planning.compile)
         await asyncio.gather(*map(self._prober.probe, self.instances.values()))
         for instance in self.instances.values():
             self._forever(self._prober.run(instance))
-        self._forever(self.drainer.run())
+        if self.drainer is not None:
+            self._forever(self.drainer.run())
         self._forever(watch_loop(self.metrics))
-        if self._planner is not None:
-            policy, seconds = self._planner
-            loop = PlannerLoop(
-                policy,
-                seconds,
-                self.placements,
-                self._decodes,
-                self._forecasts,
-                self.dispatcher,
-                self.migrator,
-                self.metrics,
-                self.background,
-            )
-            self._forever(loop.run())
+        for loop in self._planning.loops(self.migrator, self.metrics.planning.observe):
+            self._forever(loop)
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
@@ -205,16 +170,14 @@ class Proxy:
         task.add_done_callback(self._handlers.discard)
         tokenizer, placements = self._tokenizer, self.placements
         request = LiveRequest.new(id, name, client, headers, now, tokenizer, placements)
-        if self._forecasts is not None:
-            self._forecasts.began(request)
+        self._planning.began(request)
         return request
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        if self._forecasts is not None:
-            self._forecasts.ended(request, outcome == "ok")
+        self._planning.ended(request, outcome == "ok")
 
     async def cut(self) -> None:
         """End all requests that still run, each with an error that its client sees."""
@@ -229,33 +192,3 @@ class Proxy:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("in the background: %r", task.exception(), exc_info=task.exception())
-
-    def _compile(self) -> None:
-        """Decide once, so that no request waits for a compiler."""
-        self.dispatcher.compile()
-        if self._planner is not None:
-            self._planner[0].plan(crowded_view())
-
-
-def _planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:
-    """Create the planner, with its interval in seconds.
-
-    Raises:
-        DeploymentError: unknown planner, or one that this deployment cannot serve.
-    """
-    if deployment.migration is None:
-        return None
-    section = dict(deployment.migration)
-    seconds = float(section.pop("interval_seconds", 1.0))
-    try:
-        planner = create_migration_policy(**section)
-    except ValueError as error:
-        raise DeploymentError(f"migration: {error}") from error
-    if planner.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
-        raise DeploymentError(
-            f"migration.name: {planner.name} requires forecasts, and no decode instance has "
-            "telemetry"
-        )
-    if not any(i.control for i in deployment.decode):
-        raise DeploymentError("migration: no decode instance has a control socket to move by")
-    return planner, seconds

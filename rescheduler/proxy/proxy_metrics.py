@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
+from rescheduler.placement.placer import Placer
 
 __all__ = ["ProxyMetrics"]
 
@@ -33,7 +33,7 @@ class ProxyMetrics(Collector):
         self,
         placements: Placements[LiveRequest],
         instances: Sequence[InstanceState],
-        dispatcher: Dispatcher,
+        dispatcher: Placer,
         pool: int,
     ) -> None:
         self._placements, self._instances, self._dispatcher = placements, instances, dispatcher

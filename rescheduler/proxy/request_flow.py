@@ -10,9 +10,9 @@ import msgspec
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placer import Placer
 from rescheduler.placement.request_state import Kept, Landing, Returned, Waiting
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
@@ -49,7 +49,7 @@ class RequestFlow:
         self,
         upstream: Upstream,
         bodies: EngineBodies,
-        dispatcher: Dispatcher,
+        dispatcher: Placer,
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,

@@ -10,9 +10,9 @@ import msgspec
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
-from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placer import Placer
 from rescheduler.placement.request_state import Frozen, Kept, Unanswered
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
@@ -59,7 +59,7 @@ class TokenRelay:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: Placer,
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,

@@ -1,7 +1,9 @@
-"""The endpoints for whoever operates the proxy: which instances there are, and draining."""
+"""The endpoints for operators: which instances there are, and draining."""
 
 import hmac
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import msgspec
 from aiohttp import web
@@ -9,17 +11,33 @@ from aiohttp.typedefs import Handler
 
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.proxy.proxy import Proxy
+from rescheduler.placement.placeable import PlacedRequests, R
+from rescheduler.proxy.drainer import Drainer
 from rescheduler.serving.http_errors import answer_errors
 
-__all__ = ["admin_app"]
+__all__ = ["Operated", "admin_app"]
 
 
-def admin_app(proxy: Proxy, token: str) -> web.Application:
+@dataclass(frozen=True)
+class Operated(Generic[R]):
+    """What is operated: a proxy, or a coordinator of many.
+
+    Attributes:
+        instances: all, by name.
+        placements: which requests are on which instance.
+        drainer: empties instances.
+    """
+
+    instances: Mapping[str, InstanceState]
+    placements: PlacedRequests[R]
+    drainer: Drainer[R]
+
+
+def admin_app(operated: Operated[R], token: str) -> web.Application:
     """Return the application.
 
     Args:
-        proxy: that is operated.
+        operated: what is operated.
         token: that every request has to have, as ``Authorization: Bearer``.
     """
     expected = f"Bearer {token}".encode()
@@ -28,10 +46,10 @@ def admin_app(proxy: Proxy, token: str) -> web.Application:
     async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, expected):
-            raise RequestRefusedError(401, "the proxy's admin token is required")
+            raise RequestRefusedError(401, "the admin token is required")
         return await handler(request)
 
-    endpoints = _Endpoints(proxy)
+    endpoints = _Endpoints(operated)
     app = web.Application(middlewares=[answer_errors, check_token])
     app.add_routes(
         [
@@ -43,38 +61,38 @@ def admin_app(proxy: Proxy, token: str) -> web.Application:
     return app
 
 
-class _Endpoints:
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+class _Endpoints(Generic[R]):
+    def __init__(self, operated: Operated[R]) -> None:
+        self._operated = operated
 
     async def instances(self, http: web.Request) -> web.Response:
         """List the instances."""
         del http
-        listed = [self._described(instance) for instance in self._proxy.instances.values()]
+        listed = [self._described(instance) for instance in self._operated.instances.values()]
         return _json({"instances": listed})
 
     async def drain(self, http: web.Request) -> web.Response:
         """Begin to drain an instance."""
         instance = self._named(http)
-        self._proxy.drainer.drain(instance)
+        self._operated.drainer.drain(instance)
         return _json(self._described(instance))
 
     async def undrain(self, http: web.Request) -> web.Response:
         """Let requests come to an instance again."""
         instance = self._named(http)
-        self._proxy.drainer.undrain(instance)
+        self._operated.drainer.undrain(instance)
         return _json(self._described(instance))
 
     def _named(self, http: web.Request) -> InstanceState:
         name = http.match_info["instance"]
-        instance = self._proxy.instances.get(name)
+        instance = self._operated.instances.get(name)
         if instance is None:
-            known = ", ".join(self._proxy.instances)
+            known = ", ".join(self._operated.instances)
             raise RequestRefusedError(404, f"no instance {name!r}; there are: {known}")
         return instance
 
     def _described(self, instance: InstanceState) -> dict[str, Any]:
-        requests = self._proxy.placements.on(instance)
+        requests = self._operated.placements.on(instance)
         return {
             "name": instance.name,
             "role": instance.instance.role,

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import resource
-import socket
 
 from aiohttp import web
 
-from rescheduler.engines.deployment import DeploymentError
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.admin_app import admin_app
-from rescheduler.serving.admin_token import create_admin_token
+from rescheduler.serving.addresses import cannot_listen, url_of
+from rescheduler.serving.admin_app import Operated
+from rescheduler.serving.admin_listener import AdminListener
 from rescheduler.serving.connection import Connection, refuse_expectations
 from rescheduler.serving.http_app import http_app
 
@@ -18,7 +18,6 @@ __all__ = ["Listeners"]
 
 logger = logging.getLogger("headway.serve")
 
-_ADMIN_HOST = "127.0.0.1"
 _CLEANUP_SECONDS = 2.0
 _BACKLOG = 1024
 _OTHER_FILES = 128
@@ -33,19 +32,29 @@ class Listeners:
 
     Attributes:
         url: for clients.
-        admin_url: for the operator.
-        admin_token: that the operator has to know.
     """
 
     def __init__(self, proxy: Proxy) -> None:
-        self.url = self.admin_url = self.admin_token = ""
+        self.url = ""
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=_CLEANUP_SECONDS
         )
-        self._admin: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._admin_server: asyncio.Server | None = None
+        self._admin: AdminListener[LiveRequest] | None = None
+        if proxy.drainer is not None:
+            operated = Operated(proxy.instances, proxy.placements, proxy.drainer)
+            self._admin = AdminListener(operated, self._options.admin_port)
+
+    @property
+    def admin_url(self) -> str:
+        """For the operator; empty where the coordinator is operated instead."""
+        return self._admin.url if self._admin is not None else ""
+
+    @property
+    def admin_token(self) -> str:
+        """That the operator has to know."""
+        return self._admin.token if self._admin is not None else ""
 
     @property
     def connections(self) -> int:
@@ -83,9 +92,10 @@ class Listeners:
         try:
             self._server = await loop.create_server(accept, host, port, backlog=_BACKLOG)
         except OSError as error:
-            raise _cannot_listen("port", host, port, error) from error
-        self.url = _url(host, self._server.sockets[0].getsockname()[1])
-        await self._start_admin()
+            raise cannot_listen("proxy.port", host, port, error) from error
+        self.url = url_of(host, self._server.sockets[0].getsockname()[1])
+        if self._admin is not None:
+            await self._admin.start()
 
     async def stop(self) -> None:
         """Take no more connections from clients, and refuse requests on those that are open."""
@@ -97,32 +107,8 @@ class Listeners:
         """Close every connection."""
         await self.stop()
         await self._clients.cleanup()
-        if self._admin_server is not None:
-            self._admin_server.close()
         if self._admin is not None:
-            await self._admin.cleanup()
-
-    async def _start_admin(self) -> None:
-        port = self._options.admin_port
-        try:
-            listening = socket.create_server((_ADMIN_HOST, port))
-        except OSError as error:
-            raise _cannot_listen("admin_port", _ADMIN_HOST, port, error) from error
-        port = listening.getsockname()[1]
-        try:
-            self.admin_token = create_admin_token(port)
-        except OSError as error:
-            listening.close()
-            raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        self._admin = web.AppRunner(admin_app(self._proxy, self.admin_token))
-        await self._admin.setup()
-        served, loop = self._admin.server, asyncio.get_running_loop()
-        assert served is not None
-        refuse_expectations(served)
-        self._admin_server = await loop.create_server(
-            lambda: Connection(served, loop=loop), sock=listening
-        )
-        self.admin_url = _url(_ADMIN_HOST, port)
+            await self._admin.close()
 
 
 class _Full(asyncio.Protocol):
@@ -151,13 +137,3 @@ def _open_files() -> int:
         else:
             return hard
     return soft
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _cannot_listen(option: str, host: str, port: int, error: OSError) -> DeploymentError:
-    return DeploymentError(
-        f"proxy.{option}: cannot listen on {host}:{port}: {error.strerror or error}"
-    )

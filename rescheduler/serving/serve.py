@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
@@ -21,20 +22,28 @@ __all__ = ["load_tokenizer", "serve"]
 logger = logging.getLogger("headway.serve")
 
 
-def serve(config: Deployment, verbose: bool = False) -> None:
+def serve(config: Deployment, port: int | None = None, verbose: bool = False) -> None:
     """Serve a deployment of prefill and decode instances behind one OpenAI-compatible address.
 
     The instances must be running: `headway launch` starts them. Ctrl-C or SIGTERM stops it, once
     running requests have finished or their time is up.
 
+    One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
+    like, and one `headway coordinator`, which decides for all of them.
+
     Args:
         config: the deployment.
+        port: in place of the deployment's `proxy.port`, for a second proxy on one machine.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:
         DeploymentError: the deployment cannot be served.
     """
     log_serving(verbose)
+    if port is not None:
+        if not 0 <= port <= 65_535:
+            raise DeploymentError(f"--port {port}: a port is a number from 0 to 65535")
+        config = replace(config, proxy=replace(config.proxy, port=port))
     tokenizer = load_tokenizer(config.model)
     run_server(_serve(config, tokenizer))
 

@@ -1,0 +1,140 @@
+"""What a proxy has in place of planning of its own: a link to the coordinator, and a fallback."""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from rescheduler.coordination.cluster_loads import ClusterLoads
+from rescheduler.coordination.link import Link
+from rescheduler.coordination.link_socket import LinkSockets
+from rescheduler.coordination.placer import CoordinatedPlacer
+from rescheduler.coordination.watched_placements import WatchedPlacements
+from rescheduler.engines.deployment import CoordinatorOptions, Deployment
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.ejections import Ejections
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Mover
+from rescheduler.placement.placements import Placements
+from rescheduler.routing.heuristics.jsq_load import JSQLoad
+
+__all__ = ["CoordinatedPlanning", "instances_digest"]
+
+
+def instances_digest(deployment: Deployment) -> str:
+    """Return a digest of the instances, which both ends of a link must list alike."""
+    listed = "\n".join(f"{i.name} {i.role} {i.url}" for i in deployment.instances)
+    return hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
+
+
+class CoordinatedPlanning:
+    """Has the coordinator place and move this proxy's requests.
+
+    Args:
+        deployment: of which this is one of the proxies.
+        options: of its coordinator.
+        instances: of the deployment, in its order.
+        background: runs something.
+
+    Attributes:
+        placements: which of this proxy's requests are on which instance.
+        placer: gives requests their places.
+        link: to the coordinator.
+        loads: of this proxy and its peers.
+
+    Raises:
+        TelemetryError: an open endpoint without keys, or keys that cannot be used.
+        CoordinationError: there is no way from this machine to the coordinator.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        options: CoordinatorOptions,
+        instances: Sequence[InstanceState],
+        background: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        clock, session = asyncio.get_running_loop().time, uuid.uuid4().hex
+        self._background, self._ejections = background, Ejections(instances)
+        self._mover: Mover[LiveRequest] | None = None
+        self.link = Link(
+            session,
+            instances,
+            instances_digest(deployment),
+            options.silent_seconds,
+            clock,
+            self._carry_out,
+            self._wake,
+        )
+        self.placements: Placements[LiveRequest] = WatchedPlacements(self.link.changed)
+        self.loads = ClusterLoads(self.placements, instances, session)
+        self._sockets = LinkSockets(options.endpoint, deployment.keys_folder, self.link, self.loads)
+        fallback: Dispatcher[LiveRequest] = Dispatcher(
+            self.loads,
+            [one for one in instances if one.instance.role == "prefill"],
+            [one for one in instances if one.instance.role == "decode"],
+            JSQLoad(),
+            None,
+            None,
+            deployment.proxy,
+            clock,
+        )
+        self.placer = CoordinatedPlacer(
+            self.link, fallback, deployment.proxy, clock, self._sockets.publish
+        )
+
+    def began(self, request: LiveRequest) -> None:
+        """Note a request that has just arrived: the coordinator hears of it when it wants a place.
+
+        Args:
+            request: that has arrived.
+        """
+
+    def ended(self, request: LiveRequest, by_itself: bool) -> None:
+        """Note a request's end; by itself: the coordinator may learn from its length."""
+        self.link.ended(request, by_itself)
+
+    def failed(self, instance: InstanceState, certain: bool) -> None:
+        """Count a failure against an instance, here and at the coordinator."""
+        self._ejections.count(instance, certain)
+        self.link.failed(instance, certain)
+
+    def compile(self) -> None:
+        """Decide once, so that no request waits for a compiler."""
+        self.placer.compile()
+
+    def drainer(self, mover: Mover[LiveRequest]) -> None:
+        """Return None: the coordinator empties instances."""
+        self._mover = mover
+
+    def loops(
+        self, mover: Mover[LiveRequest], planned: Callable[[float], None]
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what has to run for as long as requests do.
+
+        Args:
+            mover: carries moves out.
+            planned: not called: the coordinator plans.
+        """
+        self._mover = mover
+        yield self._sockets.run()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._sockets.close()
+
+    def _wake(self) -> None:
+        self._sockets.wake()
+
+    def _carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:
+        self._background(self._move(request, target, why))
+
+    async def _move(self, request: LiveRequest, target: InstanceState, why: str) -> None:
+        outcome = "gone"
+        try:
+            assert self._mover is not None
+            outcome = await self._mover.move(request, target, why)
+        finally:
+            self.link.moved(request, outcome)

@@ -1,0 +1,349 @@
+"""A proxy's end of its conversation with the coordinator, without the socket."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rescheduler.coordination.messages import (
+    NOWHERE,
+    Answer,
+    Ended,
+    Failure,
+    MoveEnded,
+    MoveOrder,
+    Notice,
+    Record,
+    Report,
+    View,
+)
+from rescheduler.coordination.numbering import Arrival, Numbering
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.request_state import Prefilling, Waiting
+
+__all__ = ["CoordinatorSilentError", "Link"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class CoordinatorSilentError(RuntimeError):
+    """The coordinator has fallen silent, so that a place is not to be had from it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Ask:
+    """A place that a request waits for."""
+
+    request: LiveRequest
+    for_prefill: bool
+    since: float
+    place: "asyncio.Future[InstanceState | None]"
+
+
+class Link:
+    """Asks for places, carries out orders to move, and reports what becomes of requests.
+
+    This proxy alone knows how its requests are. A place counts only while its request still waits
+    with the same ticket, an order only while the request is where it says, at the same placement:
+    whatever comes late, or twice, is void.
+
+    Args:
+        session: name of this process among all proxies.
+        instances: of the deployment, in its order.
+        deployment: digest of the instances' names.
+        silent_seconds: without a view for this long, the coordinator is taken to be away.
+        clock: seconds.
+        carry_out: begins a move to an instance, with a reason; `moved` is called at its end.
+        wake: called when there is something to report.
+
+    Attributes:
+        session: as given.
+        view: the coordinator's last.
+        listening: endpoint at which peers hear this proxy's loads.
+        refused: why the coordinator does not work with this proxy; None if it does.
+        back: set while the coordinator decides, as far as was noticed.
+        step_seconds: mean time between two tokens of a request, to be reported; 0: not known.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        instances: Sequence[InstanceState],
+        deployment: str,
+        silent_seconds: float,
+        clock: Callable[[], float],
+        carry_out: Callable[[LiveRequest, InstanceState, str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.view: View | None = None
+        self.listening = ""
+        self.refused: str | None = None
+        self.back = asyncio.Event()
+        self.step_seconds = 0.0
+        self.session, self._deployment = session, deployment
+        self._instances, self._index = instances, {one: g for g, one in enumerate(instances)}
+        self._silent_seconds, self._clock = silent_seconds, clock
+        self._carry_out, self._wake = carry_out, wake
+        self._heard, self._incarnation = Numbering(), ""
+        self._viewed = -math.inf
+        self._sent = self._handles = self._tickets = 0
+        self._whole = True
+        self._requests: dict[LiveRequest, int] = {}
+        self._by_handle: dict[int, LiveRequest] = {}
+        self._asks: dict[int, _Ask] = {}
+        self._asking: dict[LiveRequest, int] = {}
+        self._moving: dict[LiveRequest, int] = {}
+        self._changed: dict[LiveRequest, None] = {}
+        self._ended: list[Ended] = []
+        self._moves: list[MoveEnded] = []
+        self._failures: list[Failure] = []
+        self._told: dict[LiveRequest, int] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether the coordinator decides."""
+        return self._clock() - self._viewed < self._silent_seconds
+
+    @property
+    def asked(self) -> list[LiveRequest]:
+        """Requests that wait for a decode instance, in order of arrival."""
+        return [ask.request for ask in self._asks.values() if not ask.for_prefill]
+
+    @property
+    def asked_for_prefill(self) -> int:
+        """Requests that wait for a prefill instance."""
+        return sum(ask.for_prefill for ask in self._asks.values())
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to report at once."""
+        return bool(self._whole or self._changed or self._ended or self._moves or self._failures)
+
+    async def ask(self, request: LiveRequest, for_prefill: bool) -> InstanceState | None:
+        """Wait for a place; the request is on the instance then.
+
+        Returns:
+            The instance; None if no prefill instance is in service.
+
+        Raises:
+            CoordinatorSilentError: the coordinator has fallen silent meanwhile.
+            RequestRefusedError: it refuses the request.
+        """
+        self._tickets += 1
+        ticket = self._tickets
+        place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
+        self._asks[ticket] = _Ask(request, for_prefill, self._clock(), place)
+        self._asking[request] = ticket
+        self.changed(request)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if for_prefill and isinstance(request.state, Prefilling):
+                request.prefill_failed()  # granted in the very same moment
+            raise
+        finally:
+            self._withdraw(ticket)
+
+    def changed(self, request: LiveRequest) -> None:
+        """Note that a request has changed."""
+        if request not in self._requests:
+            if request.ended:
+                return
+            self._handles += 1
+            self._requests[request] = self._handles
+            self._by_handle[self._handles] = request
+        self._changed[request] = None
+        self._wake()
+
+    def ended(self, request: LiveRequest, by_itself: bool) -> None:
+        """Note that a request is over."""
+        handle = self._requests.pop(request, None)
+        self._changed.pop(request, None)
+        self._told.pop(request, None)
+        if handle is not None:
+            del self._by_handle[handle]
+            self._ended.append(Ended(handle, by_itself, request.generated_tokens))
+            self._wake()
+
+    def failed(self, instance: InstanceState, certain: bool) -> None:
+        """Note a failure that counts against an instance."""
+        self._failures.append(Failure(self._index[instance], certain))
+        self._wake()
+
+    def moved(self, request: LiveRequest, outcome: str) -> None:
+        """Note how an order to move a request ended."""
+        hop = self._moving.pop(request)
+        handle = self._requests.get(request)
+        if handle is not None:
+            self._moves.append(MoveEnded(handle, hop, outcome))
+            self.changed(request)
+
+    def receive(self, notice: Notice) -> None:
+        """Act on a notice."""
+        if notice.incarnation != self._incarnation:
+            self._incarnation, self._heard = notice.incarnation, Numbering()
+            self._whole = True
+        arrival = self._heard.arrived(notice.number)
+        if arrival is Arrival.OLD:
+            return
+        self._whole = self._whole or notice.whole_please or arrival is Arrival.AHEAD
+        if notice.refused != self.refused:
+            self.refused = notice.refused
+            if notice.refused is not None:
+                logger.error("the coordinator refuses this proxy: %s", notice.refused)
+        for answer in notice.answers:
+            self._answered(answer)
+        for order in notice.moves:
+            self._ordered(order)
+        if notice.view is not None and len(notice.view.draining) == len(self._instances):
+            if not self.back.is_set():
+                logger.info("the coordinator places requests")
+            self.view, self._viewed = notice.view, self._clock()
+            self.back.set()
+            for instance, draining in zip(self._instances, notice.view.draining, strict=True):
+                instance.draining = draining
+        if self.pending:
+            self._wake()
+
+    def give_up(self) -> None:
+        """Withdraw all tickets, if the coordinator is silent: their requests ask elsewhere."""
+        if not self.alive and self.back.is_set():
+            self.back.clear()
+            logger.warning("the coordinator is silent: placing by least KV load until it is back")
+        if not self.alive:
+            for ask in self._asks.values():
+                if not ask.place.done():
+                    ask.place.set_exception(CoordinatorSilentError())
+
+    def report(self, beat: bool) -> Report | None:
+        """Return what there is to say, or None.
+
+        Args:
+            beat: whether to say something in any case, and how many tokens requests have.
+        """
+        if not (beat or self.pending):
+            return None
+        whole, self._whole = self._whole, False
+        changed = list(self._requests) if whole else list(self._changed)
+        records = [self._record(request) for request in changed if request in self._requests]
+        grown = self._grown() if beat and not whole else ([], [])
+        self._sent += 1
+        report = Report(
+            session=self.session,
+            number=self._sent,
+            incarnation=self._incarnation,
+            heard=self._heard.last,
+            deployment=self._deployment,
+            listening=self.listening,
+            whole=whole,
+            records=records,
+            ended=self._ended,
+            moves=self._moves,
+            failures=self._failures,
+            handles=np.array(grown[0], dtype=np.int64).tobytes(),
+            tokens=np.array(grown[1], dtype=np.int64).tobytes(),
+            step_seconds=self.step_seconds,
+        )
+        self._changed.clear()
+        self._ended, self._moves, self._failures = [], [], []
+        return report
+
+    def _grown(self) -> tuple[list[int], list[int]]:
+        """Return the handles of requests that have more tokens than were reported, and how many."""
+        handles, tokens = [], []
+        for request, handle in self._requests.items():
+            if request.generating:
+                generated = request.generated_tokens
+                if self._told.get(request) != generated:
+                    self._told[request] = generated
+                    handles.append(handle)
+                    tokens.append(generated)
+        return handles, tokens
+
+    def _record(self, request: LiveRequest) -> Record:
+        ticket = self._asking.get(request, 0)
+        ask = self._asks.get(ticket)
+        unreachable = {one for one in self._instances if not one.breaker.closed}
+        moving = request in self._moving
+        return Record(
+            handle=self._requests[request],
+            id=request.id,
+            name=request.name,
+            external_id=request.external_id,
+            ticket=ticket,
+            for_prefill=ask is not None and ask.for_prefill,
+            waited=self._clock() - ask.since if ask is not None else 0.0,
+            instance=self._where(request.instance),
+            destination=self._where(request.destination),
+            hop=request.hop,
+            prompt_tokens=request.prompt_tokens,
+            generated_tokens=request.generated_tokens,
+            generated_at_move=request.generated_at_move,
+            max_tokens=request.max_tokens,
+            movable=request.movable,
+            can_move=request.can_move and not moving,
+            moving=moving,
+            generating=request.generating,
+            on_its_way=request.on_its_way,
+            avoid=sorted(self._index[one] for one in request.avoid | unreachable),
+        )
+
+    def _where(self, instance: InstanceState | None) -> int:
+        return NOWHERE if instance is None else self._index[instance]
+
+    def _withdraw(self, ticket: int) -> None:
+        ask = self._asks.pop(ticket)
+        if self._asking.get(ask.request) == ticket:
+            del self._asking[ask.request]
+        self.changed(ask.request)
+
+    def _answered(self, answer: Answer) -> None:
+        ask = self._asks.get(answer.ticket)
+        if ask is None or ask.place.done() or not isinstance(ask.request.state, Waiting):
+            return
+        refusal, instance = answer.refusal, self._at(answer.instance)
+        if refusal is not None:
+            ask.place.set_exception(
+                RequestRefusedError(
+                    refusal.status, refusal.message, retry_after=refusal.retry_after
+                )
+            )
+            return
+        role = "prefill" if ask.for_prefill else "decode"
+        if instance is None and not ask.for_prefill:
+            return
+        if instance is not None and instance.instance.role != role:
+            return
+        del self._asking[ask.request]
+        if instance is not None:
+            (ask.request.begin_prefill if ask.for_prefill else ask.request.place)(instance)
+        ask.place.set_result(instance)
+
+    def _ordered(self, order: MoveOrder) -> None:
+        """Carry out an order, unless its request is not there any more, or moves already."""
+        request = self._by_handle.get(order.handle)
+        source, target = self._at(order.source), self._at(order.target)
+        if request is None:
+            return
+        if (
+            request in self._moving
+            or request.hop != order.hop
+            or request.instance is not source
+            or target is None
+            or target is source
+            or not target.breaker.closed
+            or not request.can_move
+        ):
+            self._moves.append(MoveEnded(order.handle, order.hop, "refused"))
+            return
+        self._moving[request] = order.hop
+        self._carry_out(request, target, order.why)
+        self.changed(request)
+
+    def _at(self, index: int) -> InstanceState | None:
+        return self._instances[index] if 0 <= index < len(self._instances) else None

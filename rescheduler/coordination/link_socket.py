@@ -1,0 +1,194 @@
+"""A proxy's sockets: one to the coordinator, and those by which proxies hear each other."""
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from rescheduler.coordination.cluster_loads import ClusterLoads
+from rescheduler.coordination.link import Link
+from rescheduler.coordination.messages import (
+    CoordinationError,
+    ProxyLoad,
+    decode_load,
+    decode_notice,
+    encode,
+)
+
+__all__ = ["BEAT_SECONDS", "LinkSockets"]
+
+logger = logging.getLogger("headway.serve")
+
+BEAT_SECONDS = 0.25
+"""Between two reports or views when nothing happens."""
+
+_LARGEST_MESSAGE = 64 << 20
+_SEND_SECONDS = 1.0
+
+
+class LinkSockets:
+    """Sends what the link has to say and hands it what the coordinator says, in one event loop.
+
+    While the coordinator is silent, it also publishes to the other proxies what this one has on
+    each instance, and hears what they have.
+
+    Args:
+        endpoint: of the coordinator.
+        keys: folder made by ``headway keys``, needed off the loopback.
+        link: to the coordinator.
+        loads: of this proxy and its peers.
+
+    Raises:
+        TelemetryError: an open endpoint without keys, or keys that cannot be used.
+        CoordinationError: no socket can be bound for the peers.
+    """
+
+    def __init__(self, endpoint: str, keys: Path | None, link: Link, loads: ClusterLoads) -> None:
+        refuse_open_endpoint(endpoint, keys)
+        self._link, self._loads = link, loads
+        self._due, self._publish_due = asyncio.Event(), asyncio.Event()
+        self._heard: set[str] = set()
+        self._authenticator = None
+        self._contexts = [zmq.asyncio.Context() for _ in range(2)]  # one serves with keys
+        connecting, serving = self._contexts
+        self._dealer = connecting.socket(zmq.DEALER)
+        self._peers = connecting.socket(zmq.SUB)
+        self._publisher = serving.socket(zmq.PUB)
+        try:
+            # Nothing is kept for a coordinator that is away: reports say how things are.
+            self._dealer.setsockopt(zmq.IMMEDIATE, 1)
+            self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            self._dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+            self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+            self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
+            self._peers.setsockopt(zmq.SUBSCRIBE, b"")
+            for each in (self._dealer, self._peers, self._publisher):
+                each.setsockopt(zmq.LINGER, 0)
+                each.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+                each.setsockopt(zmq.IPV6, int("[" in endpoint))
+            if keys is not None:
+                for each in (self._dealer, self._peers):
+                    apply_curve(each, keys, "watcher", serves=False, peer="watcher")
+                self._authenticator = apply_curve(
+                    self._publisher, keys, "watcher", serves=True, peer="watcher"
+                )
+            self._dealer.connect(endpoint)
+            link.listening = self._bind(endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def wake(self) -> None:
+        """Send soon what there is to say."""
+        self._due.set()
+
+    def publish(self) -> None:
+        """Publish soon what this proxy has on each instance."""
+        self._publish_due.set()
+
+    async def run(self) -> None:
+        """Send, receive and publish forever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send())
+            tasks.create_task(self._receive())
+            tasks.create_task(self._publish())
+            tasks.create_task(self._hear())
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for each in (self._dealer, self._peers, self._publisher):
+            each.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        for context in self._contexts:
+            context.term()
+
+    async def _send(self) -> None:
+        loop, beat = asyncio.get_running_loop(), -math.inf
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(max(beat, loop.time())):
+                    await self._due.wait()
+            self._due.clear()
+            beats = loop.time() >= beat
+            if beats:
+                beat = loop.time() + BEAT_SECONDS
+                self._link.give_up()
+            report = self._link.report(beats)
+            if report is not None:
+                with suppress(TimeoutError):  # it is lost then, and its number will be missed
+                    async with asyncio.timeout(_SEND_SECONDS):
+                        await self._dealer.send_multipart(encode(report))
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._dealer.recv_multipart()
+            try:
+                notice = decode_notice(frames)
+            except CoordinationError as error:
+                logger.warning("the coordinator: %s", error)
+                continue
+            self._link.receive(notice)
+            if notice.view is not None and self._link.alive:
+                self._loads.peers(notice.view.proxies)
+                self._connect(notice.view.proxies)
+
+    async def _publish(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self._publish_due.wait()
+            self._publish_due.clear()
+            if not self._link.alive:
+                load = self._loads.own(self._link.listening)
+                await self._publisher.send_multipart(encode(load))
+
+    async def _hear(self) -> None:
+        while True:
+            frames = await self._peers.recv_multipart()
+            try:
+                load = decode_load(frames)
+            except CoordinationError as error:
+                logger.warning("another proxy: %s", error)
+                continue
+            if not self._link.alive:
+                self._loads.peer(load)
+
+    def _connect(self, proxies: Sequence[ProxyLoad]) -> None:
+        """Hear the proxies that there are, and no others."""
+        there = {one.listening for one in proxies if one.listening} - {self._link.listening}
+        for endpoint in self._heard - there:
+            self._peers.disconnect(endpoint)
+        for endpoint in there - self._heard:
+            self._peers.connect(endpoint)
+        self._heard = there
+
+    def _bind(self, coordinator: str) -> str:
+        """Bind the publisher to the address by which this machine reaches the coordinator."""
+        try:
+            address = _own_address(coordinator)
+            port = self._publisher.bind_to_random_port(f"tcp://{address}")
+        except (OSError, zmq.ZMQError) as error:
+            raise CoordinationError(
+                f"coordinator.endpoint: {coordinator}: no way there from this machine: {error}"
+            ) from error
+        return f"tcp://{address}:{port}"
+
+
+def _own_address(endpoint: str) -> str:
+    """Return this machine's address on the way to an endpoint, as ZMQ writes it."""
+    parts = urlsplit(endpoint)
+    host, port = parts.hostname or "", parts.port or 0
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: it is a datagram socket
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if ":" in own else own

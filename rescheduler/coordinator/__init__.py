@@ -1,0 +1,1 @@
+"""The coordinator: places and moves the requests of many proxies."""

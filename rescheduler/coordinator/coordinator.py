@@ -1,0 +1,140 @@
+"""The coordinator: everything that places and moves the requests of many proxies, put together."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from rescheduler.coordination.coordinated_planning import instances_digest
+from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
+from rescheduler.coordinator.mirror import Mirror
+from rescheduler.coordinator.orders import Orders
+from rescheduler.coordinator.reception import Reception
+from rescheduler.coordinator.session import Shared
+from rescheduler.coordinator.sessions import Sessions
+from rescheduler.engines.bound_addresses import bound_address
+from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.placements import Placements
+from rescheduler.proxy.engine_key import engine_key
+from rescheduler.proxy.planning import Planning
+from rescheduler.proxy.prober import Prober
+from rescheduler.proxy.upstream import Upstream
+from rescheduler.transfer.control_client import ControlClient
+
+__all__ = ["Coordinator"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class Coordinator:
+    """Decides for all proxies; make it, `start` it and `close` it in one event loop.
+
+    Args:
+        deployment: which instances, and how.
+
+    Attributes:
+        instances: all, by name.
+        placements: which requests are on which instance, as proxies report them.
+        sessions: with the proxies, by name.
+        drainer: empties instances.
+        metrics: counts and times.
+
+    Raises:
+        DeploymentError: no coordinator in the deployment, or policies that cannot be served.
+        CoordinationError: its endpoint cannot be bound.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        options = deployment.coordinator
+        if options is None:
+            raise DeploymentError(
+                "coordinator: the deployment has none: add coordinator.endpoint, such as "
+                "tcp://127.0.0.1:5700, which its proxies connect to"
+            )
+        keys, proxy = deployment.keys_folder, deployment.proxy
+        self.options = options
+        self._stack = AsyncExitStack()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.instances: dict[str, InstanceState] = {}
+        for instance in deployment.instances:
+            control = ControlClient(instance.control, keys) if instance.control else None
+            if control is not None:
+                self._stack.callback(control.close)
+            self.instances[instance.name] = InstanceState(instance, proxy, control)
+        states = list(self.instances.values())
+        self._planning = Planning[Mirror](deployment, states, self._background)
+        self._stack.callback(self._planning.close)
+        self.placements: Placements[Mirror] = self._planning.placements
+        endpoint = bound_address(options.endpoint, "coordinator.endpoint")
+        sessions = Sessions(instances_digest(deployment), options.lost_seconds)
+        self.sessions = sessions.by_name
+        self._reception = Reception(endpoint, keys, sessions)
+        self._stack.callback(self._reception.close)
+        placer = self._planning.placer
+        self.metrics = CoordinatorMetrics(self.placements, states, placer, self.sessions)
+        self._orders = Orders(self.sessions, self.metrics)
+        self.drainer = self._planning.drainer(self._orders)
+        upstream = Upstream(proxy, engine_key(proxy))
+        self._stack.push_async_callback(upstream.close)
+        self._prober = Prober(upstream, placer.wake, proxy, deployment.served_name)
+        self._shared = Shared(
+            incarnation=uuid.uuid4().hex,
+            instances=states,
+            placements=self.placements,
+            dispatcher=placer,
+            forecasts=self._planning.forecasts,
+            failed=self._planning.failed,
+            background=self._background,
+            clock=asyncio.get_running_loop().time,
+            wake=self._reception.wake,
+            settled=asyncio.Event(),
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Where proxies connect."""
+        return self._reception.endpoint
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are placed."""
+        return self._shared.settled.is_set()
+
+    async def start(self) -> None:
+        """Ask every instance how it is, hear the proxies, and begin to plan and drain."""
+        await asyncio.to_thread(self._planning.compile)
+        await asyncio.gather(*map(self._prober.probe, self.instances.values()))
+        for instance in self.instances.values():
+            self._background(self._prober.run(instance))
+        self._background(self.drainer.run())
+        for loop in self._planning.loops(self._orders, self.metrics.planning.observe):
+            self._background(loop)
+        self._background(self._reception.run(self._shared))
+        self._background(self._settle())
+
+    async def close(self) -> None:
+        """End what runs in the background, and close every connection."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stack.aclose()
+
+    async def _settle(self) -> None:
+        """Place nothing before the proxies have reported what runs: it would count for nothing."""
+        await asyncio.sleep(self.options.settle_seconds)
+        self._shared.settled.set()
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("in the background: %r", task.exception(), exc_info=task.exception())

@@ -1,0 +1,66 @@
+"""`headway coordinator`: the coordinator as a command."""
+
+import asyncio
+import gc
+import signal
+
+from aiohttp import web
+
+from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.log_format import log_serving
+from rescheduler.coordinator.coordinator import Coordinator
+from rescheduler.coordinator.coordinator_app import coordinator_app
+from rescheduler.engines.deployment import Deployment
+from rescheduler.serving.addresses import cannot_listen
+from rescheduler.serving.admin_app import Operated
+from rescheduler.serving.admin_listener import AdminListener
+
+__all__ = ["coordinator"]
+
+
+def coordinator(config: Deployment, verbose: bool = False) -> None:
+    """Place and move the requests of many proxies, as one proxy does its own.
+
+    Every proxy is a `headway serve` with the same deployment file, on any machine. The coordinator
+    carries no tokens: while it is away, the proxies place requests themselves, by least KV load,
+    and move none. When it is back it learns from them what runs. `headway drain` reaches it on
+    `proxy.admin_port` of its machine. Ctrl-C or SIGTERM stops it.
+
+    Args:
+        config: the deployment, with a section `coordinator`.
+        verbose: also log where requests go, why none is moved, and the messages of libraries.
+
+    Raises:
+        DeploymentError: the deployment has no coordinator, or it cannot serve it.
+    """
+    log_serving(verbose)
+    run_server(_coordinate(config))
+
+
+async def _coordinate(deployment: Deployment) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    coordinator = Coordinator(deployment)
+    admin = AdminListener(
+        Operated(coordinator.instances, coordinator.placements, coordinator.drainer),
+        deployment.proxy.admin_port,
+    )
+    runner = web.AppRunner(coordinator_app(coordinator))
+    options = coordinator.options
+    try:
+        await coordinator.start()
+        await admin.start()
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, options.host, options.port).start()
+        except OSError as error:
+            raise cannot_listen("coordinator.port", options.host, options.port, error) from error
+        gc.collect()
+        gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
+        print(f"coordinating on {coordinator.endpoint}", flush=True)
+        await ended.wait()
+    finally:
+        await admin.close()
+        await runner.cleanup()
+        await coordinator.close()

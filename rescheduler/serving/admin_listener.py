@@ -1,0 +1,70 @@
+"""The socket for whoever operates a proxy or a coordinator, on its own machine."""
+
+import asyncio
+import socket
+from typing import Generic
+
+from aiohttp import web
+
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.placement.placeable import R
+from rescheduler.serving.addresses import cannot_listen, url_of
+from rescheduler.serving.admin_app import Operated, admin_app
+from rescheduler.serving.admin_token import create_admin_token
+from rescheduler.serving.connection import Connection, refuse_expectations
+
+__all__ = ["AdminListener"]
+
+_HOST = "127.0.0.1"
+
+
+class AdminListener(Generic[R]):
+    """Answers the operator on this machine.
+
+    Args:
+        operated: what is operated.
+        port: 0 takes a free one.
+
+    Attributes:
+        url: for the operator.
+        token: that the operator has to know.
+    """
+
+    def __init__(self, operated: Operated[R], port: int) -> None:
+        self.url = self.token = ""
+        self._operated, self._port = operated, port
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            DeploymentError: the port is in use, or there is no place for the operator's token.
+        """
+        try:
+            listening = socket.create_server((_HOST, self._port))
+        except OSError as error:
+            raise cannot_listen("proxy.admin_port", _HOST, self._port, error) from error
+        port = listening.getsockname()[1]
+        try:
+            self.token = create_admin_token(port)
+        except OSError as error:
+            listening.close()
+            raise DeploymentError(f"the admin token cannot be kept: {error}") from error
+        self._runner = web.AppRunner(admin_app(self._operated, self.token))
+        await self._runner.setup()
+        served, loop = self._runner.server, asyncio.get_running_loop()
+        assert served is not None
+        refuse_expectations(served)
+        self._server = await loop.create_server(
+            lambda: Connection(served, loop=loop), sock=listening
+        )
+        self.url = url_of(_HOST, port)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._server is not None:
+            self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()

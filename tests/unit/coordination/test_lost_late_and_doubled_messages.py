@@ -1,0 +1,439 @@
+"""Two proxies and their coordinator, whatever becomes of their messages and of either of them."""
+
+import asyncio
+import functools
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from rescheduler.coordination.cluster_loads import ClusterLoads
+from rescheduler.coordination.link import Link
+from rescheduler.coordination.messages import Notice, Report
+from rescheduler.coordination.placer import CoordinatedPlacer
+from rescheduler.coordination.watched_placements import WatchedPlacements
+from rescheduler.coordinator.mirror import Mirror
+from rescheduler.coordinator.session import Shared
+from rescheduler.coordinator.sessions import Sessions
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
+from rescheduler.placement.request_state import (
+    Copying,
+    Decoding,
+    Landing,
+    Placed,
+    Prefilling,
+    Waiting,
+)
+from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.transfer.control_client import ControlClient
+
+OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)
+SILENT, LOST, BEAT = 1.5, 10.0, 0.25
+DIGEST = "digest"
+TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+CLIENT = read_request(COMPLETIONS, b'{"prompt": "a a a a a a a a", "max_tokens": 100}')
+
+
+def instances() -> list[InstanceState]:
+    """Each process knows them by objects of its own."""
+    named = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    control = cast(ControlClient, object())  # that there is one lets requests move
+    return [
+        InstanceState(Instance(name, name.partition("-")[0], f"http://{name}:1"), OPTIONS, control)  # type: ignore[arg-type]
+        for name in named
+    ]
+
+
+class Proxy:
+    """A proxy's end, with requests whose engines are this test."""
+
+    def __init__(self, name: str, model: "Model") -> None:
+        self.model, self.instances = model, instances()
+        self.up: list[Report] = []
+        self.down: list[Notice] = []
+        self.flows: dict[LiveRequest, asyncio.Task[None]] = {}
+        self.moves: dict[LiveRequest, InstanceState] = {}
+        self.numbers = itertools.count()
+        self.link = Link(
+            name, self.instances, DIGEST, SILENT, model.clock, self.carry_out, lambda: None
+        )
+        self.link.listening = f"tcp://{name}:1"
+        self.placements = WatchedPlacements(self.link.changed)
+        fallback: Dispatcher[LiveRequest] = Dispatcher(
+            ClusterLoads(self.placements, self.instances, name),
+            self.instances[:1],
+            self.instances[1:],
+            JSQLoad(),
+            None,
+            None,
+            OPTIONS,
+            model.clock,
+        )
+        self.placer = CoordinatedPlacer(self.link, fallback, OPTIONS, model.clock, lambda: None)
+
+    def carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:
+        assert request.can_move
+        assert request not in self.moves, "two moves of one request"
+        assert request.instance is not target
+        self.moves[request] = target
+        request.move_to(target)
+
+    async def flow(self, request: LiveRequest) -> None:
+        """To a prefill instance, or a decode instance where there is none or after a prefill."""
+        prefilled = request.prompt_tokens == 1  # as the prefill reports; a guess is longer
+        if prefilled or await self.placer.take_prefill(request) is None:
+            await self.placer.place(request)
+
+    def start(self, request: LiveRequest) -> None:
+        self.flows[request] = self.model.background(self.flow(request))
+
+    def send(self, beat: bool) -> None:
+        if beat:
+            self.link.give_up()
+        report = self.link.report(beat)
+        if report is not None:
+            self.up.append(report)
+
+    def running(self, *kinds: type) -> list[LiveRequest]:
+        return [request for request in self.flows if isinstance(request.state, kinds)]
+
+
+async def turns() -> None:
+    """Let the event loop do what is due."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+async def end_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_loop(step: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a step of the machine of a coroutine: with all that comes of it at once."""
+
+    @functools.wraps(step)
+    def run(self: "Model", **drawn: Any) -> None:
+        async def both() -> None:
+            await step(self, **drawn)
+            await turns()
+
+        self.loop.run_until_complete(both())
+        assert self.errors == []
+
+    return run
+
+
+class Model(RuleBasedStateMachine):
+    """The network loses, delays, doubles and reorders; processes die and start again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.now = 1000.0
+        self.names = itertools.count()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.errors: list[BaseException] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.errors.append(cast(BaseException, task.exception()))
+
+    @initialize()
+    @in_loop
+    async def start(self) -> None:
+        self.proxies = [Proxy(f"p{next(self.names)}", self) for _ in range(2)]
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        states, self.placed = instances(), Placements[Mirror]()
+        settled = asyncio.Event()
+        settled.set()
+        dispatcher: Dispatcher[Mirror] = Dispatcher(
+            self.placed, states[:1], states[1:], JSQLoad(), None, None, OPTIONS, self.clock
+        )
+        self.sessions = Sessions(DIGEST, LOST)
+        self.ordered: list[asyncio.Task[str]] = []
+        self.shared = Shared(
+            f"c{next(self.names)}",
+            states,
+            self.placed,
+            dispatcher,
+            None,
+            lambda instance, certain: None,
+            self.background,
+            self.clock,
+            lambda: None,
+            settled,
+        )
+
+    # What happens to requests.
+
+    @rule(p=st.integers(0, 1))
+    @in_loop
+    async def arrive(self, p: int) -> None:
+        proxy = self.proxies[p]
+        if len(proxy.flows) < 6:
+            id = f"{proxy.link.listening}/{next(proxy.numbers)}"
+            request = LiveRequest.new(id, id, CLIENT, {}, self.now, TOKENIZER, proxy.placements)
+            proxy.start(request)
+
+    @rule(p=st.integers(0, 1), data=st.data(), succeeds=st.booleans())
+    @in_loop
+    async def end_prefill(self, p: int, data: st.DataObject, succeeds: bool) -> None:
+        proxy = self.proxies[p]
+        running = proxy.running(Prefilling)
+        if running:
+            request = data.draw(st.sampled_from(running))
+            if succeeds:
+                request.prefilled({}, 1)
+            else:
+                request.prefill_failed()
+            proxy.placer.wake()
+            proxy.start(request)
+
+    @rule(p=st.integers(0, 1), data=st.data())
+    @in_loop
+    async def generate(self, p: int, data: st.DataObject) -> None:
+        running = self.proxies[p].running(Placed, Decoding, Landing)
+        if running:
+            request = data.draw(st.sampled_from(running))
+            if request.on_its_way:
+                request.accepted()
+            request.untracked_tokens(3, self.now)
+
+    @rule(p=st.integers(0, 1), data=st.data())
+    @in_loop
+    async def fail(self, p: int, data: st.DataObject) -> None:
+        """An instance fails a request, which is placed anew."""
+        proxy = self.proxies[p]
+        running = [one for one in proxy.running(Placed, Decoding) if one not in proxy.moves]
+        if running:
+            request = data.draw(st.sampled_from(running))
+            request.fail(unsent=False)
+            proxy.start(request)
+
+    @rule(p=st.integers(0, 1), data=st.data())
+    @in_loop
+    async def end(self, p: int, data: st.DataObject) -> None:
+        """A request ends, or its client leaves while it waits."""
+        proxy = self.proxies[p]
+        if proxy.flows:
+            request = data.draw(st.sampled_from(list(proxy.flows)))
+            await self._end(proxy, request)
+
+    async def _end(self, proxy: Proxy, request: LiveRequest) -> None:
+        flow = proxy.flows.pop(request)
+        flow.cancel()
+        await asyncio.gather(flow, return_exceptions=True)
+        request.finish()
+        if proxy.moves.pop(request, None) is not None:
+            proxy.link.moved(request, "ended")
+        proxy.link.ended(request, by_itself=True)
+
+    @rule(p=st.integers(0, 1), data=st.data(), lands=st.booleans())
+    @in_loop
+    async def end_move(self, p: int, data: st.DataObject, lands: bool) -> None:
+        proxy = self.proxies[p]
+        moving = [one for one in proxy.moves if isinstance(one.state, Copying)]
+        if moving:
+            self._end_move(proxy, data.draw(st.sampled_from(moving)), lands)
+
+    def _end_move(self, proxy: Proxy, request: LiveRequest, lands: bool) -> None:
+        target = proxy.moves.pop(request)
+        if lands:
+            request.freeze()
+            request.frozen([], {})
+            request.land()
+            request.untracked_tokens(1, self.now)
+            assert request.instance is target
+        else:
+            request.not_copied()
+        proxy.link.moved(request, "moved" if lands else "no_room")
+
+    @rule(data=st.data())
+    @in_loop
+    async def order(self, data: st.DataObject) -> None:
+        """The planner has a request move."""
+        known = [
+            (session, mirror)
+            for session in self.sessions.by_name.values()
+            for mirror in session.mirrors.values()
+            if mirror.can_move
+        ]
+        if known:
+            session, mirror = data.draw(st.sampled_from(known))
+            targets = [one for one in self.shared.instances[1:] if one is not mirror.instance]
+            target = data.draw(st.sampled_from(targets))
+            self.ordered.append(self.loop.create_task(session.move(mirror, target, "test")))
+
+    # What happens to messages.
+
+    @rule(p=st.integers(0, 1), beat=st.booleans())
+    @in_loop
+    async def proxy_sends(self, p: int, beat: bool) -> None:
+        self.proxies[p].send(beat)
+
+    @rule(beat=st.booleans())
+    @in_loop
+    async def coordinator_sends(self, beat: bool) -> None:
+        self._coordinator_sends(beat)
+
+    def _coordinator_sends(self, beat: bool) -> None:
+        for name, notice in self.sessions.notices(beat, self.shared):
+            for proxy in self.proxies:
+                if proxy.link.session == name:
+                    proxy.down.append(notice)
+
+    @rule(p=st.integers(0, 1), data=st.data(), keep=st.booleans())
+    @in_loop
+    async def report_comes(self, p: int, data: st.DataObject, keep: bool) -> None:
+        """Any of those on their way, which may come once more."""
+        waiting = self.proxies[p].up
+        if waiting:
+            at = data.draw(st.integers(0, len(waiting) - 1))
+            report = waiting[at] if keep else waiting.pop(at)
+            assert self.sessions.receive(report, self.shared) is None
+
+    @in_loop
+    async def report_comes_first(self, p: int) -> None:
+        assert self.sessions.receive(self.proxies[p].up.pop(0), self.shared) is None
+
+    @rule(p=st.integers(0, 1), data=st.data(), keep=st.booleans())
+    @in_loop
+    async def notice_comes(self, p: int, data: st.DataObject, keep: bool) -> None:
+        proxy = self.proxies[p]
+        if proxy.down:
+            at = data.draw(st.integers(0, len(proxy.down) - 1))
+            proxy.link.receive(proxy.down[at] if keep else proxy.down.pop(at))
+
+    @rule(p=st.integers(0, 1), up=st.booleans(), data=st.data())
+    @in_loop
+    async def message_is_lost(self, p: int, up: bool, data: st.DataObject) -> None:
+        queue: list[Any] = self.proxies[p].up if up else self.proxies[p].down
+        if queue:
+            queue.pop(data.draw(st.integers(0, len(queue) - 1)))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 11.0]))
+    @in_loop
+    async def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # What happens to processes.
+
+    @rule()
+    @in_loop
+    async def coordinator_dies(self) -> None:
+        for task in self.ordered:
+            task.cancel()
+        for session in self.sessions.by_name.values():
+            session.close()
+        self.start_coordinator()
+
+    @rule(p=st.integers(0, 1))
+    @in_loop
+    async def proxy_dies(self, p: int) -> None:
+        for flow in self.proxies[p].flows.values():
+            flow.cancel()
+        self.proxies[p] = Proxy(f"p{next(self.names)}", self)
+
+    # And whatever happened: once messages come through, everybody knows what is.
+
+    @rule()
+    @in_loop
+    async def all_agree_in_the_end(self) -> None:
+        for proxy in self.proxies:
+            for request in list(proxy.moves):
+                self._end_move(proxy, request, lands=True)
+        await turns()
+        for _ in range(60):
+            self.now += BEAT
+            for proxy in self.proxies:
+                proxy.send(beat=True)
+            await self._deliver()
+            self._coordinator_sends(beat=True)
+            await self._deliver()
+        here = {
+            (proxy.link.session, request.id): (
+                None if request.instance is None else request.instance.name,
+                request.generated_tokens,
+            )
+            for proxy in self.proxies
+            for request in proxy.flows
+        }
+        there = {
+            (name, mirror.id): (
+                None if mirror.instance is None else mirror.instance.name,
+                mirror.generated_tokens,
+            )
+            for name, session in self.sessions.by_name.items()
+            for mirror in session.mirrors.values()
+        }
+        assert there == here
+        on = {one.name: len(self.placed.on(one)) for one in self.shared.instances}
+        for name, count in on.items():
+            assert count == sum(where == name for where, _ in here.values()), "a lost slot"
+        assert all(task.done() for task in self.ordered), "an order without an end"
+        for proxy in self.proxies:
+            assert not proxy.moves or all(one.can_move is False for one in proxy.moves)
+            waits = proxy.running(Waiting)
+            prefilling = [r for one in self.proxies for r in one.running(Prefilling)]
+            assert not waits or len(prefilling) >= OPTIONS.prefill_concurrency, "nobody decides"
+
+    async def _deliver(self) -> None:
+        await turns()
+        for proxy in self.proxies:
+            while proxy.up or proxy.down:
+                if proxy.up:
+                    assert self.sessions.receive(proxy.up.pop(0), self.shared) is None
+                if proxy.down:
+                    proxy.link.receive(proxy.down.pop(0))
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "proxies"):
+                self.all_agree_in_the_end()
+        finally:
+            self.loop.run_until_complete(end_all())
+            self.loop.close()
+
+
+TestMessages = Model.TestCase
+TestMessages.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_a_place_whose_notice_is_lost_is_offered_again() -> None:
+    model = Model()
+    try:
+        model.start()
+        model.all_agree_in_the_end()
+        model.arrive(p=0)
+        model.proxy_sends(p=0, beat=False)
+        model.report_comes_first(p=0)
+        model.coordinator_sends(beat=False)
+        assert model.proxies[0].down.pop().answers
+        model.all_agree_in_the_end()
+    finally:
+        model.teardown()

@@ -1,0 +1,239 @@
+"""Proxies for which a coordinator decides, and what clients see when either is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from coordinated_cluster import Coordinated, coordinated_cluster, link_of
+from forked_vllm import free_port
+from scripted_cluster import Cluster, tokens_of, until
+from tokenizers import Tokenizer
+
+from predictor.live.curve_keys import create_keys
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.proxy.proxy import Proxy
+
+LONG = {"prompt": "Tell me of a river", "max_tokens": 400}
+SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
+
+Make = Callable[..., AbstractAsyncContextManager[Coordinated]]
+
+
+@pytest.fixture
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+@pytest.fixture
+def coordinated(tokenizer: Tokenizer) -> Make:
+    @asynccontextmanager
+    async def make(**options: Any) -> AsyncIterator[Coordinated]:
+        async with coordinated_cluster(tokenizer, free_port(), **options) as it:
+            yield it
+
+    return make
+
+
+def streams(cluster: Cluster, n: int, body: dict[str, Any] = LONG) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(cluster.stream(body)) for _ in range(n)]
+
+
+async def all_as_expected(cluster: Cluster, tasks: list[asyncio.Task[Any]], tokens: int) -> None:
+    for chunks in await asyncio.gather(*tasks):
+        assert tokens_of(chunks) == cluster.expected(tokens)
+
+
+def generating(it: Coordinated) -> int:
+    """How many requests the coordinator knows to generate tokens."""
+    return sum(
+        mirror.generating
+        for instance in it.coordinator.instances.values()
+        for mirror in it.coordinator.placements.on(instance)
+    )
+
+
+async def test_the_coordinator_places_what_all_proxies_ask_for(coordinated: Make) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        with it.unhurried():
+            tasks = [*streams(first, 3), *streams(second, 3)]
+            await until(lambda: generating(it) == 6)
+            assert len(it.coordinator.sessions) == 2
+            assert {it.load("decode-0"), it.load("decode-1")} in ({3}, {2, 4})
+        await all_as_expected(first, tasks, 400)
+        await until(lambda: it.load("decode-0") + it.load("decode-1") == 0)
+
+
+async def test_draining_moves_the_requests_of_every_proxy(coordinated: Make) -> None:
+    async with coordinated(prefix_caching=False) as it:
+        first, second = it.proxies
+        with it.unhurried():
+            tasks = [*streams(first, 2), *streams(second, 2)]
+            await until(lambda: generating(it) == 4)
+            status, _ = await it.ask("POST", "drain/decode-0")
+            assert status == 200
+            await until(lambda: it.load("decode-0") == 0)
+            assert it.load("decode-1") == 4, "none has ended meanwhile"
+            assert all(one.proxy.instances["decode-0"].draining for one in it.proxies)
+            await until(lambda: b'outcome="moved"' in it.coordinator.metrics.text())
+        await all_as_expected(first, tasks, 400)
+        status, listed = await it.ask("POST", "undrain/decode-0")
+        assert (status, listed["draining"]) == (200, False)
+        await until(lambda: not second.proxy.instances["decode-0"].draining)
+
+
+async def test_the_planner_moves_requests_of_different_proxies(coordinated: Make) -> None:
+    migration = {"name": "star", "prediction": False, "interval_seconds": 0.1}
+    async with coordinated(prefix_caching=False, migration=migration) as it:
+        with it.unhurried():
+            await it.ask("POST", "drain/decode-1")
+            await until(lambda: it.proxies[0].proxy.instances["decode-1"].draining)
+            tasks = [*streams(it.proxies[0], 2), *streams(it.proxies[1], 2)]
+            await until(lambda: it.load("decode-0") == 4 and generating(it) == 4)
+            await it.ask("POST", "undrain/decode-1")
+            await until(lambda: it.load("decode-1") > 0)
+        await all_as_expected(it.proxies[0], tasks, 400)
+
+
+async def test_without_the_coordinator_proxies_place_by_what_they_hear_of_each_other(
+    coordinated: Make,
+) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        with it.unhurried():
+            (before,) = streams(first, 1)
+            await until(lambda: generating(it) == 1)
+            await it.stop_coordinator()
+            (busy,) = [name for name in ("decode-0", "decode-1") if it.engines[name].running]
+            (idle,) = {"decode-0", "decode-1"} - {busy}
+            await until(lambda: heard(second, busy) == 1)
+            (own,) = streams(second, 1, LONG)
+            await until(lambda: len(it.engines[idle].running) == 1)
+            await until(lambda: heard(first, idle) == 1)
+        await all_as_expected(first, [before, own], 400)
+        status, answer, _ = await first.post({"model": "m", **SHORT})
+        assert status == 200, answer
+        await it.start_coordinator()
+
+
+def heard(cluster: Cluster, name: str) -> int:
+    """How many requests of the other proxies a proxy counts on an instance."""
+    instance = cluster.proxy.instances[name]
+    loads = cluster.proxy._planning.loads  # type: ignore[union-attr]
+    return len(loads.on(instance)) - len(cluster.proxy.placements.on(instance))
+
+
+async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
+    async with coordinated(prefix_caching=False) as it:
+        first, second = it.proxies
+        decodes = [it.engines["decode-0"], it.engines["decode-1"]]
+        with it.unhurried():
+            tasks = [*streams(first, 2), *streams(second, 2)]
+            await until(lambda: generating(it) == 4)
+            await it.stop_coordinator()
+            tasks += streams(first, 1)
+            await until(lambda: sum(len(engine.running) for engine in decodes) == 5)
+            await it.start_coordinator()
+            await it.coordinated()
+            await until(lambda: generating(it) == 5)
+            await it.ask("POST", "drain/decode-1")
+            await until(lambda: it.load("decode-1") == 0)
+            assert it.load("decode-0") == 5
+        await all_as_expected(first, tasks, 400)
+
+
+async def test_what_a_lost_proxy_had_is_forgotten(coordinated: Make) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        with it.unhurried():
+            tasks = streams(second, 2)
+            await until(lambda: generating(it) == 2)
+            it.proxies.remove(second)
+            await second.proxy.close()  # it says nothing more, as if its machine were lost
+            await until(lambda: len(it.coordinator.sessions) == 1)
+            assert it.load("decode-0") + it.load("decode-1") == 0
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await second.listeners.close()
+        await all_as_expected(first, streams(first, 1, SHORT), 5)
+        third = await it.start_proxy()
+        await it.coordinated()
+        await all_as_expected(third, streams(third, 1, SHORT), 5)
+
+
+async def test_a_proxy_with_other_instances_is_refused_and_serves_by_itself(
+    coordinated: Make,
+) -> None:
+    async with coordinated(proxies=1) as it:
+        fewer = [one for one in it.deployment.instances if one.name != "decode-1"]
+        other = msgspec.structs.replace(it.deployment, instances=fewer)
+        whole, it.deployment = it.deployment, other
+        stranger = await it.start_proxy()
+        await until(lambda: link_of(stranger).refused is not None)
+        assert "lists other instances" in link_of(stranger).refused
+        assert len(it.coordinator.sessions) == 1
+        await all_as_expected(stranger, streams(stranger, 1, SHORT), 5)
+        it.deployment = whole
+
+
+async def test_the_conversation_is_encrypted_with_keys(coordinated: Make, tmp_path: Path) -> None:
+    create_keys(tmp_path / "keys")
+    async with coordinated(keys=tmp_path / "keys") as it:
+        tasks = [*streams(it.proxies[0], 1, SHORT), *streams(it.proxies[1], 1, SHORT)]
+        await all_as_expected(it.proxies[0], tasks, 5)
+        (tmp_path / "others").mkdir()
+        create_keys(tmp_path / "others" / "keys")
+        whole = it.deployment
+        it.deployment = msgspec.structs.replace(whole, keys=str(tmp_path / "others" / "keys"))
+        stranger = await it.start_proxy()
+        await all_as_expected(stranger, streams(stranger, 1, SHORT), 5)
+        assert not link_of(stranger).alive
+        assert len(it.coordinator.sessions) == 2
+        it.deployment = whole
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing(coordinated: Make) -> None:
+    async with coordinated(prefill_concurrency=1) as it:
+        it.engines["prefill-0"].answers_late = True
+        tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 2, SHORT)]
+        await until(lambda: it.coordinator._shared.dispatcher.waiting_for_prefill == 3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: not it.coordinator._shared.dispatcher.waiting_for_prefill)
+        await until(lambda: it.load("prefill-0") == 0)
+        it.engines["prefill-0"].answers_late = False
+        await all_as_expected(it.proxies[0], streams(it.proxies[0], 1, SHORT), 5)
+
+
+async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: Make) -> None:
+    async with coordinated(prefill_concurrency=1, pool=2) as it:
+        it.engines["prefill-0"].answers_late = True
+        tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 1, SHORT)]
+        await until(lambda: it.coordinator._shared.dispatcher.waiting_for_prefill == 2)
+        status, answer, headers = await it.proxies[1].post({"model": "m", **SHORT})
+        assert status == 429, answer
+        assert int(headers["Retry-After"]) > 0
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        it.engines["prefill-0"].answers_late = False
+
+
+async def test_a_deployment_without_a_coordinator_has_none(
+    tokenizer: Tokenizer, coordinated: Make
+) -> None:
+    from rescheduler.coordinator.coordinator import Coordinator
+
+    async with coordinated(proxies=1) as it:
+        alone = msgspec.structs.replace(it.deployment, coordinator=None)
+        with pytest.raises(DeploymentError, match="the deployment has none"):
+            Coordinator(alone)
+        proxy = Proxy(alone, tokenizer)
+        assert proxy.drainer is not None
+        await proxy.close()
