@@ -36,7 +36,8 @@ def add_struct_arguments(
         if any(
             issubclass(x, msgspec.Struct) for x in typing.get_args(kind) if type(x) is type(struct)
         ):
-            kind = list[dict[str, Any]]
+            one = dict[str, Any]
+            kind = list[one] if typing.get_origin(kind) is list else one | None
         default: Any = None
         if field.default is not msgspec.NODEFAULT:
             default = field.default

@@ -53,7 +53,9 @@ class CoordinatorMetrics(Collector):
         proxies = GaugeMetricFamily("headway_coordinator_num_proxies", "proxies that are connected")
         proxies.add_metric([], sum(session.known for session in self._sessions.values()))
         waiting = GaugeMetricFamily(
-            "headway_coordinator_num_requests_waiting", "requests that wait for an instance", labels=["stage"]
+            "headway_coordinator_num_requests_waiting",
+            "requests that wait for an instance",
+            labels=["stage"],
         )
         waiting.add_metric(["prefill"], self._dispatcher.waiting_for_prefill)
         waiting.add_metric(["decode"], len(self._dispatcher.waiting))

@@ -1,0 +1,130 @@
+"""`headway coordinator` and several `headway serve` as commands."""
+
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rescheduler.commands.command_line import main
+
+DEPLOYMENT = """\
+model: smollm2
+instances:
+  - {{name: decode-0, role: decode, url: "http://127.0.0.1:{dead}"}}
+proxy: {{port: 0, admin_port: 0}}
+"""
+COORDINATOR = """\
+coordinator: {{endpoint: "tcp://127.0.0.1:{endpoint}", port: {port}, silent_seconds: 30.0}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def written(folder: Path, more: str = COORDINATOR, **ports: int) -> Path:
+    path = folder / "deployment.yaml"
+    named = {"dead": free_port(), "endpoint": free_port(), "port": free_port()} | ports
+    path.write_text((DEPLOYMENT + more).format(**named))
+    return path
+
+
+@contextmanager
+def running(command: list[str], verb: str, config: Path) -> Iterator["subprocess.Popen[str]"]:
+    arguments = [*command, verb, "--config", str(config)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answer(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def until_answered(url: str, expected: str) -> None:
+    deadline = time.monotonic() + 120
+    while expected not in (last := answer(url)[1]):
+        assert time.monotonic() < deadline, f"{expected!r} never came: {last}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
+    headway_command: list[str], smollm2: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    del smollm2  # is prepared
+    endpoint, port = free_port(), free_port()
+    config = written(tmp_path, endpoint=endpoint, port=port)
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(running(headway_command, "coordinator", config))
+        assert coordinator.stdout is not None
+        first = coordinator.stdout.readline()
+        assert first == f"coordinating on tcp://127.0.0.1:{endpoint}\n"
+        url = f"http://127.0.0.1:{port}"
+        assert answer(f"{url}/health")[0] == 200
+        proxies = [stack.enter_context(running(headway_command, "serve", config)) for _ in range(2)]
+        for proxy in proxies:
+            assert proxy.stdout is not None
+            assert proxy.stdout.readline().startswith("serving on http://127.0.0.1:")
+        until_answered(f"{url}/metrics", "headway_coordinator_num_proxies 2.0")
+        assert answer(f"{url}/ready")[0] == 200
+        coordinator.send_signal(number)
+        assert coordinator.wait(timeout=120) == 0
+        for proxy in proxies:
+            proxy.send_signal(number)
+            assert proxy.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ("", "coordinator: the deployment has none: add coordinator.endpoint"),
+        ("coordinator: {{}}\n", "coordinator: Object missing required field `endpoint`"),
+        ('coordinator: {{endpoint: "ipc://a"}}\n', "coordinator.endpoint: 'ipc://a' is not like"),
+        ('coordinator: {{endpoint: "tcp://h"}}\n', "coordinator.endpoint: 'tcp://h' is not like"),
+        ('coordinator: {{endpoint: "tcp://10.0.0.1:1"}}\n', "leaves the machine: create keys"),
+        (
+            'coordinator: {{endpoint: "tcp://127.0.0.1:1", silent_seconds: 0}}\n',
+            "coordinator.silent_seconds: Expected `float` >= 0.5",
+        ),
+    ],
+)
+def test_a_deployment_that_it_cannot_serve(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], more: str, error: str
+) -> None:
+    assert main(["coordinator", "--config", str(written(tmp_path, more))]) != 0
+    assert error in " ".join(capfd.readouterr().err.splitlines()[-3:])
+
+
+@pytest.mark.parametrize("taken", ["endpoint", "port"])
+def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str], taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = written(tmp_path, **{taken: port})
+        assert main(["coordinator", "--config", str(config)]) == 1
+    printed = capfd.readouterr().err.splitlines()[-1]
+    assert f"coordinator.{taken}: " in printed
+    assert str(port) in printed
+
+
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_a_port_that_is_none(tmp_path: Path, capfd: pytest.CaptureFixture[str], port: str) -> None:
+    assert main(["serve", "--config", str(written(tmp_path)), "--port", port]) == 1
+    assert "a port is a number from 0 to 65535" in capfd.readouterr().err
