@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import msgspec
 from metrics import metric
 from running_deployment import RunningDeployment
 
-from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.event_stream import read_events
 from rescheduler.serving.admin_token import admin_token
@@ -45,6 +46,7 @@ def served(
     folder: Path,
     migration: Any = None,
     routing: dict[str, Any] | None = None,
+    coordinator: CoordinatorOptions | None = None,
     **options: Any,
 ) -> Iterator["Served"]:
     """Run `headway serve` on the engines, with some options of its own."""
@@ -52,6 +54,7 @@ def served(
         deployment.deployment,
         migration=migration,
         routing=routing or deployment.deployment.routing,
+        coordinator=coordinator,
         proxy=msgspec.structs.replace(deployment.deployment.proxy, **options),
     )
     config, log = folder / "served.yaml", folder / "serve.log"
@@ -70,7 +73,8 @@ def served(
         yield Served(described, config, process, log)
     finally:
         process.terminate()
-        assert process.wait() == 0, log.read_text()
+        status = process.wait()
+        assert status == 0 or -status == signal.SIGKILL, log.read_text()
 
 
 class Served:
