@@ -2,6 +2,7 @@
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
 # make unit   the unit tests, in two processes
 # make test   every test, with a real vLLM
+# make browser  the page in Chromium: apt-get install chromium
 # make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
 # make docs   the documentation site, in site/
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit fuzz lint docs install clean
+.PHONY: demo test unit browser fuzz lint docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -37,6 +38,11 @@ test: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
+
+browser: $(INSTALLED)
+	command -v chromium || command -v chromium-browser || ( echo "make browser needs Chromium: apt-get install chromium" >&2; exit 1 )
+	$(PIP) install --quiet --constraint requirements/torch-cpu.txt --editable ".[browser]"
+	$(BIN)/python -m pytest tests/browser
 
 fuzz: $(INSTALLED)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --timeout 0 tests/unit/fuzz

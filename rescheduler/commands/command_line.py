@@ -92,6 +92,9 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
             "rescheduler.gateway.picker_command:picker",
             "pick engines for an Envoy gateway, by a routing policy",
         ),
+        "replay": _Verb(
+            "rescheduler.serving.replay:replay", "show a recorded log on a page, or two of them"
+        ),
         "drain": _Verb("rescheduler.serving.drain:drain", "drain an instance"),
         "watch": _Verb(
             "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"

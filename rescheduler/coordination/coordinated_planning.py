@@ -15,6 +15,7 @@ from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.ejections import Ejections
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Mover
 from rescheduler.placement.placements import Placements
@@ -43,6 +44,7 @@ class CoordinatedPlanning:
         placer: gives requests their places.
         link: to the coordinator.
         loads: of this proxy and its peers.
+        forecasts: None: the coordinator has them.
 
     Raises:
         TelemetryError: an open endpoint without keys, or keys that cannot be used.
@@ -59,6 +61,7 @@ class CoordinatedPlanning:
         clock, session = asyncio.get_running_loop().time, uuid.uuid4().hex
         self._background, self._ejections = background, Ejections(instances)
         self._mover: Mover[LiveRequest] | None = None
+        self.forecasts: LiveForecasts | None = None
         self.link = Link(
             session,
             instances,

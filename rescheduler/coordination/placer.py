@@ -54,6 +54,11 @@ class CoordinatedPlacer:
         """Requests that wait for a prefill instance."""
         return self._link.asked_for_prefill + self._fallback.waiting_for_prefill
 
+    @property
+    def step_seconds(self) -> float:
+        """Mean time between two tokens of a request, pauses left out."""
+        return self._fallback.step_seconds
+
     def admit(self) -> None:
         """Refuse a new request when there is no room for it, here or in the whole cluster.
 

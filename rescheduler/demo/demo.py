@@ -1,6 +1,7 @@
 """`headway demo`: requests move between engines without interrupting client streams."""
 
 import asyncio
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ def demo(
     load twice: long and short answers, placed in turn, so that all long ones meet on one engine,
     whose KV cache holds half of them. First nothing moves; then the planner moves requests. Takes
     about four minutes and 10 GiB of memory on two cores. With --config it uses engines that are
-    already running.
+    already running. It prints the address of a page that shows the same in a browser.
 
     Args:
         config: deployment whose engines are already running.
@@ -129,12 +130,15 @@ async def _show(deployment: Deployment, load: list[LoadRequest], console: Consol
     placed = msgspec.structs.replace(deployment, routing={"name": "round_robin"})
     still = msgspec.structs.replace(placed, migration=None)
     moving = msgspec.structs.replace(placed, migration=placed.migration or _MIGRATION)
-    objectives = await _objectives(still)
+    token = secrets.token_urlsafe(32)  # one for all phases, so that the page finds each
+    print(f"See it in a browser: {still.admin_url}/ui#token={token}", file=sys.stderr, flush=True)
+    objectives = await _objectives(still, token)
     columns, phases = [], []
     for number, (title, serves) in enumerate(
         [("without rescheduling", still), ("with rescheduling", moving)], 1
     ):
-        async with running_phase(f"{number} of 2: {title}", serves, load) as (phase, answers):
+        name = f"{number} of 2: {title}"
+        async with running_phase(name, serves, load, token) as (phase, answers):
             await _watch(phase, answers, console)
             served = await answers
         columns.append(load_figures(served, phase.run.seconds, objectives))
@@ -143,11 +147,11 @@ async def _show(deployment: Deployment, load: list[LoadRequest], console: Consol
     console.print(_table(columns, phases, objectives))
 
 
-async def _objectives(deployment: Deployment) -> Objectives:
+async def _objectives(deployment: Deployment, token: str) -> Objectives:
     """Measure the latency of requests that have the engines to themselves."""
     text = f"Write a story about {_HEROES[0]}."
     alone = [LoadRequest(f"alone-{i}", text, 30, i, 5.0 * i) for i in range(4)]
-    async with running_phase("alone", deployment, alone) as (_, answers):
+    async with running_phase("alone", deployment, alone, token) as (_, answers):
         served = (await answers)[2:]  # the first two shake hands with the prefill engine
     if any(s.error or not s.tpot or not s.ttft for s in served):
         raise RuntimeError(f"a request sent alone was not served: {served[0].error}")
@@ -242,6 +246,8 @@ def _table(
 
 def _on_free_port(deployment: Deployment) -> Deployment:
     """Return a deployment whose proxy is another than the one that may run."""
-    (port,) = free_ports(1)
-    proxy = msgspec.structs.replace(deployment.proxy, host="127.0.0.1", port=port, admin_port=0)
+    port, admin_port = free_ports(2)
+    proxy = msgspec.structs.replace(
+        deployment.proxy, host="127.0.0.1", port=port, admin_port=admin_port
+    )
     return msgspec.structs.replace(deployment, proxy=proxy)

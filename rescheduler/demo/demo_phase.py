@@ -49,15 +49,21 @@ class Phase:
 
 @asynccontextmanager
 async def running_phase(
-    title: str, deployment: Deployment, load: Sequence[LoadRequest]
+    title: str, deployment: Deployment, load: Sequence[LoadRequest], admin_token: str = ""
 ) -> AsyncIterator[tuple[Phase, asyncio.Task[list[ServedRequest]]]]:
     """Serve a deployment whose engines run, and send it a load.
+
+    Args:
+        title: of the phase.
+        deployment: that is served.
+        load: that is sent.
+        admin_token: as of `proxy_running`.
 
     Yields:
         What is seen, and the task that ends when all answers are there.
     """
     async with AsyncExitStack() as stack:
-        proxy = await stack.enter_async_context(proxy_running(deployment))
+        proxy = await stack.enter_async_context(proxy_running(deployment, admin_token))
         watcher = MoveWatcher(proxy)
         run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=title)
         phase = Phase(title, deployment, load, run, watcher.moves)

@@ -12,8 +12,12 @@ __all__ = ["proxy_running"]
 
 
 @asynccontextmanager
-async def proxy_running(deployment: Deployment) -> AsyncIterator[Proxy]:
+async def proxy_running(deployment: Deployment, admin_token: str = "") -> AsyncIterator[Proxy]:
     """Serve a deployment whose engines run, as `headway serve` does, while the body runs.
+
+    Args:
+        deployment: that is served.
+        admin_token: of its admin listener; empty: a new one.
 
     Raises:
         DeploymentError: a policy that does not exist, or a port that is in use.
@@ -22,7 +26,7 @@ async def proxy_running(deployment: Deployment) -> AsyncIterator[Proxy]:
         proxy = Proxy(deployment, load_tokenizer(deployment.model))
         stack.push_async_callback(proxy.close)
         await proxy.start()
-        listeners = Listeners(proxy)
+        listeners = Listeners(proxy, admin_token)
         stack.push_async_callback(listeners.close)
         await listeners.start()
         yield proxy

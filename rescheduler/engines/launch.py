@@ -82,7 +82,8 @@ def _summary(running: Launched, serve: bool) -> str:
         how = (
             f"clients use {deployment.proxy_url}/v1, for example:\n"
             f"  curl {deployment.proxy_url}/v1/completions \\\n"
-            f"    -H 'Content-Type: application/json' -d '{body}'"
+            f"    -H 'Content-Type: application/json' -d '{body}'\n"
+            f"see it live: {deployment.admin_url}/ui (its token: see {running.logs}/proxy.log)"
         )
     else:
         how = f"start the proxy with: headway serve --config {running.file}"

@@ -24,6 +24,10 @@ class Placer(Protocol):
     def waiting_for_prefill(self) -> int:
         """Requests that wait for a prefill instance."""
 
+    @property
+    def step_seconds(self) -> float:
+        """Mean time between two tokens of a request, pauses left out."""
+
     def admit(self) -> None:
         """Refuse a new request when there is no room for it.
 

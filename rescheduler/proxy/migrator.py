@@ -11,6 +11,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.request_state import Kept, Move
+from rescheduler.proxy.move_history import MoveHistory
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
@@ -37,6 +38,9 @@ class Migrator:
         options: deadlines, and how many moves at a time.
         metrics: counts the moves.
         background: runs what must not wait for its caller.
+
+    Attributes:
+        history: the latest moves.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Migrator:
         self._upstream, self._bodies, self._options = upstream, bodies, options
         self._metrics, self._background = metrics, background
         self._at_a_time = asyncio.Semaphore(options.concurrent_migrations)
+        self.history = MoveHistory()
 
     async def move(self, request: LiveRequest, target: InstanceState, why: str) -> str:
         """Move a request; return when it runs at its target, or stays.
@@ -71,6 +76,8 @@ class Migrator:
         if outcome != "moved":
             request.rest(loop.time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
+        tokens = request.generated_tokens
+        self.history.ended(request.id, request.name, move, tokens, why, outcome)
         logger.info(
             "request %s, %d tokens: %s to %s: %s after %.3f s (%s)",
             request.id,

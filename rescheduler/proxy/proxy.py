@@ -15,6 +15,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
 from rescheduler.placement.placer import Placer
@@ -114,6 +115,11 @@ class Proxy:
     def ready(self) -> bool:
         """Whether new requests are served."""
         return not self.ending and bool(self.dispatcher.usable)
+
+    @property
+    def forecasts(self) -> LiveForecasts | None:
+        """Of remaining lengths; None if no engine publishes them."""
+        return self._planning.forecasts
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""

@@ -145,6 +145,7 @@ class TokenRelay:
             self._metrics.first_token.observe(now - stream.request.arrived)
         elif arrival.landed:
             self._metrics.migration_gap.observe(arrival.waited)
+            self._migrator.history.landed(stream.request.id, arrival.waited)
         elif not arrival.first:
             gap = arrival.waited / tokens
             self._metrics.token_gap.observe(gap)

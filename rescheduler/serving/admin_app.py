@@ -1,19 +1,21 @@
-"""The endpoints for operators: which instances there are, and draining."""
+"""The endpoints for operators: instances, draining, and the page."""
 
-import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.page.page_files import PageFiles
+from rescheduler.page.page_stream import PageStream
+from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import PlacedRequests, R
 from rescheduler.proxy.drainer import Drainer
 from rescheduler.serving.http_errors import answer_errors
+from rescheduler.serving.token_check import token_check
 
 __all__ = ["Operated", "admin_app"]
 
@@ -33,24 +35,24 @@ class Operated(Generic[R]):
     drainer: Drainer[R]
 
 
-def admin_app(operated: Operated[R], token: str) -> web.Application:
+def admin_app(
+    operated: Operated[R], token: str, feed: SnapshotFeed | None = None
+) -> web.Application:
     """Return the application.
 
     Args:
         operated: what is operated.
-        token: that every request has to have, as ``Authorization: Bearer``.
+        token: that every request but those for the page's files has to have, as
+            ``Authorization: Bearer``.
+        feed: what the page shows; closed with the application. None: there is no page.
     """
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, expected):
-            raise RequestRefusedError(401, "the admin token is required")
-        return await handler(request)
-
-    endpoints = _Endpoints(operated)
-    app = web.Application(middlewares=[answer_errors, check_token])
+    endpoints, page = _Endpoints(operated), PageFiles()
+    without_token = page.answer if feed is not None else None
+    app = web.Application(middlewares=[answer_errors, token_check(token, without_token)])
+    if feed is not None:
+        stream = PageStream(feed)
+        app.on_shutdown.append(stream.close)
+        app.add_routes([*page.routes, *stream.routes])
     app.add_routes(
         [
             web.get("/admin/instances", endpoints.instances),

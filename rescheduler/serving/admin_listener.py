@@ -7,6 +7,7 @@ from typing import Generic
 from aiohttp import web
 
 from rescheduler.engines.deployment import DeploymentError
+from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.placeable import R
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated, admin_app
@@ -16,6 +17,7 @@ from rescheduler.serving.connection import Connection, refuse_expectations
 __all__ = ["AdminListener"]
 
 _HOST = "127.0.0.1"
+_CLEANUP_SECONDS = 2.0
 
 
 class AdminListener(Generic[R]):
@@ -24,15 +26,23 @@ class AdminListener(Generic[R]):
     Args:
         operated: what is operated.
         port: 0 takes a free one.
+        token: that the operator has to know; empty: one is created.
+        feed: what the page shows; None: there is no page.
 
     Attributes:
         url: for the operator.
         token: that the operator has to know.
     """
 
-    def __init__(self, operated: Operated[R], port: int) -> None:
-        self.url = self.token = ""
-        self._operated, self._port = operated, port
+    def __init__(
+        self,
+        operated: Operated[R],
+        port: int,
+        token: str = "",
+        feed: SnapshotFeed | None = None,
+    ) -> None:
+        self.url, self.token = "", token
+        self._operated, self._port, self._feed = operated, port, feed
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
@@ -48,11 +58,13 @@ class AdminListener(Generic[R]):
             raise cannot_listen("proxy.admin_port", _HOST, self._port, error) from error
         port = listening.getsockname()[1]
         try:
-            self.token = create_admin_token(port)
+            self.token = self.token or create_admin_token(port)
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        self._runner = web.AppRunner(admin_app(self._operated, self.token))
+        self._runner = web.AppRunner(
+            admin_app(self._operated, self.token, self._feed), shutdown_timeout=_CLEANUP_SECONDS
+        )
         await self._runner.setup()
         served, loop = self._runner.server, asyncio.get_running_loop()
         assert served is not None

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["TOKEN_VARIABLE", "admin_token", "create_admin_token"]
+__all__ = ["TOKEN_VARIABLE", "admin_token", "admin_token_place", "create_admin_token"]
 
 TOKEN_VARIABLE = "HEADWAY_ADMIN_TOKEN"
 _FOLDER = Path(".cache") / "headway"
@@ -41,6 +41,11 @@ def create_admin_token(port: int) -> str:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
     return token
+
+
+def admin_token_place(port: int) -> str:
+    """Return in words where the operator finds the token of the proxy of this process."""
+    return TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else str(_path(port))
 
 
 def _path(port: int) -> Path:

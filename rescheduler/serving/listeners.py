@@ -6,11 +6,14 @@ import resource
 
 from aiohttp import web
 
+from rescheduler.page.live_snapshots import LiveSnapshots
+from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
+from rescheduler.serving.admin_token import admin_token_place
 from rescheduler.serving.connection import Connection, refuse_expectations
 from rescheduler.serving.http_app import http_app
 
@@ -22,6 +25,7 @@ _CLEANUP_SECONDS = 2.0
 _BACKLOG = 1024
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
+_SNAPSHOT_SECONDS = 0.5
 
 
 class Listeners:
@@ -29,13 +33,16 @@ class Listeners:
 
     Args:
         proxy: that serves.
+        admin_token: that the operator has to know; empty: one is created.
 
     Attributes:
         url: for clients.
+        feed: what the page shows.
     """
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
+        self.feed = SnapshotFeed(LiveSnapshots(proxy, _SNAPSHOT_SECONDS))
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=_CLEANUP_SECONDS
@@ -44,7 +51,7 @@ class Listeners:
         self._admin: AdminListener[LiveRequest] | None = None
         if proxy.drainer is not None:
             operated = Operated(proxy.instances, proxy.placements, proxy.drainer)
-            self._admin = AdminListener(operated, self._options.admin_port)
+            self._admin = AdminListener(operated, self._options.admin_port, admin_token, self.feed)
 
     @property
     def admin_url(self) -> str:
@@ -55,6 +62,16 @@ class Listeners:
     def admin_token(self) -> str:
         """That the operator has to know."""
         return self._admin.token if self._admin is not None else ""
+
+    @property
+    def page_url(self) -> str:
+        """Address of the page; what follows the # stays in the browser."""
+        return f"{self.admin_url}/ui#token={self.admin_token}"
+
+    @property
+    def token_place(self) -> str:
+        """Where the operator finds the token."""
+        return admin_token_place(int(self.admin_url.rpartition(":")[2]))
 
     @property
     def connections(self) -> int:

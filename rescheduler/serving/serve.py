@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -14,19 +15,27 @@ from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.page.log_writer import refuse_log
+from rescheduler.page.recorder import recording
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.listeners import Listeners
 
-__all__ = ["load_tokenizer", "serve"]
+__all__ = ["load_tokenizer", "serve", "where_to_see"]
 
 logger = logging.getLogger("headway.serve")
 
 
-def serve(config: Deployment, port: int | None = None, verbose: bool = False) -> None:
+def serve(
+    config: Deployment,
+    port: int | None = None,
+    record: Path | None = None,
+    verbose: bool = False,
+) -> None:
     """Serve a deployment of prefill and decode instances behind one OpenAI-compatible address.
 
     The instances must be running: `headway launch` starts them. Ctrl-C or SIGTERM stops it, once
-    running requests have finished or their time is up.
+    running requests have finished or their time is up. It prints the address of a page on this
+    machine that shows requests, forecasts and moves live.
 
     One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
     like, and one `headway coordinator`, which decides for all of them.
@@ -34,18 +43,23 @@ def serve(config: Deployment, port: int | None = None, verbose: bool = False) ->
     Args:
         config: the deployment.
         port: in place of the deployment's `proxy.port`, for a second proxy on one machine.
+        record: log twice a second what the page shows to this file, for `headway replay`; it must
+            not exist.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:
         DeploymentError: the deployment cannot be served.
+        OSError: the file to record to exists, or cannot be written.
     """
     log_serving(verbose)
     if port is not None:
         if not 0 <= port <= 65_535:
             raise DeploymentError(f"--port {port}: a port is a number from 0 to 65535")
         config = replace(config, proxy=replace(config.proxy, port=port))
+    if record is not None:
+        refuse_log(record)
     tokenizer = load_tokenizer(config.model)
-    run_server(_serve(config, tokenizer))
+    run_server(_serve(config, tokenizer, record))
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -67,7 +81,7 @@ def load_tokenizer(model: str) -> Tokenizer:
         ) from error
 
 
-async def _serve(deployment: Deployment, tokenizer: Tokenizer) -> None:
+async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | None) -> None:
     proxy = Proxy(deployment, tokenizer)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -80,11 +94,21 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer) -> None:
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"serving on {listeners.url}", flush=True)
-        await ended.wait()
-        await _finish(proxy, listeners)
+        if listeners.admin_url:
+            print(where_to_see(listeners), flush=True)
+        async with recording(listeners.feed, record):
+            await ended.wait()
+            await _finish(proxy, listeners)
     finally:
         await listeners.close()
         await proxy.close()
+
+
+def where_to_see(listeners: Listeners) -> str:
+    """Return where the page is; with the token on a terminal only, since others keep logs."""
+    if sys.stdout.isatty():
+        return f"see it live: {listeners.page_url}"
+    return f"see it live: {listeners.admin_url}/ui (its token: {listeners.token_place})"
 
 
 async def _finish(proxy: Proxy, listeners: Listeners) -> None:

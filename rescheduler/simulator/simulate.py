@@ -1,5 +1,6 @@
 """`headway simulate`: routing policies on the same simulated cluster, side by side."""
 
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from data_collection.atomic_file import refuse_unwritable, replace_file, write_t
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather
+from rescheduler.simulator.record_run import log_paths, record_run
 from rescheduler.simulator.results.figures import draw_comparison, draw_loads, draw_power
 from rescheduler.simulator.results.metrics import run_metrics, summarise
 from rescheduler.simulator.results.report import document, markdown_report, terminal_table
@@ -37,6 +39,8 @@ def simulate(
     json: Path | None = None,
     out: Path | None = None,
     overwrite: bool = False,
+    record: Path | None = None,
+    record_every: float = 1.0,
 ) -> int:
     """Simulate routing policies on one cluster, and compare them.
 
@@ -50,15 +54,26 @@ def simulate(
         out: write figures, tables and pictures to this folder, and every request to
             requests.parquet in it. A folder of an earlier simulation is replaced.
         overwrite: write to ``out`` whatever is in it.
+        record: log the runs of the first seed to this file, for `headway replay`; of several
+            policies each gets a file of its own, with its label in the name.
+        record_every: simulated seconds between two snapshots of the log.
 
     Returns:
         The exit status.
 
     Raises:
         ValueError: a configuration or a trace that cannot be simulated, or a folder that must
-            not be overwritten.
+            not be overwritten; or an interval that is not positive.
     """
     candidates = create_candidates(run_setup(config))
+    logs: dict[str, Path] = {}
+    if record is not None:
+        if not 0 < record_every < math.inf:
+            raise ValueError(f"--record-every must be above 0 seconds, not {record_every:g}")
+        record.parent.mkdir(parents=True, exist_ok=True)
+        logs = log_paths(record, candidates)
+        for path in logs.values():
+            refuse_unwritable(path)
     if out is not None:
         refuse_foreign_folder(out, "simulate", "results.json", overwrite)
         out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +94,10 @@ def simulate(
         compile_notice()
         total = len(candidates) * config.seeds
         interrupted = gather(
-            _runs(candidates, config.seeds), total, keep, lambda job: f"{job[0]}, seed {job[1]}"
+            _runs(candidates, config.seeds, logs, record_every),
+            total,
+            keep,
+            lambda job: f"{job[0]}, seed {job[1]}",
         )
         if not drawn:  # and leave nothing behind
             raise KeyboardInterrupt
@@ -102,7 +120,7 @@ def simulate(
         print(markdown_report(summaries, config))
     if json is not None:
         write_text_atomically(json, text)
-    for path in filter(None, (json, out)):
+    for path in filter(None, (json, out, *(logs.get(label) for label in summaries))):
         print(f"wrote {path}")
     if interrupted:
         done = sum(summary.runs for summary in summaries.values())
@@ -112,12 +130,16 @@ def simulate(
 
 
 def _runs(
-    candidates: dict[str, Candidate], seeds: int
+    candidates: dict[str, Candidate], seeds: int, logs: dict[str, Path], every: float
 ) -> Generator[tuple[tuple[str, int], RunResult], None, None]:
     """Yield every run, one seed after the other, so that policies stay comparable."""
     for seed in range(seeds):
-        for label, (policy, planner, setup) in candidates.items():
-            yield (label, seed), run(setup, policy, seed, label, planner)
+        for label, candidate in candidates.items():
+            if seed == 0 and label in logs:
+                result = record_run(candidate, seed, label, logs[label], every)
+            else:
+                result = run(candidate.setup, candidate.policy, seed, label, candidate.planner)
+            yield (label, seed), result
 
 
 @contextmanager

@@ -244,6 +244,12 @@ class Simulation:
         numbers: IntArray = self._cluster.requests["number"][self._placed()["row"]]
         return numbers
 
+    def waiting_numbers(self) -> IntArray:
+        """Return which request of the trace each waiting request of the view is, [n_waiting]."""
+        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]]
+        numbers: IntArray = self._cluster.requests["number"][pool]
+        return numbers
+
     def migrate(self, number: int, target: int) -> None:
         """Move a decoding request to another instance once its step has ended.
 

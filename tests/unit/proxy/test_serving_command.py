@@ -76,6 +76,8 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     with serving(headway_command, config) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"serving on http://127.0.0.1:{port}\n"
+        page = f"see it live: {read_deployment(config).admin_url}/ui (its token: "
+        assert process.stdout.readline().startswith(page), "the token itself is not for logs"
         url = f"http://127.0.0.1:{port}"
         assert status(url + "/health")[0] == 200
         assert status(url + "/ready")[0] == 503

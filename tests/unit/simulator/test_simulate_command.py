@@ -29,7 +29,7 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.experiments.cells import cells_of, groups
 from rescheduler.simulator.experiments.workers import run_locally
-from rescheduler.simulator.run_setup import create_policies, run_setup
+from rescheduler.simulator.run_setup import create_candidates, run_setup
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -226,8 +226,7 @@ def test_shipped_configurations_describe_something(
     values = yaml.safe_load(path.read_text())
     vary = values.pop("vary", {})
     config = read_config(values)
-    run_setup(config)
-    assert len(create_policies(config)) > 1
+    assert len(create_candidates(run_setup(config))) > 1
     assert cells_of(groups(config, vary))
 
 

@@ -1,0 +1,120 @@
+"""Reading a log of snapshots: all of it once, and then any line of it."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rescheduler.page.snapshot import About, Snapshot
+
+__all__ = ["Log", "LogError", "read_log"]
+
+_BLOCK = 1 << 16
+_GZIP = 16 + zlib.MAX_WBITS
+_LONGEST_LINE = 64 << 20
+
+
+class LogError(ValueError):
+    """A file that is no log, or a damaged one."""
+
+
+class Log:
+    """A log whose lines have all been read once.
+
+    Args:
+        path: of the file.
+        about: what was logged.
+        times: [n] seconds from the first snapshot to each, ascending.
+        ends: [n + 1] where each snapshot's line begins in the file, and where the last one ends.
+        is_cut: whether the file ends within a line, as that of a killed process may.
+    """
+
+    def __init__(
+        self, path: Path, about: About, times: list[float], ends: list[int], is_cut: bool
+    ) -> None:
+        self.path, self.about, self.times, self.is_cut = path, about, times, is_cut
+        self._ends = ends
+
+    def packed(self, number: int) -> bytes:
+        """Return a snapshot as JSON, packed by gzip, as it is in the file.
+
+        Raises:
+            IndexError: there is no such snapshot.
+            OSError: the file cannot be read any more.
+        """
+        if not 0 <= number < len(self.times):
+            raise IndexError(f"{self.path} has no snapshot {number}")
+        begin, end = self._ends[number : number + 2]
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), end - begin, begin)
+
+    def snapshot(self, number: int) -> Snapshot:
+        """Return a snapshot.
+
+        Raises:
+            IndexError: there is no such snapshot.
+        """
+        return msgspec.json.decode(zlib.decompress(self.packed(number), _GZIP), type=Snapshot)
+
+
+def read_log(path: Path) -> Log:
+    """Read a log, to its last whole line.
+
+    Raises:
+        LogError: it is empty, something else, or damaged.
+        OSError: it cannot be read.
+    """
+    times: list[float] = []
+    about, first, end = None, 0.0, 0
+    ends: list[int] = []
+    decoder = msgspec.json.Decoder(Snapshot)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise LogError(f"{path} is empty: was it recorded with --record?")
+        try:
+            for end, line in _lines(file):
+                ends.append(end)
+                if about is None:
+                    about = msgspec.json.decode(line, type=About)
+                    continue
+                time = decoder.decode(line).time
+                first = time if not times else first
+                times.append(max(time - first, times[-1] if times else 0.0))
+        except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if about is None:
+                raise LogError(
+                    f"{path} is not a log of `headway serve` or `headway simulate --record`"
+                ) from error
+            raise LogError(f"{path} is damaged after {len(times)} snapshots: {error}") from error
+    if about is None or not times:
+        raise LogError(f"{path} holds no snapshot: it was cut off before the first")
+    return Log(path, about, times, ends, is_cut=end != size)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield each line, with where it ends in the file; what is cut off at the end is left out.
+
+    Raises:
+        zlib.error: what follows is no line.
+    """
+    rest, end = b"", 0
+    while True:
+        unpacking, line, read = zlib.decompressobj(_GZIP), b"", 0
+        parts = []
+        while not unpacking.eof:
+            rest = rest or file.read(_BLOCK)
+            if not rest:
+                return
+            read += len(rest)
+            parts.append(unpacking.decompress(rest, _LONGEST_LINE))
+            read -= len(unpacking.unconsumed_tail) + len(unpacking.unused_data)
+            rest = unpacking.unconsumed_tail or unpacking.unused_data
+            if sum(map(len, parts)) > _LONGEST_LINE:
+                raise zlib.error("a line is too long")
+        line = b"".join(parts)
+        end += read
+        yield end, line

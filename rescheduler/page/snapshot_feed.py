@@ -1,0 +1,124 @@
+"""Snapshots for whoever watches, made only while somebody does."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+
+from rescheduler.page.snapshot import About, Snapshot
+
+__all__ = ["SnapshotFeed", "Source", "Watcher"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class _Look(Protocol):
+    def snapshot(self) -> Snapshot: ...
+
+
+class Source(Protocol):
+    """What can be looked at again and again, as `LiveSnapshots` can."""
+
+    @property
+    def about(self) -> About:
+        """What is looked at, and how often."""
+        ...
+
+    def look(self) -> _Look:
+        """Look, in the event loop; what was seen becomes a snapshot in another thread."""
+        ...
+
+
+class SnapshotFeed:
+    """Looks at a source while anybody watches, once for all of them.
+
+    Args:
+        source: that is looked at.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._watchers = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._newest: asyncio.Future[bytes | None] | None = None
+        self._closed = False
+
+    @property
+    def about(self) -> About:
+        """What is looked at."""
+        return self._source.about
+
+    @property
+    def watchers(self) -> int:
+        """How many watch."""
+        return self._watchers
+
+    @contextmanager
+    def watching(self) -> Iterator["Watcher"]:
+        """Watch while the body runs."""
+        self._watchers += 1
+        if self._looking is None and not self._closed:
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        try:
+            yield Watcher(self._next)
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._stop()
+
+    def close(self) -> None:
+        """Let every watcher know that nothing comes any more."""
+        self._closed = True
+        self._stop()
+        self._publish(None)
+
+    def _next(self) -> asyncio.Future[bytes | None]:
+        """Return the future of the next snapshot, as JSON in one line; None: no more will come."""
+        if self._newest is None:
+            self._newest = asyncio.get_running_loop().create_future()
+            if self._closed:
+                self._newest.set_result(None)
+        return self._newest
+
+    def _publish(self, line: bytes | None) -> None:
+        future, self._newest = self._newest, None
+        if future is not None and not future.done():
+            future.set_result(line)
+
+    def _stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            try:
+                self._publish(await asyncio.to_thread(_line, self._source.look().snapshot))
+            except Exception:  # the next one may succeed
+                logger.exception("a snapshot failed")
+            due = max(due + self._source.about.seconds, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+
+class Watcher:
+    """Gets snapshots; one that is slow misses some.
+
+    Args:
+        following: returns the future of the next one.
+    """
+
+    def __init__(self, following: Callable[[], asyncio.Future[bytes | None]]) -> None:
+        self._following = following
+
+    async def next(self) -> bytes | None:
+        """Return the next snapshot, as JSON in one line; None: no more will come."""
+        return await asyncio.shield(self._following())
+
+
+def _line(snapshot: Callable[[], Snapshot]) -> bytes:
+    return msgspec.json.encode(snapshot())

@@ -1,0 +1,181 @@
+"""A run of the simulator that is also recorded, for the page to replay."""
+
+import re
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rescheduler.cluster.cluster_view import CANNOT_MOVE, ClusterView
+from rescheduler.page.expectations import expectations, known, remaining_interval
+from rescheduler.page.log_writer import LogWriter
+from rescheduler.page.snapshot import (
+    UNKNOWN,
+    About,
+    Instance,
+    MoveReport,
+    Phase,
+    Requests,
+    Snapshot,
+)
+from rescheduler.simulator.results.run_result import RunResult
+from rescheduler.simulator.run_setup import Candidate
+from rescheduler.simulator.simulation import Simulation
+
+__all__ = ["log_paths", "record_run"]
+
+_SHOWN_WAITING = 64
+_SHOWN_MOVES = 20
+
+
+def log_paths(path: Path, labels: Iterable[str]) -> dict[str, Path]:
+    """Return where each candidate's run is recorded: several get their labels into the name.
+
+    Raises:
+        ValueError: two labels make the same name.
+    """
+    names = list(labels)
+    if len(names) == 1:
+        return {names[0]: path}
+    stem, dot, suffix = path.name.partition(".")
+    found: dict[str, Path] = {}
+    for label in names:
+        place = path.with_name(f"{stem}-{re.sub(r'[^A-Za-z0-9_+=-]+', '-', label)}{dot}{suffix}")
+        if place in found.values():
+            raise ValueError(f"--record: {label!r} and another label both make {place.name}")
+        found[label] = place
+    return found
+
+
+def record_run(candidate: Candidate, seed: int, label: str, path: Path, every: float) -> RunResult:
+    """Simulate as `run` does, and log the cluster again and again.
+
+    Args:
+        candidate: policy, planner and setup.
+        seed: see `run`.
+        label: what the result and the log call it.
+        path: of the log; replaced if it exists.
+        every: simulated seconds between two snapshots.
+
+    Raises:
+        ValueError: as `run`.
+        OSError: the log cannot be written.
+    """
+    planner = "" if candidate.planner is None else candidate.planner.name
+    about = About(
+        source="simulation",
+        title=label,
+        routing=candidate.policy.name,
+        migration=planner,
+        seconds=every,
+    )
+    simulation = Simulation(candidate.setup, candidate.policy, seed, candidate.planner)
+    path.unlink(missing_ok=True)
+    with LogWriter(path, about) as log:
+        seen = _Seen(planner)
+        for number in count():
+            if not simulation.advance(number * every):
+                break
+            log.write(msgspec.json.encode(seen.snapshot(simulation, number * every)))
+    return simulation.result(label)
+
+
+class _Seen:
+    """Turns views into snapshots, and tells from two of them what has moved.
+
+    Args:
+        planner: that moves.
+    """
+
+    def __init__(self, planner: str) -> None:
+        self._planner = planner
+        self._time = 0.0
+        self._was: dict[int, tuple[int, int]] = {}
+        self._moves: list[MoveReport] = []
+        self._step_seconds: float | None = None
+
+    def snapshot(self, simulation: Simulation, time: float) -> Snapshot:
+        """Return the simulation as it is at a time."""
+        view = simulation.view()
+        running = simulation.running_numbers().tolist()
+        waiting = simulation.waiting_numbers()[:_SHOWN_WAITING].tolist()
+        self._compare(view, running, time)
+        interval = remaining_interval(view.forecast, len(running))
+        waiting_interval = remaining_interval(view.waiting_forecast, view.n_waiting)
+        low, median, high = np.concatenate([interval, waiting_interval[: len(waiting)]]).T.tolist()
+        expected = expectations(view, interval)
+        instances = []
+        for g in range(view.n_instances):
+            ahead, deviation, overflow = expected.of(g)
+            instances.append(
+                Instance(
+                    name=f"instance {g}",
+                    role="decode",
+                    in_service=True,
+                    draining=False,
+                    slots=known(view.slots[g]),
+                    kv_capacity=known(view.kv_capacity[g]),
+                    kv_tokens=int(view.kv_load[g]),
+                    ahead=ahead,
+                    deviation=deviation,
+                    overflow=overflow,
+                )
+            )
+        numbers = running + waiting
+        requests = Requests(
+            number=numbers,
+            name=[f"#{number}" for number in numbers],
+            phase=[phase.value for phase in _phases(view)] + [Phase.WAITING.value] * len(waiting),
+            instance=view.instance.tolist() + [UNKNOWN] * len(waiting),
+            target=[UNKNOWN] * len(numbers),
+            prompt=view.prompt_tokens.tolist()
+            + view.waiting_prompt_tokens[: len(waiting)].tolist(),
+            generated=view.generated_tokens.tolist()
+            + view.waiting_generated_tokens[: len(waiting)].tolist(),
+            low=low,
+            median=median,
+            high=high,
+        )
+        return Snapshot(
+            time=time,
+            step_seconds=self._step_seconds,
+            points=expected.points.tolist(),
+            instances=instances,
+            requests=requests,
+            further_waiting=view.n_waiting - len(waiting),
+            moves=self._moves[-_SHOWN_MOVES:],
+        )
+
+    def _compare(self, view: ClusterView, running: list[int], time: float) -> None:
+        """Find what has moved since the last view, and how long a step took."""
+        seen = zip(view.instance.tolist(), view.generated_tokens.tolist(), strict=True)
+        now = dict(zip(running, seen, strict=True))
+        gained = []
+        for number, (g, generated) in now.items():
+            before, tokens = self._was.get(number, (g, generated))
+            if before != g:
+                self._moves.append(self._move(number, before, g, generated, time))
+            elif generated > tokens:
+                gained.append(generated - tokens)
+        if gained:
+            self._step_seconds = (time - self._time) / float(np.median(gained))
+        self._was, self._time = now, time
+
+    def _move(self, number: int, source: int, target: int, tokens: int, time: float) -> MoveReport:
+        return MoveReport(
+            time=time,
+            number=number,
+            name=f"#{number}",
+            source=f"instance {source}",
+            target=f"instance {target}",
+            tokens=tokens,
+            reason=self._planner,
+            outcome="moved",
+        )
+
+
+def _phases(view: ClusterView) -> list[Phase]:
+    assert view.since_move is not None  # the simulator says it of every request
+    return [Phase.PLACED if since == CANNOT_MOVE else Phase.DECODING for since in view.since_move]

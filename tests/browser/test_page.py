@@ -1,0 +1,233 @@
+"""The page in a browser, as whoever operates a proxy meets it."""
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestServer
+from axe_playwright_python.async_playwright import Axe
+from made_up_cluster import MadeUpCluster
+from page_server import TOKEN, page_app, page_served
+from playwright.async_api import Locator, Page, expect
+from scripted_cluster import cluster, until
+from tokenizers import Tokenizer
+
+from rescheduler.page.log_writer import LogWriter
+from rescheduler.page.snapshot import Snapshot
+from rescheduler.page.snapshot_feed import SnapshotFeed
+
+Open = Callable[..., Awaitable[Page]]
+
+expect.set_options(timeout=60_000)
+
+DRAWN = "canvas => canvas.toDataURL()"
+
+
+async def is_live(page: Page) -> None:
+    await expect(page.locator("#status")).to_have_text("live")
+
+
+async def updates(lane: Locator) -> None:
+    """Wait until something else is drawn of an instance."""
+    canvas = lane.locator("canvas").first
+    before = await canvas.evaluate(DRAWN)
+    async with asyncio.timeout(60):
+        while await canvas.evaluate(DRAWN) == before:
+            await asyncio.sleep(0.05)
+
+
+async def test_it_shows_the_cluster_as_it_changes(open_page: Open) -> None:
+    async with page_served(MadeUpCluster(2, 8, 4608, seconds=0.1)) as url:
+        page = await open_page(url)
+        await is_live(page)
+        await expect(page.locator(".lane h3")).to_have_text(["decode-0", "decode-1"])
+        await expect(page.locator(".figures dd").first).to_have_text("16")
+        await updates(page.locator(".lane").first)
+        await expect(page.locator(".moves li.moved").first).to_contain_text("survival, gain 0.21")
+        assert "token" not in page.url
+
+
+async def test_a_table_says_what_the_picture_shows(open_page: Open) -> None:
+    async with page_served(MadeUpCluster(2, 8, 4608)) as url:
+        page = await open_page(url)
+        await is_live(page)
+        lane = page.locator(".lane").first
+        await lane.locator("summary").focus()
+        await page.keyboard.press("Enter")
+        row = lane.locator("tbody tr").first
+        await expect(row.locator("td")).to_have_count(5)
+        await expect(row.locator("td").last).to_have_text(re.compile(r"\d – \d"))
+        await expect(lane.locator("canvas")).to_have_attribute(
+            "aria-label", re.compile(r"decode-0: \d+ requests?, [\d,]+ of 4,608 tokens")
+        )
+
+
+class Hostile(MadeUpCluster):
+    def _name(self, one: object) -> str:
+        return "<img src=x onerror=alert(1)>"
+
+
+async def test_names_are_text_whatever_they_are(open_page: Open) -> None:
+    async with page_served(Hostile(1, 3, 4608)) as url:
+        page = await open_page(url)
+        await is_live(page)
+        await page.locator(".lane summary").click()
+        await expect(page.locator("tbody th").first).to_have_text("<img src=x onerror=alert(1)>")
+        assert await page.locator("main img").count() == 0
+
+
+async def test_it_finds_a_proxy_again_after_its_restart(open_page: Open) -> None:
+    feed = SnapshotFeed(MadeUpCluster(2, 4, 4608, seconds=0.1))
+    first = TestServer(page_app(feed))
+    await first.start_server()
+    port = first.port
+    page = await open_page(f"{first.make_url('/ui')}#token={TOKEN}")
+    await is_live(page)
+    await first.close()
+    await expect(page.locator("#status")).to_contain_text("no connection")
+    feed = SnapshotFeed(MadeUpCluster(3, 4, 4608, seconds=0.1))
+    second = TestServer(page_app(feed), port=port)
+    await second.start_server()
+    try:
+        await is_live(page)
+        await expect(page.locator(".lane")).to_have_count(3)
+        await updates(page.locator(".lane").first)
+    finally:
+        await second.close()
+
+
+async def test_draining_asks_first(open_page: Open, tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        instance = it.proxy.instances["decode-1"]
+        page = await open_page(it.listeners.page_url)
+        await is_live(page)
+        lane = page.locator(".lane").filter(has_text="decode-1")
+        await lane.get_by_role("button").click()
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text("Drain decode-1?")
+        await page.keyboard.press("Enter")  # the focus is on Cancel
+        await expect(dialog).to_be_hidden()
+        assert not instance.draining
+        await lane.get_by_role("button").click()
+        await dialog.get_by_role("button", name="Drain").click()
+        await until(lambda: instance.draining)
+        await expect(lane.locator(".badge")).to_contain_text("draining")
+        await lane.get_by_role("button").click()
+        await page.keyboard.press("Escape")
+        assert instance.draining
+        await lane.get_by_role("button").click()
+        await dialog.get_by_role("button", name="Undrain").click()
+        await until(lambda: not instance.draining)
+        await page.close()
+
+
+async def test_a_wrong_token_is_asked_for_again(open_page: Open) -> None:
+    async with page_served(MadeUpCluster(1, 3, 4608)) as url:
+        page = await open_page(url.replace(TOKEN, "another"))
+        await expect(page.get_by_label("Token")).to_be_focused()
+        await expect(page.locator("#unlock")).to_contain_text("Not accepted")
+        await page.get_by_label("Token").fill(url)  # the whole address does as well
+        await page.keyboard.press("Enter")
+        await is_live(page)
+        await page.reload()
+        await is_live(page)
+
+
+async def test_a_hidden_page_asks_for_nothing(open_page: Open) -> None:
+    feed = SnapshotFeed(MadeUpCluster(1, 3, 4608, seconds=0.05))
+    async with TestServer(page_app(feed)) as server:
+        page = await open_page(f"{server.make_url('/ui')}#token={TOKEN}")
+        await is_live(page)
+        for hidden, watchers in (("true", 0), ("false", 1)):
+            await page.evaluate(
+                f"""Object.defineProperty(document, "hidden", {{
+                      value: {hidden}, configurable: true }});
+                    document.dispatchEvent(new Event("visibilitychange"))"""
+            )
+            await until(lambda watchers=watchers: feed.watchers == watchers)
+        await page.close()
+
+
+async def test_thousands_of_requests_can_be_worked_with(open_page: Open) -> None:
+    source = MadeUpCluster(64, 64, 38_000)
+    async with page_served(source) as url:
+        page = await open_page(url)
+        await is_live(page)
+        await expect(page.locator(".figures dd").first).to_have_text("4,096")
+        await expect(page.locator(".lane")).to_have_count(64)
+        await page.locator(".overview button").nth(50).click()
+        lane = page.locator(".lane").nth(50)
+        await expect(lane).to_be_in_viewport()
+        await lane.locator("summary").click()
+        await expect(lane.locator("tbody tr").nth(50)).to_be_attached()
+        looks = source.looks
+        await updates(lane)
+        await until(lambda: source.looks > looks + 4)
+        await is_live(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_to_complain_of(open_page: Open, scheme: str) -> None:
+    async with page_served(MadeUpCluster(8, 6, 1500, seconds=0.1)) as url:
+        page = await open_page(url, color_scheme=scheme)
+        await is_live(page)
+        await expect(page.locator(".moves li.moved").first).to_be_visible()
+        await page.locator(".lane summary").first.click()
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+        await page.locator(".lane").first.get_by_role("button").click()
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+async def test_nothing_moves_by_itself_where_that_is_unwanted(open_page: Open) -> None:
+    async with page_served(MadeUpCluster(3, 6, 4608, seconds=0.1)) as url:
+        page = await open_page(url, reduced_motion="reduce")
+        await is_live(page)
+        await expect(page.locator(".arcs path").first).to_be_attached()
+        assert await page.evaluate("document.getAnimations().length") == 0
+
+
+def log_of(path: Path, source: MadeUpCluster, count: int) -> Path:
+    snapshots: list[Snapshot] = [source.look().snapshot() for _ in range(count)]
+    with LogWriter(path, source.about) as log:
+        for snapshot in snapshots:
+            log.write(msgspec.json.encode(snapshot))
+    return path
+
+
+async def test_two_logs_are_replayed_beside_each_other(
+    open_page: Open, tmp_path: Path, headway_command: list[str]
+) -> None:
+    one = log_of(tmp_path / "one.jsonl.gz", MadeUpCluster(2, 4, 4608, seed=1), 41)
+    other = log_of(tmp_path / "other.jsonl.gz", MadeUpCluster(3, 4, 4608, seed=2), 21)
+    command = [*headway_command, "replay", str(one), "--beside", str(other), "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        said = [await process.stdout.readline() for _ in range(3)]
+        page = await open_page(said[-1].split()[-1].decode())
+        await expect(page.locator(".panel h2")).to_contain_text(["one.jsonl.gz", "other.jsonl.gz"])
+        await expect(page.locator(".panel").nth(1).locator(".lane")).to_have_count(3)
+        assert await page.get_by_role("button", name="Drain").count() == 0
+        slider = page.get_by_role("slider", name="Time")
+        await expect(page.locator("output")).to_contain_text("of 20 s")
+        before = await page.locator("canvas").first.evaluate(DRAWN)
+        await slider.focus()
+        await page.keyboard.press("End")
+        await expect(page.locator("output")).to_have_text("20 s of 20 s")
+        async with asyncio.timeout(60):
+            while await page.locator("canvas").first.evaluate(DRAWN) == before:
+                await asyncio.sleep(0.05)
+        await page.get_by_label("Speed").select_option("50")
+        await page.get_by_role("button", name="Play").click()
+        await expect(page.locator("output")).to_have_text("20 s of 20 s")
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+    finally:
+        process.terminate()
+        assert await process.wait() == 0

@@ -1,0 +1,184 @@
+"""A cluster that is made up: it looks like a proxy to whoever watches it, at any size."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.page.expectations import expectations, remaining_interval
+from rescheduler.page.snapshot import About, Instance, MoveReport, Phase, Requests, Snapshot
+
+__all__ = ["MadeUpCluster"]
+
+_EDGES = np.array([0, 16, 32, 64, 128, 256, 512, 1024, 2048])
+
+
+@dataclass
+class _Request:
+    number: int
+    instance: int
+    prompt: int
+    length: int
+    generated: int = 0
+
+
+@dataclass
+class _Seen:
+    made: Snapshot
+
+    def snapshot(self) -> Snapshot:
+        return self.made
+
+
+class MadeUpCluster:
+    """Instances with requests that end and are replaced; now and then one moves.
+
+    Args:
+        instances: how many.
+        requests: on each of them.
+        kv_capacity: of each.
+        seconds: between two snapshots.
+        tokens: that every request generates between two snapshots.
+        seed: of everything.
+    """
+
+    def __init__(
+        self,
+        instances: int,
+        requests: int,
+        kv_capacity: int,
+        seconds: float = 0.5,
+        tokens: int = 12,
+        seed: int = 0,
+    ) -> None:
+        self.about = About(
+            source="proxy",
+            title="smollm2",
+            routing="jsq_load",
+            migration="survival",
+            seconds=seconds,
+        )
+        self.looks = 0
+        self._random, self._tokens = random.Random(seed), tokens
+        self._n, self._kv_capacity = instances, kv_capacity
+        self._next = 0
+        self._moves: list[MoveReport] = []
+        self._going: tuple[_Request, int] | None = None
+        self._requests = [self._new(g) for g in range(instances) for _ in range(requests)]
+        for one in self._requests:
+            one.generated = self._random.randrange(one.length)
+
+    def look(self) -> _Seen:
+        self.looks += 1
+        return _Seen(self._snapshot())
+
+    def _new(self, instance: int) -> _Request:
+        self._next += 1
+        long = self._random.random() < 0.45
+        length = int(self._random.gauss(620, 120) if long else self._random.gauss(110, 40))
+        return _Request(self._next, instance, self._random.randrange(20, 240), max(8, length))
+
+    def _advance(self) -> None:
+        for i, one in enumerate(self._requests):
+            one.generated += self._tokens
+            if one.generated >= one.length:
+                self._requests[i] = self._new(one.instance)
+        if self._going is not None:
+            one, target = self._going
+            if one in self._requests:
+                self._moves.append(self._report(one, target))
+                one.instance = target
+            self._going = None
+        elif self._n > 1 and self.looks % 4 == 0:
+            one = self._random.choice(self._requests)
+            self._going = one, (one.instance + 1 + self._random.randrange(self._n - 1)) % self._n
+
+    def _report(self, one: _Request, target: int) -> MoveReport:
+        fails = self._random.random() < 0.25
+        return MoveReport(
+            time=0.5 * self.looks,
+            number=one.number,
+            name=self._name(one),
+            source=f"decode-{one.instance}",
+            target=f"decode-{target}",
+            tokens=one.generated,
+            reason="survival, gain 0.21",
+            outcome="no_room" if fails else "moved",
+            pause=None if fails else 0.018,
+        )
+
+    def _name(self, one: _Request) -> str:
+        return f"{'story' if one.length > 300 else 'question'}-{one.number}"
+
+    def _snapshot(self) -> Snapshot:
+        self._advance()
+        n = len(self._requests)
+        where = np.array([one.instance for one in self._requests], dtype=np.int64)
+        prompt = np.array([one.prompt for one in self._requests], dtype=np.int64)
+        generated = np.array([one.generated for one in self._requests], dtype=np.int64)
+        left = np.array([one.length - one.generated for one in self._requests])
+        curves = np.exp(-((_EDGES[None, :] / (1.15 * left[:, None])) ** 3))
+        nothing = np.empty(0, dtype=np.int64)
+        view = ClusterView(
+            slots=np.full(self._n, 64),
+            kv_capacity=np.full(self._n, self._kv_capacity),
+            queued=np.zeros(self._n, dtype=np.int64),
+            instance=where,
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            forecast=SurvivalForecast.new(_EDGES, curves),
+            waiting_prompt_tokens=nothing,
+            waiting_generated_tokens=nothing,
+            waiting_forecast=None,
+            waited_steps=nothing,
+        )
+        interval = remaining_interval(view.forecast, n)
+        low, median, high = interval.T.tolist()
+        expected = expectations(view, interval)
+        instances = []
+        for g in range(self._n):
+            ahead, deviation, overflow = expected.of(g)
+            instances.append(
+                Instance(
+                    name=f"decode-{g}",
+                    role="decode",
+                    in_service=True,
+                    draining=False,
+                    slots=64,
+                    kv_capacity=self._kv_capacity,
+                    kv_tokens=int(view.kv_load[g]),
+                    ahead=ahead,
+                    deviation=deviation,
+                    overflow=overflow,
+                )
+            )
+        moving, target = self._going or (None, -1)
+        phases = [
+            Phase.MOVING
+            if one is moving
+            else Phase.DECODING
+            if one.generated > 24
+            else Phase.PLACED
+            for one in self._requests
+        ]
+        return Snapshot(
+            time=0.5 * self.looks,
+            step_seconds=0.041,
+            points=expected.points.tolist(),
+            instances=instances,
+            requests=Requests(
+                number=[one.number for one in self._requests],
+                name=[self._name(one) for one in self._requests],
+                phase=[phase.value for phase in phases],
+                instance=where.tolist(),
+                target=[target if one is moving else -1 for one in self._requests],
+                prompt=prompt.tolist(),
+                generated=generated.tolist(),
+                low=low,
+                median=median,
+                high=high,
+            ),
+            moves=self._moves[-20:],
+        )

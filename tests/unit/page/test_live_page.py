@@ -1,0 +1,206 @@
+"""The page of a proxy that serves: who may see it, what it is sent, and when."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+from made_up_cluster import MadeUpCluster
+from page_server import TOKEN, page_served
+from scripted_cluster import PROMPT, Cluster, cluster, until
+from tokenizers import Tokenizer
+
+from rescheduler.demo.demo_proxy import proxy_running
+from rescheduler.engines.launch_local import free_ports
+from rescheduler.page.snapshot import About, Phase, Snapshot
+from rescheduler.page.snapshot_feed import SnapshotFeed
+
+SECONDS = 60
+
+
+class Stream:
+    """A stream of snapshots, as the page reads it."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    async def event(self) -> tuple[str, bytes]:
+        """Its next event."""
+        kind, data = "message", b""
+        async with asyncio.timeout(SECONDS):
+            while line := (await self._response.content.readline()).rstrip(b"\n"):
+                name, _, value = line.partition(b": ")
+                if name == b"event":
+                    kind = value.decode()
+                else:
+                    data = value
+        return kind, data
+
+    async def snapshot(self) -> Snapshot:
+        kind, data = await self.event()
+        assert kind == "message"
+        return msgspec.json.decode(data, type=Snapshot)
+
+
+@asynccontextmanager
+async def stream(url: str, token: str) -> AsyncIterator[Stream]:
+    headers = {"Authorization": f"Bearer {token}"}
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session,
+        session.get(f"{url}/admin/snapshots", headers=headers) as response,
+    ):
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        yield Stream(response)
+
+
+@asynccontextmanager
+async def watching(it: Cluster) -> AsyncIterator[Stream]:
+    async with stream(it.listeners.admin_url, it.listeners.admin_token) as read:
+        kind, data = await read.event()
+        assert kind == "about"
+        about = msgspec.json.decode(data, type=About)
+        assert (about.source, about.title, about.routing) == ("proxy", "m", "jsq_load")
+        yield read
+
+
+async def test_the_files_of_the_page_need_no_token_and_allow_nothing_else(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer) as it:
+        for path, kind in (("ui", "text/html"), ("ui/main.js", "text/javascript")):
+            async with it.session.get(f"{it.listeners.admin_url}/{path}") as response:
+                assert response.status == 200
+                assert response.content_type == kind
+                policy = response.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "script-src 'self';" in policy
+                assert "unsafe" not in policy
+                text = await response.text()
+                assert it.listeners.admin_token not in text
+        async with it.session.get(f"{it.listeners.admin_url}/ui/page.py") as response:
+            assert response.status == 404
+        async with it.session.get(f"{it.url}/ui") as response:
+            assert response.status == 404, "clients have no page"
+
+
+async def test_what_the_page_reads_needs_the_token(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        base = it.listeners.admin_url
+        for path in ("page", "snapshots", "instances", "nowhere"):
+            for url in (f"{base}/admin/{path}", f"{base}/admin/{path}?token={TOKEN}"):
+                async with it.session.get(url) as response:
+                    assert response.status == 401, url
+        assert it.listeners.page_url == f"{base}/ui#token={it.listeners.admin_token}"
+
+
+async def test_the_page_is_sent_what_runs(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        for engine in it.decodes:
+            engine.stalls_at = 12
+        body = {"prompt": PROMPT, "max_tokens": 30, "request_id": "a-story"}
+        running = asyncio.create_task(it.stream(body))
+        await until(lambda: any(r.generated_tokens == 12 for r in it.requests()))
+        async with watching(it) as read:
+            seen = await read.snapshot()
+        assert [one.name for one in seen.instances] == ["prefill-0", "decode-0", "decode-1"]
+        columns = seen.requests
+        assert columns.name == ["a-story"]
+        assert columns.generated == [12]
+        assert columns.prompt == [len(tokenizer.encode(PROMPT).ids)]
+        assert columns.phase == [Phase.DECODING]
+        at = seen.instances[columns.instance[0]]
+        assert at.role == "decode"
+        assert at.kv_tokens == columns.prompt[0] + 12
+        assert columns.high == [-1], "no engine forecasts here"
+        for engine in it.decodes:
+            engine.stalls_at = 0
+        await running
+
+
+async def test_moves_are_shown_with_their_reason_and_pause(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, prefix_caching=False) as it:
+        for engine in it.decodes:
+            engine.stalls_at = 20
+        running = asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 60}))
+        await until(lambda: any(r.can_move for r in it.requests()))
+        source = it.live().instance
+        assert source is not None
+        moving = asyncio.create_task(it.move())
+        await until(lambda: any(r.freezing for e in it.decodes for r in e.running.values()))
+        for engine in it.decodes:
+            engine.stalls_at = 0
+        assert await moving == "moved"
+        async with watching(it) as read:
+            (move,) = (await read.snapshot()).moves
+        assert (move.outcome, move.reason, move.source) == ("moved", "test", source.name)
+        assert move.target != source.name
+        assert move.pause is not None
+        assert move.pause > 0
+        await running
+
+
+async def test_nothing_is_done_while_nobody_watches() -> None:
+    source = MadeUpCluster(2, 3, 4096, seconds=0.001)
+    feed = SnapshotFeed(source)
+    assert source.looks == 0
+    for _ in range(2):
+        with feed.watching() as watcher:
+            assert await watcher.next() is not None
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+        assert feed.watchers == 0
+
+
+async def test_all_watchers_share_what_is_made() -> None:
+    feed = SnapshotFeed(MadeUpCluster(2, 3, 4096, seconds=0.001))
+    with feed.watching() as one, feed.watching() as other:
+        first, second = await asyncio.gather(one.next(), other.next())
+        assert first is second
+        assert first is not None
+    feed.close()
+    with feed.watching() as late:
+        assert await late.next() is None
+
+
+async def test_a_stream_ends_with_its_client(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        async with watching(it) as read:
+            await read.snapshot()
+            assert it.listeners.feed.watchers == 1
+        await until(lambda: it.listeners.feed.watchers == 0)
+
+
+async def test_a_stream_ends_with_the_proxy(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it, watching(it) as read:
+        await read.snapshot()
+        await it.listeners.close()
+        async with asyncio.timeout(SECONDS):
+            while (await read.event())[1]:
+                pass  # what was on its way
+
+
+async def test_a_demonstration_has_one_page_for_all_its_phases(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        (port,) = free_ports(1)
+        options = msgspec.structs.replace(it.proxy.deployment.proxy, admin_port=port)
+        deployment = msgspec.structs.replace(
+            it.proxy.deployment, model="smollm2", served_model_name="m", proxy=options
+        )
+        for _ in range(2):
+            async with (
+                proxy_running(deployment, TOKEN),
+                stream(deployment.admin_url, TOKEN) as read,
+            ):
+                assert (await read.event())[0] == "about"
+                await read.snapshot()
+
+
+async def test_thousands_of_requests_are_sent() -> None:
+    async with page_served(MadeUpCluster(64, 64, 38_000)) as url:
+        async with stream(url.partition("/ui")[0], TOKEN) as read:
+            await read.event()
+            seen = await read.snapshot()
+        assert len(seen.requests.number) == 4096
+        assert len(set(seen.requests.number)) == 4096
