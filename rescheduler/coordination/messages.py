@@ -142,7 +142,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         session: of the proxy's process.
         number: of this report in the session, from 1.
-        incarnation: of the coordinator that it heard last.
+        incarnation: of the session with the coordinator, as it heard last.
         heard: number of the last notice from it.
         deployment: digest of the instances' names; it must be the coordinator's.
         listening: endpoint at which its peers hear its loads.
@@ -252,8 +252,8 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     """What the coordinator says.
 
     Attributes:
-        incarnation: of the coordinator's process.
-        number: of this notice to this proxy, from 1.
+        incarnation: of the coordinator's session with this proxy.
+        number: of this notice in the session, from 1.
         whole_please: it has missed a report.
         answers: places.
         moves: orders.

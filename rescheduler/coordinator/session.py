@@ -69,6 +69,7 @@ class Session:
 
     Args:
         name: of the proxy's process.
+        incarnation: of this session, whose notices are numbered from 1.
         shared: with the sessions of other proxies.
 
     Attributes:
@@ -80,8 +81,8 @@ class Session:
         known: whether its requests are: a whole report has come, and none was missed since.
     """
 
-    def __init__(self, name: str, shared: Shared) -> None:
-        self.name, self._shared = name, shared
+    def __init__(self, name: str, incarnation: str, shared: Shared) -> None:
+        self.name, self._incarnation, self._shared = name, incarnation, shared
         self.mirrors: dict[int, Mirror] = {}
         self.heard_at = shared.clock()
         self.listening = ""
@@ -110,7 +111,7 @@ class Session:
         if not self.known:
             self._shared.wake()
             return
-        here = report.heard if report.incarnation == self._shared.incarnation else 0
+        here = report.heard if report.incarnation == self._incarnation else 0
         if report.whole:
             listed = {record.handle for record in report.records}
             for mirror in [one for one in self.mirrors.values() if one.handle not in listed]:
@@ -163,7 +164,7 @@ class Session:
             mirror.booked_in = self._sent
         orders = [self._order(mirror) for mirror in self._new_orders if mirror.order is not None]
         notice = Notice(
-            incarnation=self._shared.incarnation,
+            incarnation=self._incarnation,
             number=self._sent,
             whole_please=not self.known,
             answers=self._answers,

@@ -24,6 +24,7 @@ class Sessions:
 
     def __init__(self, deployment: str, lost_seconds: float) -> None:
         self.by_name: dict[str, Session] = {}
+        self._begun = 0
         self._deployment, self._lost_seconds = deployment, lost_seconds
         self._refused: dict[str, None] = {}
 
@@ -43,7 +44,10 @@ class Sessions:
             return Notice(shared.incarnation, report.number, refused=why)
         session = self.by_name.get(name)
         if session is None:
-            session = self.by_name[name] = Session(name, shared)
+            # A proxy that was only silent for long must not take its numbers for earlier ones.
+            self._begun += 1
+            incarnation = f"{shared.incarnation}/{self._begun}"
+            session = self.by_name[name] = Session(name, incarnation, shared)
             logger.info("proxy %s: connected", name)
         try:
             session.receive(report)

@@ -369,12 +369,7 @@ class Model(RuleBasedStateMachine):
                 self._end_move(proxy, request, lands=True)
         await turns()
         for _ in range(60):
-            self.now += BEAT
-            for proxy in self.proxies:
-                proxy.send(beat=True)
-            await self._deliver()
-            self._coordinator_sends(beat=True)
-            await self._deliver()
+            await self._converse()
         here = {
             (proxy.link.session, request.id): (
                 None if request.instance is None else request.instance.name,
@@ -401,6 +396,20 @@ class Model(RuleBasedStateMachine):
             waits = proxy.running(Waiting)
             prefilling = [r for one in self.proxies for r in one.running(Prefilling)]
             assert not waits or len(prefilling) >= OPTIONS.prefill_concurrency, "nobody decides"
+
+    @in_loop
+    async def converse(self, beats: int) -> None:
+        for _ in range(beats):
+            await self._converse()
+
+    async def _converse(self) -> None:
+        """All say what there is, and hear it."""
+        self.now += BEAT
+        for proxy in self.proxies:
+            proxy.send(beat=True)
+        await self._deliver()
+        self._coordinator_sends(beat=True)
+        await self._deliver()
 
     async def _deliver(self) -> None:
         await turns()
@@ -435,5 +444,21 @@ def test_a_place_whose_notice_is_lost_is_offered_again() -> None:
         model.coordinator_sends(beat=False)
         assert model.proxies[0].down.pop().answers
         model.all_agree_in_the_end()
+    finally:
+        model.teardown()
+
+
+def test_a_proxy_that_was_silent_for_long_is_decided_for_again_at_once() -> None:
+    model = Model()
+    try:
+        model.start()
+        model.converse(beats=300)
+        model.time_passes(seconds=LOST + 1)
+        model.coordinator_sends(beat=True)
+        assert not model.sessions.by_name, "forgotten"
+        model.arrive(p=0)
+        model.converse(beats=4)
+        assert all(proxy.link.alive for proxy in model.proxies)
+        assert model.proxies[0].running(Prefilling), "no place"
     finally:
         model.teardown()
