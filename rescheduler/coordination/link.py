@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rescheduler.coordination.messages import (
+    MOST,
     NOWHERE,
     Answer,
     Ended,
@@ -284,7 +285,7 @@ class Link:
             prompt_tokens=request.prompt_tokens,
             generated_tokens=request.generated_tokens,
             generated_at_move=request.generated_at_move,
-            max_tokens=request.max_tokens,
+            max_tokens=_bounded(request.max_tokens),
             movable=request.movable,
             can_move=request.can_move and not moving,
             moving=moving,
@@ -347,3 +348,8 @@ class Link:
 
     def _at(self, index: int) -> InstanceState | None:
         return self._instances[index] if 0 <= index < len(self._instances) else None
+
+
+def _bounded(tokens: int | None) -> int | None:
+    """Return as many tokens as a message can name: a client may ask for any number."""
+    return None if tokens is None else min(max(tokens, 0), MOST)

@@ -122,24 +122,30 @@ class LinkSockets:
             if beats:
                 beat = loop.time() + BEAT_SECONDS
                 self._link.give_up()
-            report = self._link.report(beats)
-            if report is not None:
+            try:
+                report = self._link.report(beats)
+                frames = encode(report) if report is not None else None
+            except Exception:  # no request may end the conversation about all others
+                logger.exception("nothing was reported to the coordinator")
+                continue
+            if frames is not None:
                 with suppress(TimeoutError):  # it is lost then, and its number will be missed
                     async with asyncio.timeout(_SEND_SECONDS):
-                        await self._dealer.send_multipart(encode(report))
+                        await self._dealer.send_multipart(frames)
 
     async def _receive(self) -> None:
         while True:
             frames = await self._dealer.recv_multipart()
             try:
                 notice = decode_notice(frames)
+                self._link.receive(notice)
+                if notice.view is not None and self._link.alive:
+                    self._loads.peers(notice.view.proxies)
+                    self._connect(notice.view.proxies)
             except CoordinationError as error:
                 logger.warning("the coordinator: %s", error)
-                continue
-            self._link.receive(notice)
-            if notice.view is not None and self._link.alive:
-                self._loads.peers(notice.view.proxies)
-                self._connect(notice.view.proxies)
+            except Exception:  # no notice may end the conversation
+                logger.exception("a notice of the coordinator cannot be followed")
 
     async def _publish(self) -> None:
         while True:
@@ -166,10 +172,15 @@ class LinkSockets:
         """Hear the proxies that there are, and no others."""
         there = {one.listening for one in proxies if one.listening} - {self._link.listening}
         for endpoint in self._heard - there:
+            self._heard.discard(endpoint)
             self._peers.disconnect(endpoint)
         for endpoint in there - self._heard:
-            self._peers.connect(endpoint)
-        self._heard = there
+            try:
+                self._peers.connect(endpoint)
+            except zmq.ZMQError as error:
+                logger.debug("another proxy: %s: %s", endpoint, error)
+            else:
+                self._heard.add(endpoint)
 
     def _bind(self, coordinator: str) -> str:
         """Bind the publisher to the address by which this machine reaches the coordinator."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 __all__ = [
+    "MOST",
     "NOWHERE",
     "TOPIC",
     "Answer",
@@ -39,8 +40,12 @@ TOPIC = b"headway-coordination/1"
 NOWHERE = -1
 """In place of an instance's index in the deployment."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Index = Annotated[int, msgspec.Meta(ge=NOWHERE)]
+MOST = 2**40
+"""Beyond any number of requests, tokens or messages: larger ones are no numbers of ours."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Index = Annotated[int, msgspec.Meta(ge=NOWHERE, le=MOST)]
+Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # and no NaN
 Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -65,7 +70,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
         prompt_tokens: of its prompt, perhaps estimated.
         generated_tokens: so far.
         generated_at_move: when it last moved; None if it has not.
-        max_tokens: that it may generate, if its client said so.
+        max_tokens: that it may generate, if its client said so; at most `MOST`.
         movable: whether it can ever move.
         can_move: whether it can move now.
         moving: whether the proxy carries out an order to move it.
@@ -80,14 +85,14 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     external_id: str
     ticket: Count
     for_prefill: bool
-    waited: float
+    waited: Duration
     instance: Index
     destination: Index
-    hop: int
+    hop: Index
     prompt_tokens: Count
     generated_tokens: Count
     generated_at_move: Count | None
-    max_tokens: int | None
+    max_tokens: Count | None
     movable: bool
     can_move: bool
     moving: bool
@@ -120,7 +125,7 @@ class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     handle: Count
-    hop: int
+    hop: Index
     outcome: str
 
 
@@ -169,7 +174,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     failures: list[Failure] = []
     handles: bytes = b""
     tokens: bytes = b""
-    step_seconds: float = 0.0
+    step_seconds: Duration = 0.0
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -212,7 +217,7 @@ class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     handle: Count
-    hop: int
+    hop: Index
     source: Count
     target: Count
     why: str

@@ -112,8 +112,11 @@ class Reception:
             beats = loop.time() >= beat
             if beats:
                 beat = loop.time() + BEAT_SECONDS
-            for name, notice in self._sessions.notices(beats, shared):
-                await self._router.send_multipart([self._peers[name], *encode(notice)])
+            try:
+                for name, notice in self._sessions.notices(beats, shared):
+                    await self._router.send_multipart([self._peers[name], *encode(notice)])
+            except Exception:  # nothing that one proxy says may end the conversation with all
+                logger.exception("not all proxies were told what there is to say")
             if beats:
                 there = self._sessions.by_name
                 self._peers = {name: peer for name, peer in self._peers.items() if name in there}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rescheduler.coordination.messages import (
+    MOST,
     NOWHERE,
     Answer,
     MoveEnded,
@@ -276,9 +277,11 @@ class Session:
         if len(report.handles) != len(report.tokens) or len(report.handles) % 8:
             raise ValueError("handles and tokens of different lengths")
         handles = np.frombuffer(report.handles, dtype=np.int64).tolist()
-        tokens = np.frombuffer(report.tokens, dtype=np.int64).tolist()
+        tokens = np.frombuffer(report.tokens, dtype=np.int64)
+        if ((tokens < 0) | (tokens > MOST)).any():
+            raise ValueError("tokens that nothing has generated")
         mirrors = self.mirrors
-        for handle, generated in zip(handles, tokens, strict=True):
+        for handle, generated in zip(handles, tokens.tolist(), strict=True):
             mirror = mirrors.get(handle)
             if mirror is not None:
                 mirror.generated_tokens = generated

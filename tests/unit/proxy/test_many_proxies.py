@@ -225,6 +225,43 @@ async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: 
         it.engines["prefill-0"].answers_late = False
 
 
+@pytest.mark.parametrize("most", [10**30, -(10**30)])
+async def test_a_number_that_fits_no_message_leaves_the_coordinator_in_charge(
+    coordinated: Make, most: int
+) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        with it.unhurried():
+            (odd,) = streams(first, 1, {**LONG, "max_tokens": most})
+            tasks = [*streams(first, 2), *streams(second, 2)]
+            await until(lambda: generating(it) >= 4)
+            odd.cancel()
+            await asyncio.gather(odd, return_exceptions=True)
+        await all_as_expected(first, tasks, 400)
+        await it.coordinated()
+        assert len(it.coordinator.sessions) == 2
+
+
+async def test_what_a_proxy_cannot_say_or_follow_is_not_its_last_word(
+    coordinated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        monkeypatch.setattr(link_of(first), "listening", "tcp://no address:at all")
+        await until(lambda: any(s.listening.endswith("at all") for s in sessions(it)))
+        seen = link_of(second).view
+        await until(lambda: link_of(second).view is not seen)
+        await all_as_expected(second, streams(second, 1, SHORT), 5)
+        seen = link_of(second).view
+        await until(lambda: link_of(second).view is not seen)
+        assert link_of(second).alive
+
+
+def sessions(it: Coordinated) -> list[Any]:
+    """The coordinator's, with all proxies."""
+    return list(it.coordinator.sessions.values())
+
+
 async def test_a_deployment_without_a_coordinator_has_none(
     tokenizer: Tokenizer, coordinated: Make
 ) -> None:
