@@ -104,6 +104,7 @@ class Link:
         self._moves: list[MoveEnded] = []
         self._failures: list[Failure] = []
         self._told: dict[LiveRequest, int] = {}
+        self._told_movable: dict[LiveRequest, bool] = {}
 
     @property
     def alive(self) -> bool:
@@ -166,6 +167,7 @@ class Link:
         handle = self._requests.pop(request, None)
         self._changed.pop(request, None)
         self._told.pop(request, None)
+        self._told_movable.pop(request, None)
         if handle is not None:
             del self._by_handle[handle]
             self._ended.append(Ended(handle, by_itself, request.generated_tokens))
@@ -230,6 +232,8 @@ class Link:
         if not (beat or self.pending):
             return None
         whole, self._whole = self._whole, False
+        if beat:
+            self._note_movable()
         changed = list(self._requests) if whole else list(self._changed)
         records = [self._record(request) for request in changed if request in self._requests]
         grown = self._grown() if beat and not whole else ([], [])
@@ -254,6 +258,19 @@ class Link:
         self._ended, self._moves, self._failures = [], [], []
         return report
 
+    def _note_movable(self) -> None:
+        """Note requests that can move, or cannot, since they were reported.
+
+        That also changes without their state: when clients read slowly, or answers turn out to be
+        such that no other instance can go on with them.
+        """
+        for request in self._requests:
+            if self._told_movable.get(request, False) != self._can_move(request):
+                self._changed[request] = None
+
+    def _can_move(self, request: LiveRequest) -> bool:
+        return request.can_move and request not in self._moving
+
     def _grown(self) -> tuple[list[int], list[int]]:
         """Return the handles of requests that have more tokens than were reported, and how many."""
         handles, tokens = [], []
@@ -270,7 +287,7 @@ class Link:
         ticket = self._asking.get(request, 0)
         ask = self._asks.get(ticket)
         unreachable = {one for one in self._instances if not one.breaker.closed}
-        moving = request in self._moving
+        can_move = self._told_movable[request] = self._can_move(request)
         return Record(
             handle=self._requests[request],
             id=request.id,
@@ -287,8 +304,8 @@ class Link:
             generated_at_move=request.generated_at_move,
             max_tokens=_bounded(request.max_tokens),
             movable=request.movable,
-            can_move=request.can_move and not moving,
-            moving=moving,
+            can_move=can_move,
+            moving=request in self._moving,
             generating=request.generating,
             on_its_way=request.on_its_way,
             avoid=sorted(self._index[one] for one in request.avoid | unreachable),

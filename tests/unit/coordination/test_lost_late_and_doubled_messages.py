@@ -402,6 +402,24 @@ class Model(RuleBasedStateMachine):
         for _ in range(beats):
             await self._converse()
 
+    @in_loop
+    async def do(self, action: Callable[[], object]) -> None:
+        action()
+
+    def generating(self, p: int) -> LiveRequest:
+        """A request that has been placed and generates tokens, as everybody knows."""
+        proxy = self.proxies[p]
+        self.arrive(p=p)
+        self.converse(beats=4)
+        (request,) = proxy.running(Prefilling)
+        self.do(action=lambda: request.prefilled({}, 1))
+        self.do(action=lambda: proxy.start(request))
+        self.converse(beats=4)
+        self.do(action=request.accepted)
+        self.do(action=lambda: request.untracked_tokens(3, self.now))
+        self.converse(beats=4)
+        return request
+
     async def _converse(self) -> None:
         """All say what there is, and hear it."""
         self.now += BEAT
@@ -460,5 +478,23 @@ def test_a_proxy_that_was_silent_for_long_is_decided_for_again_at_once() -> None
         model.converse(beats=4)
         assert all(proxy.link.alive for proxy in model.proxies)
         assert model.proxies[0].running(Prefilling), "no place"
+    finally:
+        model.teardown()
+
+
+def test_a_request_can_move_again_once_its_client_reads() -> None:
+    model = Model()
+    try:
+        model.start()
+        request = model.generating(p=0)
+        (mirror,) = model.sessions.by_name[model.proxies[0].link.session].mirrors.values()
+        for blocks in (True, False):
+            request.client_blocks = blocks
+            model.do(action=lambda: model.proxies[0].link.changed(request))
+            model.converse(beats=1)
+            assert mirror.can_move is not blocks
+            request.client_blocks = not blocks
+            model.converse(beats=1)
+            assert mirror.can_move is blocks
     finally:
         model.teardown()
