@@ -304,6 +304,7 @@ class Link:
             generated_at_move=request.generated_at_move,
             max_tokens=_bounded(request.max_tokens),
             movable=request.movable,
+            several=request.several,
             can_move=can_move,
             moving=request in self._moving,
             generating=request.generating,

@@ -72,6 +72,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
         generated_at_move: when it last moved; None if it has not.
         max_tokens: that it may generate, if its client said so; at most `MOST`.
         movable: whether it can ever move.
+        several: whether it asks for several answers, or has several prompts.
         can_move: whether it can move now.
         moving: whether the proxy carries out an order to move it.
         generating: whether its instance has generated a token.
@@ -94,6 +95,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     generated_at_move: Count | None
     max_tokens: Count | None
     movable: bool
+    several: bool
     can_move: bool
     moving: bool
     generating: bool

@@ -50,7 +50,7 @@ class Mirror:
         booked_in: number of the notice that says so; 0 before it is sent.
         order: to move it, under way.
         moving: the proxy moves it.
-        admitted: a place was asked for it before.
+        admitted: it has had a place, or one was asked for it before.
     """
 
     __slots__ = (
@@ -58,6 +58,7 @@ class Mirror:
         "_placements",
         "_prefill_booked",
         "_rests_until",
+        "_several",
         "_waited",
         "admitted",
         "asking",
@@ -89,7 +90,7 @@ class Mirror:
         self.session = session
         self.handle, self.id, self.name = record.handle, record.id, record.name
         self.external_id, self.max_tokens = record.external_id, record.max_tokens
-        self.movable = record.movable
+        self.movable, self._several = record.movable, record.several
         self.prompt_tokens = self.generated_tokens = 0
         self.generated_at_move: int | None = None
         self.instance: InstanceState | None = None
@@ -135,6 +136,7 @@ class Mirror:
             instances[record.instance] if record.instance >= 0 else None,
             instances[record.destination] if record.destination >= 0 else None,
         )
+        self.admitted = self.admitted or record.hop >= 0 or self.instance is not None
 
     def rests(self, now: float) -> bool:
         """Return whether it is not to be moved yet, since its last move did not succeed."""
@@ -165,9 +167,13 @@ class Mirror:
         self._stand(instance, instance)
 
     def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Note what its engine says of a stream that is passed through as it is."""
-        self.prompt_tokens = prompt_tokens
-        self.generated_tokens = max(self.generated_tokens, generated_tokens)
+        """Note what its engine says of a stream that is passed through as it is.
+
+        Of several prompts or answers it says this one by one, which is not their sum.
+        """
+        if not self._several:
+            self.prompt_tokens = prompt_tokens
+            self.generated_tokens = max(self.generated_tokens, generated_tokens)
 
     def leave(self) -> None:
         """Be on no instance."""

@@ -128,7 +128,8 @@ class Session:
         for ended in report.ended:
             over = self.mirrors.get(ended.handle)
             if over is not None:
-                over.generated_tokens = ended.generated_tokens
+                # Of an answer that comes as a whole only its engine knows, by telemetry.
+                over.generated_tokens = max(over.generated_tokens, ended.generated_tokens)
                 self._forget(over, ended.by_itself)
         self._settle_orders(here)
         if report.records or report.ended:

@@ -68,7 +68,7 @@ class LiveForecasts:
             del self._ended[next(iter(self._ended))]
         for table in self._tables.values():
             table.drop(request.external_id)
-        if by_itself:
+        if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 
     def forecast(self, requests: Sequence[Counted]) -> SurvivalForecast:

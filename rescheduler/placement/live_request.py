@@ -173,6 +173,11 @@ class LiveRequest:
         return self.client.movable
 
     @property
+    def several(self) -> bool:
+        """Whether it has several prompts, or asks for several answers."""
+        return self.client.direct in ("prompt", "n", "best_of")
+
+    @property
     def may_be_frozen(self) -> bool:
         """Whether the end of its stream may be a freeze's."""
         return isinstance(self._state, (Freezing, Unanswered, Frozen))
@@ -267,7 +272,7 @@ class LiveRequest:
 
         Of several prompts or answers it says this one by one, which is not their sum.
         """
-        if self.client.direct not in ("prompt", "n", "best_of"):
+        if not self.several:
             self.prompt_tokens = prompt_tokens
             self._untracked = max(self._untracked, generated_tokens)
 

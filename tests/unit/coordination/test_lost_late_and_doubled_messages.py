@@ -21,7 +21,7 @@ from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -194,11 +194,17 @@ class Model(RuleBasedStateMachine):
     @rule(p=st.integers(0, 1))
     @in_loop
     async def arrive(self, p: int) -> None:
-        proxy = self.proxies[p]
-        if len(proxy.flows) < 6:
-            id = f"{proxy.link.listening}/{next(proxy.numbers)}"
-            request = LiveRequest.new(id, id, CLIENT, {}, self.now, TOKENIZER, proxy.placements)
-            proxy.start(request)
+        if len(self.proxies[p].flows) < 6:
+            self._arrive(self.proxies[p], CLIENT)
+
+    @in_loop
+    async def arrive_with(self, p: int, client: ClientRequest) -> None:
+        self._arrive(self.proxies[p], client)
+
+    def _arrive(self, proxy: Proxy, client: ClientRequest) -> None:
+        id = f"{proxy.link.listening}/{next(proxy.numbers)}"
+        request = LiveRequest.new(id, id, client, {}, self.now, TOKENIZER, proxy.placements)
+        proxy.start(request)
 
     @rule(p=st.integers(0, 1), data=st.data(), succeeds=st.booleans())
     @in_loop
@@ -496,5 +502,61 @@ def test_a_request_can_move_again_once_its_client_reads() -> None:
             request.client_blocks = not blocks
             model.converse(beats=1)
             assert mirror.can_move is blocks
+    finally:
+        model.teardown()
+
+
+def test_a_running_request_waits_for_an_instance_though_no_new_one_is_taken() -> None:
+    """Whoever placed it before: a coordinator that has just started is asked for another place."""
+    model = Model()
+    try:
+        model.start()
+        request = model.generating(p=0)
+        model.coordinator_dies()
+        model.converse(beats=4)
+        for instance in model.shared.instances[1:]:
+            instance.breaker.failed(model.now, certain=True)
+        model.do(action=lambda: request.fail(unsent=False))
+        model.do(action=lambda: model.proxies[0].start(request))
+        model.converse(beats=4)
+        assert not model.proxies[0].flows[request].done(), "neither placed nor refused"
+        for instance in model.shared.instances[1:]:
+            instance.breaker.succeeded()
+        model.do(action=model.shared.dispatcher.wake)
+        model.converse(beats=4)
+        assert model.proxies[0].running(Placed) == [request]
+    finally:
+        model.teardown()
+
+
+def test_what_only_an_engine_has_counted_is_not_lost_at_the_end() -> None:
+    """As of an answer that comes as a whole, whose tokens its proxy does not see."""
+    model = Model()
+    try:
+        model.start()
+        request = model.generating(p=0)
+        session = model.sessions.by_name[model.proxies[0].link.session]
+        (mirror,) = session.mirrors.values()
+        mirror.reported(8, 50)
+        model.do(action=lambda: model.proxies[0].link.ended(request, by_itself=True))
+        model.do(action=lambda: model.proxies[0].flows.pop(request))
+        model.converse(beats=2)
+        assert not session.mirrors
+        assert mirror.generated_tokens == 50
+    finally:
+        model.teardown()
+
+
+def test_of_several_answers_an_engine_counts_only_one_each() -> None:
+    model = Model()
+    try:
+        model.start()
+        two = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100, "n": 2}')
+        model.arrive_with(p=0, client=two)
+        model.converse(beats=4)
+        (mirror,) = model.sessions.by_name[model.proxies[0].link.session].mirrors.values()
+        before = mirror.context_tokens
+        mirror.reported(8, 50)
+        assert mirror.context_tokens == before
     finally:
         model.teardown()

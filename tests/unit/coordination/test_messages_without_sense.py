@@ -33,6 +33,7 @@ RECORD = Record(
     generated_at_move=None,
     max_tokens=None,
     movable=True,
+    several=False,
     can_move=False,
     moving=False,
     generating=False,
