@@ -198,7 +198,9 @@ def _own_address(endpoint: str) -> str:
     """Return this machine's address on the way to an endpoint, as ZMQ writes it."""
     parts = urlsplit(endpoint)
     host, port = parts.hostname or "", parts.port or 0
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    wanted = socket.AF_INET6 if "[" in endpoint else socket.AF_INET  # as ZMQ looks names up
+    found = socket.getaddrinfo(host, port, wanted, socket.SOCK_DGRAM)
+    family, kind, _, _, address = found[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: it is a datagram socket
         own = str(probe.getsockname()[0])

@@ -342,7 +342,8 @@ def _check_coordinator(deployment: Deployment, coordinator: CoordinatorOptions) 
     where = "coordinator.endpoint"
     try:
         parts = urlsplit(coordinator.endpoint)
-        usable = parts.scheme == "tcp" and parts.hostname and parts.port is not None
+        rest = parts.path or parts.query or parts.fragment
+        usable = parts.scheme == "tcp" and parts.hostname and parts.port and not rest
     except ValueError:
         usable = False
     if not usable:

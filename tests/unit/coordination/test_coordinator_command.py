@@ -99,6 +99,8 @@ def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
         ("coordinator: {{}}\n", "coordinator: Object missing required field `endpoint`"),
         ('coordinator: {{endpoint: "ipc://a"}}\n', "coordinator.endpoint: 'ipc://a' is not like"),
         ('coordinator: {{endpoint: "tcp://h"}}\n', "coordinator.endpoint: 'tcp://h' is not like"),
+        ('coordinator: {{endpoint: "tcp://127.0.0.1:0"}}\n', "'tcp://127.0.0.1:0' is not like"),
+        ('coordinator: {{endpoint: "tcp://127.0.0.1:1/a"}}\n', "'tcp://127.0.0.1:1/a' is not like"),
         ('coordinator: {{endpoint: "tcp://10.0.0.1:1"}}\n', "leaves the machine: create keys"),
         (
             'coordinator: {{endpoint: "tcp://127.0.0.1:1", silent_seconds: 0}}\n',

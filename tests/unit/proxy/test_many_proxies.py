@@ -1,6 +1,8 @@
 """Proxies for which a coordinator decides, and what clients see when either is lost."""
 
 import asyncio
+import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 
 from predictor.live.curve_keys import create_keys
-from rescheduler.engines.deployment import DeploymentError
+from rescheduler.engines.deployment import CoordinatorOptions, DeploymentError
 from rescheduler.proxy.proxy import Proxy
 
 LONG = {"prompt": "Tell me of a river", "max_tokens": 400}
@@ -260,6 +262,29 @@ async def test_what_a_proxy_cannot_say_or_follow_is_not_its_last_word(
 def sessions(it: Coordinated) -> list[Any]:
     """The coordinator's, with all proxies."""
     return list(it.coordinator.sessions.values())
+
+
+async def test_a_host_name_is_an_ipv4_address_as_it_is_for_the_coordinator(
+    coordinated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most machines name ::1 first when they are asked for localhost."""
+    ask = socket.getaddrinfo
+
+    def ipv6_first(host: Any, port: Any, *rest: Any, **named: Any) -> Any:
+        if host == "localhost" and not (rest[:1] or [named.get("family", 0)])[0]:
+            there = ("::1", port, 0, 0)
+            return [(socket.AF_INET6, socket.SOCK_DGRAM, 17, "", there), *ask(host, port)]
+        return ask(host, port, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", ipv6_first)
+    async with coordinated(proxies=1) as it:
+        (port,) = re.findall(r"\d+$", it.coordinator.endpoint)
+        options = CoordinatorOptions(endpoint=f"tcp://localhost:{port}")
+        whole, named = it.deployment, msgspec.structs.replace(it.deployment, coordinator=options)
+        it.deployment = named
+        await it.start_proxy()
+        await it.coordinated()
+        it.deployment = whole
 
 
 async def test_a_deployment_without_a_coordinator_has_none(
