@@ -253,6 +253,7 @@ class Link:
             handles=np.array(grown[0], dtype=np.int64).tobytes(),
             tokens=np.array(grown[1], dtype=np.int64).tobytes(),
             step_seconds=self.step_seconds,
+            draining=[g for g, one in enumerate(self._instances) if one.draining],
         )
         self._changed.clear()
         self._ended, self._moves, self._failures = [], [], []

@@ -161,6 +161,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
         handles: [n] int64 as bytes, requests whose tokens follow.
         tokens: [n] int64 as bytes, generated so far.
         step_seconds: mean time between two tokens of a request.
+        draining: instances that drain, as the coordinator that it heard last said.
     """
 
     session: Session
@@ -177,6 +178,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     handles: bytes = b""
     tokens: bytes = b""
     step_seconds: Duration = 0.0
+    draining: list[Count] = []
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -115,6 +115,10 @@ class Coordinator:
         self._background(self._reception.run(self._shared))
         self._background(self._settle())
 
+    async def settled(self) -> None:
+        """Wait until proxies have had the time to report what runs: requests are placed then."""
+        await self._shared.settled.wait()
+
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
         tasks = list(self._tasks)

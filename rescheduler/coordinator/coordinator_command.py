@@ -50,16 +50,21 @@ async def _coordinate(deployment: Deployment) -> None:
     options = coordinator.options
     try:
         await coordinator.start()
-        await admin.start()
         await runner.setup()
         try:
             await web.TCPSite(runner, options.host, options.port).start()
         except OSError as error:
             raise cannot_listen("coordinator.port", options.host, options.port, error) from error
+        settled = asyncio.create_task(coordinator.settled())
+        ending = asyncio.create_task(ended.wait())
+        await asyncio.wait({settled, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.is_set():
+            return
+        await admin.start()  # before, an instance would seem empty that is not
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"coordinating on {coordinator.endpoint}", flush=True)
-        await ended.wait()
+        await ending
     finally:
         await admin.close()
         await runner.cleanup()

@@ -25,6 +25,7 @@ class Sessions:
     def __init__(self, deployment: str, lost_seconds: float) -> None:
         self.by_name: dict[str, Session] = {}
         self._begun = 0
+        self._first: float | None = None
         self._deployment, self._lost_seconds = deployment, lost_seconds
         self._refused: dict[str, None] = {}
 
@@ -49,6 +50,7 @@ class Sessions:
             incarnation = f"{shared.incarnation}/{self._begun}"
             session = self.by_name[name] = Session(name, incarnation, shared)
             logger.info("proxy %s: connected", name)
+            self._take_draining(report, shared)
         try:
             session.receive(report)
         except Exception:  # no report may end the coordinator
@@ -73,6 +75,21 @@ class Sessions:
             notice = session.notice(view)
             if notice is not None:
                 yield name, notice
+
+    def _take_draining(self, report: Report, shared: Shared) -> None:
+        """Go on draining what a coordinator before this one was told to drain.
+
+        Only while proxies come over from that one: what others remember is long out of date.
+        """
+        now = shared.clock()
+        self._first = now if self._first is None else self._first
+        ours = report.incarnation.startswith(shared.incarnation)
+        if ours or not report.incarnation or now - self._first > self._lost_seconds:
+            return
+        for g in report.draining:
+            if g < len(shared.instances) and not shared.instances[g].draining:
+                logger.info("%s: still draining", shared.instances[g].name)
+                shared.instances[g].draining = True
 
     def _forget_lost(self, shared: Shared) -> None:
         now = shared.clock()

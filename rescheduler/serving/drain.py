@@ -44,10 +44,11 @@ def drain(
 
     Args:
         instance: its name in the deployment.
-        config: the deployment, for the proxy's admin port.
-        url: the proxy's admin address, in place of --config; http://127.0.0.1:8001 when neither
-            is given. Its token is that of HEADWAY_ADMIN_TOKEN, or the one that `headway serve`
-            wrote for its own user on this machine.
+        config: the deployment, for the admin port of its proxy, or of its coordinator if it has
+            one: on their machine.
+        url: the admin address, in place of --config; http://127.0.0.1:8001 when neither
+            is given. Its token is that of HEADWAY_ADMIN_TOKEN, or the one that `headway serve`, or
+            the coordinator, wrote for its own user on this machine.
         undo: let the instance receive requests again.
 
     Raises:
@@ -94,4 +95,7 @@ def _ask(url: str, method: str, kind: type[Answer]) -> Answer:
     except msgspec.DecodeError as error:
         raise RuntimeError(f"{url}: is that Headway's proxy? {error}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise RuntimeError(f"{url}: no answer: {error}; does `headway serve` run?") from error
+        raise RuntimeError(
+            f"{url}: no answer: {error}; does `headway serve` run on this machine, or "
+            "`headway coordinator` if the deployment has one?"
+        ) from error

@@ -18,7 +18,7 @@ DEPLOYMENT = """\
 model: smollm2
 instances:
   - {{name: decode-0, role: decode, url: "http://127.0.0.1:{dead}"}}
-proxy: {{port: 0, admin_port: 0}}
+proxy: {{port: 0, admin_port: {admin}}}
 """
 COORDINATOR = """\
 coordinator: {{endpoint: "tcp://127.0.0.1:{endpoint}", port: {port}, silent_seconds: 30.0}}
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 def written(folder: Path, more: str = COORDINATOR, **ports: int) -> Path:
     path = folder / "deployment.yaml"
-    named = {"dead": free_port(), "endpoint": free_port(), "port": free_port()} | ports
+    named = {"dead": free_port(), "endpoint": free_port(), "port": free_port(), "admin": 0} | ports
     path.write_text((DEPLOYMENT + more).format(**named))
     return path
 
@@ -56,6 +56,8 @@ def answer(url: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
+    except urllib.error.URLError as error:  # nobody listens yet
+        return 0, str(error)
 
 
 def until_answered(url: str, expected: str) -> None:
@@ -113,6 +115,21 @@ def test_a_deployment_that_it_cannot_serve(
 ) -> None:
     assert main(["coordinator", "--config", str(written(tmp_path, more))]) != 0
     assert error in " ".join(capfd.readouterr().err.splitlines()[-3:])
+
+
+def test_no_instance_seems_empty_before_proxies_have_reported(
+    headway_command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port, admin = free_port(), free_port()
+    settles = COORDINATOR.replace("silent_seconds: 30.0", "settle_seconds: 3600.0")
+    config = written(tmp_path, settles, port=port, admin=admin)
+    with running(headway_command, "coordinator", config) as coordinator:
+        until_answered(f"http://127.0.0.1:{port}/metrics", "num_proxies 0.0")
+        assert answer(f"http://127.0.0.1:{port}/ready")[0] == 503
+        assert main(["drain", "decode-0", "--config", str(config)]) == 1
+        assert "no answer" in capfd.readouterr().err
+        coordinator.send_signal(signal.SIGTERM)
+        assert coordinator.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize("taken", ["endpoint", "port"])

@@ -148,6 +148,21 @@ async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
         await all_as_expected(first, tasks, 400)
 
 
+async def test_an_instance_drains_on_with_a_new_coordinator(coordinated: Make) -> None:
+    async with coordinated() as it:
+        await it.ask("POST", "drain/decode-1")
+        await until(lambda: all(one.proxy.instances["decode-1"].draining for one in it.proxies))
+        await it.stop_coordinator()
+        await it.start_coordinator()
+        await it.coordinated()
+        await until(lambda: len(it.coordinator.sessions) == 2)
+        assert it.coordinator.instances["decode-1"].draining
+        assert not it.coordinator.instances["decode-0"].draining
+        status, listed = await it.ask("POST", "undrain/decode-1")
+        assert (status, listed["draining"]) == (200, False)
+        await until(lambda: not any(one.proxy.instances["decode-1"].draining for one in it.proxies))
+
+
 async def test_what_a_lost_proxy_had_is_forgotten(coordinated: Make) -> None:
     async with coordinated() as it:
         first, second = it.proxies

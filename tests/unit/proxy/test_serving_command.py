@@ -168,7 +168,7 @@ def test_a_port_in_use_is_told(
 
 def test_draining_without_a_proxy_says_what_to_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "decode-0", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
-    assert "does `headway serve` run?" in capsys.readouterr().err
+    assert "does `headway serve` run on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"name": "decode-0"}'])
