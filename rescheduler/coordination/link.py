@@ -31,6 +31,8 @@ __all__ = ["CoordinatorSilentError", "Link"]
 
 logger = logging.getLogger("headway.serve")
 
+_PATIENCE_SECONDS = 10.0
+
 
 class CoordinatorSilentError(RuntimeError):
     """The coordinator has fallen silent, so that a place is not to be had from it."""
@@ -91,7 +93,8 @@ class Link:
         self._silent_seconds, self._clock = silent_seconds, clock
         self._carry_out, self._wake = carry_out, wake
         self._heard, self._incarnation = Numbering(), ""
-        self._viewed = -math.inf
+        self._viewed, self._began = -math.inf, clock()
+        self._awaited = True
         self._sent = self._handles = self._tickets = 0
         self._whole = True
         self._requests: dict[LiveRequest, int] = {}
@@ -206,7 +209,7 @@ class Link:
         if notice.view is not None and len(notice.view.draining) == len(self._instances):
             if not self.back.is_set():
                 logger.info("the coordinator places requests")
-            self.view, self._viewed = notice.view, self._clock()
+            self.view, self._viewed, self._awaited = notice.view, self._clock(), False
             self.back.set()
             for instance, draining in zip(self._instances, notice.view.draining, strict=True):
                 instance.draining = draining
@@ -218,6 +221,12 @@ class Link:
         if not self.alive and self.back.is_set():
             self.back.clear()
             logger.warning("the coordinator is silent: placing by least KV load until it is back")
+        if self._awaited and self._clock() - self._began >= _PATIENCE_SECONDS:
+            self._awaited = False
+            logger.warning(
+                "no coordinator has answered yet: placing by least KV load until one does; does it "
+                "run at coordinator.endpoint, with the same keys?"
+            )
         if not self.alive:
             for ask in self._asks.values():
                 if not ask.place.done():
