@@ -1,6 +1,6 @@
 """What the requests of all proxies hold on each instance, as far as this one knows."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rescheduler.coordination.messages import ProxyLoad
@@ -35,13 +35,22 @@ class ClusterLoads:
         own: this proxy's requests.
         instances: of the deployment, in its order.
         session: of this proxy.
+        lost_seconds: after which a peer from which nothing comes is taken to be gone.
+        clock: seconds.
     """
 
     def __init__(
-        self, own: PlacedRequests[Counted], instances: Sequence[InstanceState], session: str
+        self,
+        own: PlacedRequests[Counted],
+        instances: Sequence[InstanceState],
+        session: str,
+        lost_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         self._own, self._instances, self._session = own, instances, session
+        self._lost_seconds, self._clock = lost_seconds, clock
         self._peers: dict[str, ProxyLoad] = {}
+        self._heard_at: dict[str, float] = {}
         self._elsewhere: dict[InstanceState, list[Counted]] = {}
 
     def own(self, listening: str) -> ProxyLoad:
@@ -63,20 +72,29 @@ class ClusterLoads:
         n = len(self._instances)
         if load.session != self._session and len(load.requests) == len(load.tokens) == n:
             self._peers[load.session] = load
+            self._heard_at[load.session] = self._clock()
             self._elsewhere.clear()
 
     def peers(self, loads: Sequence[ProxyLoad]) -> None:
         """Take over what all peers have now: who is not among them is gone."""
         self._peers.clear()
+        self._heard_at.clear()
         self._elsewhere.clear()
         for load in loads:
             self.peer(load)
 
     def on(self, instance: InstanceState) -> Collection[Counted]:
         """Return the requests on an instance."""
+        self._forget_lost()
         if not self._elsewhere:
             self._elsewhere = dict(zip(self._instances, self._of_peers(), strict=True))
         return [*self._own.on(instance), *self._elsewhere[instance]]
+
+    def _forget_lost(self) -> None:
+        now = self._clock()
+        for session in [s for s, at in self._heard_at.items() if now - at > self._lost_seconds]:
+            del self._peers[session], self._heard_at[session]
+            self._elsewhere.clear()
 
     def _of_peers(self) -> list[list[Counted]]:
         listed: list[list[Counted]] = []

@@ -72,7 +72,7 @@ class CoordinatedPlanning:
             self._wake,
         )
         self.placements: Placements[LiveRequest] = WatchedPlacements(self.link.changed)
-        self.loads = ClusterLoads(self.placements, instances, session)
+        self.loads = ClusterLoads(self.placements, instances, session, options.lost_seconds, clock)
         self._sockets = LinkSockets(options.endpoint, deployment.keys_folder, self.link, self.loads)
         fallback: Dispatcher[LiveRequest] = Dispatcher(
             self.loads,

@@ -37,8 +37,8 @@ _SEND_SECONDS = 1.0
 class LinkSockets:
     """Sends what the link has to say and hands it what the coordinator says, in one event loop.
 
-    While the coordinator is silent, it also publishes to the other proxies what this one has on
-    each instance, and hears what they have.
+    It also publishes to the other proxies what this one has on each instance, and hears what they
+    have: any of them may be the only one for which the coordinator is silent.
 
     Args:
         endpoint: of the coordinator.
@@ -153,9 +153,8 @@ class LinkSockets:
                 async with asyncio.timeout(BEAT_SECONDS):
                     await self._publish_due.wait()
             self._publish_due.clear()
-            if not self._link.alive:
-                load = self._loads.own(self._link.listening)
-                await self._publisher.send_multipart(encode(load))
+            load = self._loads.own(self._link.listening)
+            await self._publisher.send_multipart(encode(load))
 
     async def _hear(self) -> None:
         while True:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -70,7 +71,7 @@ class Proxy:
         self.link.listening = f"tcp://{name}:1"
         self.placements = WatchedPlacements(self.link.changed)
         fallback: Dispatcher[LiveRequest] = Dispatcher(
-            ClusterLoads(self.placements, self.instances, name),
+            ClusterLoads(self.placements, self.instances, name, LOST, model.clock),
             self.instances[:1],
             self.instances[1:],
             JSQLoad(),
@@ -558,5 +559,19 @@ def test_of_several_answers_an_engine_counts_only_one_each() -> None:
         before = mirror.context_tokens
         mirror.reported(8, 50)
         assert mirror.context_tokens == before
+    finally:
+        model.teardown()
+
+
+def test_a_proxy_that_nobody_answers_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    try:
+        model.start()
+        for _ in range(3):
+            model.time_passes(seconds=11.0)
+            model.proxy_sends(p=0, beat=True)
+        said = [record.message for record in caplog.records if "no coordinator" in record.message]
+        assert len(said) == 1
+        assert "with the same keys?" in said[0]
     finally:
         model.teardown()

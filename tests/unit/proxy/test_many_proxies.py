@@ -129,6 +129,21 @@ def heard(cluster: Cluster, name: str) -> int:
     return len(loads.on(instance)) - len(cluster.proxy.placements.on(instance))
 
 
+async def test_a_proxy_that_alone_is_cut_off_hears_the_others(coordinated: Make) -> None:
+    async with coordinated() as it:
+        first, second = it.proxies
+        with it.unhurried():
+            link_of(second).receive = lambda notice: None
+            await until(lambda: not link_of(second).alive)
+            tasks = streams(first, 1)
+            await until(lambda: generating(it) == 1)
+            (busy,) = [name for name in ("decode-0", "decode-1") if it.load(name)]
+            await until(lambda: heard(second, busy) == 1)
+            del link_of(second).receive
+            await it.coordinated()
+        await all_as_expected(first, tasks, 400)
+
+
 async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
     async with coordinated(prefix_caching=False) as it:
         first, second = it.proxies
