@@ -188,7 +188,8 @@ class LinkSockets:
             port = self._publisher.bind_to_random_port(f"tcp://{address}")
         except (OSError, zmq.ZMQError) as error:
             raise CoordinationError(
-                f"coordinator.endpoint: {coordinator}: no way there from this machine: {error}"
+                f"coordinator.endpoint: {coordinator}: no way there from this machine ({error}): "
+                "is the name or address right?"
             ) from error
         return f"tcp://{address}:{port}"
 

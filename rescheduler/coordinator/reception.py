@@ -57,8 +57,10 @@ class Reception:
             try:
                 self._router.bind(endpoint)
             except zmq.ZMQError as error:
+                reason = zmq.strerror(error.errno or 0)
                 raise CoordinationError(
-                    f"coordinator.endpoint: {endpoint}: {error.strerror}; is the port in use?"
+                    f"coordinator.endpoint: cannot listen on {endpoint}: {reason}; is the address "
+                    "this machine's, and the port free?"
                 ) from error
             bound = self._router.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(bound, bytes)

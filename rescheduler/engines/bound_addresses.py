@@ -74,7 +74,7 @@ def _address(host: str, where: str) -> str:
     except (OSError, UnicodeError) as error:
         raise DeploymentError(
             f"{where}: {host} has no IPv4 address on this machine ({error}): is the name right? "
-            "Start only this machine's instances with --only NAME"
+            "Of instances, start only this machine's, with --only NAME"
         ) from error
     addresses = [str(address[0]) for *_, address in found]
     if is_loopback(f"tcp://{host}:1"):
@@ -84,6 +84,6 @@ def _address(host: str, where: str) -> str:
             return address
     raise DeploymentError(
         f"{where}: {host} is {addresses[0]} on this machine, which no other one reaches: change "
-        "its line in /etc/hosts, give an address, or use localhost if the engine is for this "
-        "machine only"
+        "its line in /etc/hosts, give an address, or use localhost if only this machine is to "
+        "reach it"
     )
