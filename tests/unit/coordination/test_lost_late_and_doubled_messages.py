@@ -371,11 +371,11 @@ class Model(RuleBasedStateMachine):
     @rule()
     @in_loop
     async def all_agree_in_the_end(self) -> None:
-        for proxy in self.proxies:
-            for request in list(proxy.moves):
-                self._end_move(proxy, request, lands=True)
-        await turns()
         for _ in range(60):
+            for proxy in self.proxies:  # also what is ordered only now
+                for request in list(proxy.moves):
+                    self._end_move(proxy, request, lands=True)
+            await turns()
             await self._converse()
         here = {
             (proxy.link.session, request.id): (
@@ -399,7 +399,7 @@ class Model(RuleBasedStateMachine):
             assert count == sum(where == name for where, _ in here.values()), "a lost slot"
         assert all(task.done() for task in self.ordered), "an order without an end"
         for proxy in self.proxies:
-            assert not proxy.moves or all(one.can_move is False for one in proxy.moves)
+            assert not proxy.moves
             waits = proxy.running(Waiting)
             prefilling = [r for one in self.proxies for r in one.running(Prefilling)]
             assert not waits or len(prefilling) >= OPTIONS.prefill_concurrency, "nobody decides"
@@ -573,5 +573,26 @@ def test_a_proxy_that_nobody_answers_says_so_once(caplog: pytest.LogCaptureFixtu
         said = [record.message for record in caplog.records if "no coordinator" in record.message]
         assert len(said) == 1
         assert "with the same keys?" in said[0]
+    finally:
+        model.teardown()
+
+
+def test_an_order_that_is_given_last_of_all_is_carried_out() -> None:
+    model = Model()
+    try:
+        model.start()
+        request = model.generating(p=0)
+        session = model.sessions.by_name[model.proxies[0].link.session]
+        (mirror,) = session.mirrors.values()
+        target = next(one for one in model.shared.instances[1:] if one is not mirror.instance)
+        model.do(
+            action=lambda: model.ordered.append(
+                model.loop.create_task(session.move(mirror, target, "test"))
+            )
+        )
+        model.all_agree_in_the_end()
+        assert request.instance is not None
+        assert request.instance.name == target.name
+        assert model.ordered[0].result() == "moved"
     finally:
         model.teardown()
