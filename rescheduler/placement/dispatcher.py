@@ -29,6 +29,7 @@ logger = logging.getLogger("headway.serve")
 _FIRST_STEP_SECONDS = 0.05
 _STEP_WEIGHT = 0.01
 _PAUSE_STEPS = 4.0
+_LEAST_STEP_SECONDS = 1e-3
 
 
 class Dispatcher(Generic[R]):
@@ -170,8 +171,11 @@ class Dispatcher(Generic[R]):
             guarded.policy.assign(crowded_view(len(self._decodes)))
 
     def step_took(self, seconds: float) -> None:
-        """Note the time between two tokens of a request; what is far longer is a pause, no step."""
-        seconds = min(seconds, _PAUSE_STEPS * self.step_seconds)
+        """Note the time between two tokens of a request.
+
+        What is far longer is a pause, no step; what is shorter than any step came in one packet.
+        """
+        seconds = max(_LEAST_STEP_SECONDS, min(seconds, _PAUSE_STEPS * self.step_seconds))
         self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
 
     def has_another(self, request: R) -> bool:

@@ -115,6 +115,25 @@ def test_a_pause_is_no_step() -> None:
     assert dispatcher.step_seconds == pytest.approx(2.0, rel=0.05), "a slower engine is believed"
 
 
+async def test_requests_are_placed_after_many_tokens_that_came_in_one_packet(
+    tokenizer: Tokenizer,
+) -> None:
+    """As when the proxy is late, so that there is no time between them."""
+    placements: Placements[LiveRequest] = Placements()
+    options = ProxyOptions()
+    state = InstanceState(Instance("decode-0", "decode", "http://127.0.0.1:1"), options, None)
+    clock = asyncio.get_running_loop().time
+    dispatcher = Dispatcher(placements, [], [state], JSQ(), None, None, options, clock)
+    for _ in range(10_000):
+        dispatcher.step_took(0.0)
+    (request,) = requests(tokenizer, 1, placements)
+    async with asyncio.timeout(60):
+        assert await dispatcher.place(request) is state
+    for _ in range(1000):
+        dispatcher.step_took(0.1)
+    assert dispatcher.step_seconds == pytest.approx(0.1, rel=0.01)
+
+
 async def test_a_router_for_other_instances_is_refused_at_the_start(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
