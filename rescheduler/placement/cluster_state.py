@@ -14,6 +14,9 @@ __all__ = ["cluster_view", "running_requests"]
 
 C = TypeVar("C", bound=Counted)
 
+_ELSEWHERE = -1
+"""In place of the index of an instance that is not shown."""
+
 
 def running_requests(placements: PlacedRequests[C], instances: Sequence[InstanceState]) -> list[C]:
     """Return the requests on these instances, in the order of `cluster_view`."""
@@ -49,28 +52,23 @@ def cluster_view(
     """
     takes = [one.engine.max_model_len for one in instances if one.engine]
     longest = max(takes, default=int(UNLIMITED))
-    index = {instance: g for g, instance in enumerate(instances)}
-    running = running_requests(placements, instances)
-    here = [g for g, instance in enumerate(instances) for _ in placements.on(instance)]
-    where = np.empty(len(running), dtype=np.int64)
-    since = np.empty(len(running), dtype=np.int64)
+    index: dict[InstanceState | None, int] = {instance: g for g, instance in enumerate(instances)}
+    listed = [placements.on(instance) for instance in instances]
+    running = [request for requests in listed for request in requests]
+    here = np.repeat(np.arange(len(listed)), _integers(list(map(len, listed))))
+    where = _integers([index.get(request.destination, _ELSEWHERE) for request in running])
+    generating = np.array([request.generating for request in running], dtype=bool)
+    since = np.full(len(running), CANNOT_MOVE, dtype=np.int64)
     for i, request in enumerate(running):
-        at = request.destination
-        where[i] = index.get(at, here[i]) if at is not None else here[i]
-        if not request.can_move:
-            since[i] = CANNOT_MOVE
-        elif request.generated_at_move is None:
-            since[i] = NEVER_MOVED
-        else:
-            since[i] = request.generated_tokens - request.generated_at_move
+        if request.can_move:
+            before = request.generated_at_move
+            since[i] = NEVER_MOVED if before is None else request.generated_tokens - before
     return ClusterView(
         slots=_integers([instance.slots for instance in instances]),
         kv_capacity=_integers([instance.kv_capacity for instance in instances]),
-        queued=_integers(
-            [sum(not r.generating for r in placements.on(instance)) for instance in instances]
-        ),
-        instance=where,
-        prompt_tokens=_integers([min(request.prompt_tokens, longest) for request in running]),
+        queued=np.bincount(here[~generating], minlength=len(listed)),
+        instance=np.where(where == _ELSEWHERE, here, where),
+        prompt_tokens=np.minimum(_integers([one.prompt_tokens for one in running]), longest),
         generated_tokens=_integers([request.generated_tokens for request in running]),
         forecast=forecasts.forecast(running) if forecasts else None,
         waiting_prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in waiting]),
