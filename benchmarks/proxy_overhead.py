@@ -11,22 +11,17 @@ proxy's process, while 64 streams come as fast as they can.
 """
 
 import asyncio
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import msgspec
 import numpy as np
-import yaml
 
 from benchmarks.support.report import arguments, report
+from benchmarks.support.server_process import ServerProcess, headway, stream_player
 from rescheduler.openai.event_stream import read_events
 
 _PATH = "/v1/completions"
@@ -39,23 +34,11 @@ def main() -> None:
     """Measure and print."""
     options = arguments("what the proxy adds").parse_args()
     with ExitStack() as stack:
-        prefill, *decodes = (stack.enter_context(_player()) for _ in range(3))
+        players = [stack.enter_context(stream_player(_TOKEN_SECONDS)) for _ in range(3)]
+        prefill, *decodes = (f"http://127.0.0.1:{player.port}" for player in players)
         proxy = stack.enter_context(_proxy(prefill, decodes))
         figures = asyncio.run(_measure(prefill, decodes, proxy, options.quick))
     report("proxy_overhead", figures, options.json)
-
-
-@dataclass
-class _Process:
-    """A server that runs."""
-
-    pid: int
-    url: str
-
-    def cpu_seconds(self) -> float:
-        """CPU time of all its threads so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -67,48 +50,24 @@ class _Times:
 
 
 @contextmanager
-def _player() -> Iterator[_Process]:
-    command = [sys.executable, "-m", "benchmarks.support.stream_player"]
-    command += ["--token-seconds", str(_TOKEN_SECONDS)]
-    with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
-        assert process.stdout is not None
-        yield _Process(process.pid, f"http://127.0.0.1:{int(process.stdout.readline())}")
-
-
-@contextmanager
-def _proxy(prefill: _Process, decodes: list[_Process]) -> Iterator[_Process]:
+def _proxy(prefill: str, decodes: list[str]) -> Iterator[ServerProcess]:
     """Run `headway serve` before the players; it says where it listens."""
-    instances = [{"name": "prefill-0", "role": "prefill", "url": prefill.url}]
+    instances = [{"name": "prefill-0", "role": "prefill", "url": prefill}]
     for i, decode in enumerate(decodes):
-        instances.append({"name": f"decode-{i}", "role": "decode", "url": decode.url})
+        instances.append({"name": f"decode-{i}", "role": "decode", "url": decode})
     options = {"port": 0, "pool": 4096, "prefill_concurrency": 256, "ahead": 1024}
     config = {"model": "smollm2", "instances": instances, "proxy": options}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "deployment.yaml"
-        path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(path)]
-        with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
-            assert process.stdout is not None
-            said = process.stdout.readline()  # "serving on http://..."
-            yield _Process(process.pid, said.split()[-1])
-
-
-@contextmanager
-def _ended(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
-    try:
+    with headway("serve", config) as process:
         yield process
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def _measure(
-    prefill: _Process, decodes: list[_Process], proxy: _Process, quick: bool
+    prefill: str, decodes: list[str], proxy: ServerProcess, quick: bool
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
-        client = _Client(session, prefill.url, [decode.url for decode in decodes], proxy.url)
+        client = _Client(session, prefill, decodes, proxy.said.split()[-1])
         await client.alternate(1, 1, 5)  # connections, compiled policies
         for concurrency, rounds in ((1, 4 if quick else 20), (64, 1 if quick else 5)):
             direct, through = await client.alternate(concurrency, rounds, 20)

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import time
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -39,11 +40,12 @@ async def _serve(token_seconds: float) -> None:
         await response.prepare(http)
         pace = token_seconds if body.get("temperature") != 0 else 0.0  # 0: as fast as it goes
         tokens = body["max_tokens"]
-        for i in range(tokens):
-            if pace and i:
-                await asyncio.sleep(pace)
-            await response.write(_chunk(i, i + 1 == tokens))
-        await response.write(b"data: [DONE]\n\n")
+        with suppress(ConnectionResetError):  # its client has left
+            for i in range(tokens):
+                if pace and i:
+                    await asyncio.sleep(pace)
+                await response.write(_chunk(i, i + 1 == tokens))
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     app = web.Application()

@@ -1,0 +1,95 @@
+"""A server that a benchmark runs as a process of its own, and what it costs."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["ServerProcess", "headway", "server", "stream_player"]
+
+_WITHOUT_UVLOOP = (
+    "import sys; sys.modules['uvloop'] = None; "  # so that importing it fails, as if not installed
+    "from rescheduler.commands.command_line import main; sys.exit(main())"
+)
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that runs.
+
+    Attributes:
+        pid: of its process.
+        said: its first line.
+    """
+
+    pid: int
+    said: str
+
+    @property
+    def port(self) -> int:
+        """That it listens on: the end of its first line."""
+        return int(self.said.rpartition(":")[2])
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its threads so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_kib(self) -> float:
+        """Memory that it holds."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+
+    def descriptors(self) -> int:
+        """Files and sockets that it has open."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+
+@contextmanager
+def server(command: Sequence[str]) -> Iterator[ServerProcess]:
+    """Run a server that prints a line once it listens; end it at last."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if not said:
+            raise RuntimeError(f"{' '.join(command)}: ended with {process.wait()}")
+        yield ServerProcess(process.pid, said)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def headway(
+    command: str, deployment: Mapping[str, Any], *options: str, uvloop: bool = True
+) -> Iterator[ServerProcess]:
+    """Run a command of `headway` that serves a deployment.
+
+    Args:
+        command: such as ``serve``.
+        deployment: what its file holds.
+        *options: further ones.
+        uvloop: whether it may run on uvloop.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "deployment.yaml"
+        path.write_text(yaml.safe_dump(dict(deployment)))
+        start = ["-m", "rescheduler"] if uvloop else ["-c", _WITHOUT_UVLOOP]
+        with server([sys.executable, *start, command, "--config", str(path), *options]) as process:
+            yield process
+
+
+@contextmanager
+def stream_player(token_seconds: float) -> Iterator[ServerProcess]:
+    """Run an engine that plays streams with so long between two tokens."""
+    command = [sys.executable, "-m", "benchmarks.support.stream_player"]
+    with server([*command, "--token-seconds", str(token_seconds)]) as process:
+        yield process
