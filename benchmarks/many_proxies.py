@@ -1,0 +1,289 @@
+"""How well, and how fast, requests of many proxies are placed, and what a proxy's streams cost.
+
+    python -m benchmarks.many_proxies [--quick] --json OUT
+
+Placement: a `headway coordinator` for 16 decode instances that answer health probes and nothing
+else; 1, 4 and 16 proxies of one process, whose links, requests and sockets are those of
+`headway serve` and whose requests get 30 tokens a second each. 200 requests arrive a second, as a
+Poisson process with seed 0; prompts and answers are lognormal, with medians of 400 and 250 tokens
+and sigma 1.0 and 0.6, so that about 2,000 run. Reported are the times to a place and the
+imbalance: the maximum over the mean of the instances' true KV loads, less 1, averaged over time,
+in percent. With 16 proxies the coordinator is then killed, so that each places by what all publish
+to each other (``broadcast``), and at last by what it knows itself (``alone``). All proxies share
+one process: while that waits for a core (``late_ms``), no requests arrive.
+
+Most places: 4 proxies with 256 requests that ask for a place, end at once and ask again, while 0,
+4,096 and 16,384 requests run. A core to itself gives a coordinator the inverse of its CPU time a
+place.
+
+Streams: a `headway serve` with a coordinator relays 64 streams that come as fast as they can, on
+uvloop and on asyncio's own loop; another relays 1,000 that get a token a second, each in a packet
+of its own: memory and descriptors are those of its process once each has its first token, less
+those before.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+from benchmarks.support.driven_proxies import DrivenProxies, driven_proxies
+from benchmarks.support.report import arguments, report
+from benchmarks.support.server_process import ServerProcess, headway, stream_player
+from rescheduler.commands.event_loop import run_server
+from rescheduler.engines.deployment import Deployment
+
+_INSTANCES = 16
+_PER_SECOND = 200.0
+_SEED = 0
+_SLOW_TOKEN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How much is measured.
+
+    Attributes:
+        settle: seconds until loads are as they stay.
+        measure: seconds.
+        running: requests that run while as many as possible are placed.
+        most: seconds of that.
+        flood_tokens: of each of 64 streams.
+        streams: that run at a time.
+        paced: seconds that they are read.
+    """
+
+    settle: float
+    measure: float
+    running: tuple[int, ...]
+    most: float
+    flood_tokens: int
+    streams: int
+    paced: float
+
+
+_FULL = _Size(12.0, 24.0, (0, 4096, 16_384), 6.0, 3000, 1000, 15.0)
+_QUICK = _Size(3.0, 4.0, (0, 1024), 2.0, 300, 100, 3.0)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = arguments("what many proxies need").parse_args()
+    size = _QUICK if options.quick else _FULL
+    figures: dict[str, float] = {}
+    run_server(_measure_places(size, figures))
+    asyncio.run(_measure_streams(size, figures))
+    report("many_proxies", figures, options.json)
+
+
+async def _measure_places(size: _Size, figures: dict[str, float]) -> None:
+    async with _instances() as urls:
+        for proxies in (1, 4, 16):
+            with ExitStack() as stack:
+                deployment, coordinator = _coordinator(stack, urls)
+                async with driven_proxies(deployment, proxies, _SEED) as driven:
+                    await _open_loop(driven, size, figures, str(proxies), coordinator)
+                    if proxies == 16:
+                        figures["place_ms_p50"] = figures["place_ms_p50_16"]
+                        stack.close()  # ends the coordinator
+                        await driven.left_alone()
+                        await _open_loop(driven, size, figures, "16_broadcast")
+                        for proxy in driven.proxies:
+                            proxy.hear_nobody()
+                        await _open_loop(driven, size, figures, "16_alone")
+        for running in size.running:
+            with ExitStack() as stack:
+                deployment, coordinator = _coordinator(stack, urls)
+                async with driven_proxies(deployment, 4, _SEED) as driven:
+                    await _most(driven, running, size, figures, coordinator)
+
+
+@asynccontextmanager
+async def _instances() -> AsyncIterator[list[str]]:
+    """Serve the health of decode instances, a port each."""
+
+    async def health(http: web.Request) -> web.Response:
+        del http
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        for _ in range(_INSTANCES):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield [f"http://127.0.0.1:{port}" for _, port in runner.addresses]
+    finally:
+        await runner.cleanup()
+
+
+def _coordinator(stack: ExitStack, urls: list[str]) -> tuple[Deployment, ServerProcess]:
+    """Run a coordinator until the stack ends."""
+    instances = [{"name": f"decode-{i}", "role": "decode", "url": u} for i, u in enumerate(urls)]
+    values = _coordinated(instances)
+    coordinator = stack.enter_context(headway("coordinator", values))
+    return Deployment.from_values(values), coordinator
+
+
+def _coordinated(instances: list[dict[str, str]]) -> dict[str, Any]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return {
+        "model": "smollm2",
+        "instances": instances,
+        "coordinator": {"endpoint": f"tcp://127.0.0.1:{port}", "port": 0},
+        "proxy": {"port": 0, "admin_port": 0, "pool": 1 << 20},  # nobody is refused
+    }
+
+
+async def _open_loop(
+    driven: DrivenProxies,
+    size: _Size,
+    figures: dict[str, float],
+    which: str,
+    coordinator: ServerProcess | None = None,
+) -> None:
+    """Measure places and imbalance at a given rate of arrivals."""
+    await driven.arrive(_PER_SECOND, size.settle)
+    driven.forget_measured()
+    busy = coordinator.cpu_seconds() if coordinator else 0.0
+    own, began = time.process_time(), time.monotonic()
+    await driven.arrive(_PER_SECOND, size.measure)
+    took = time.monotonic() - began
+    figures[f"placed_per_s_{which}"] = len(driven.place_seconds) / took
+    for share in (50, 99):
+        milliseconds = 1e3 * float(np.percentile(driven.place_seconds, share))
+        figures[f"place_ms_p{share}_{which}"] = milliseconds
+    figures[f"imbalance_{which}"] = 100 * float(np.mean(driven.imbalance))
+    figures[f"late_ms_p99_{which}"] = 1e3 * float(np.percentile(driven.late_seconds, 99))
+    figures[f"running_{which}"] = driven.running
+    figures[f"driver_busy_{which}"] = (time.process_time() - own) / took
+    if coordinator:
+        figures[f"coordinator_busy_{which}"] = (coordinator.cpu_seconds() - busy) / took
+
+
+async def _most(
+    driven: DrivenProxies,
+    running: int,
+    size: _Size,
+    figures: dict[str, float],
+    coordinator: ServerProcess,
+) -> None:
+    """Measure how many places a second there are while requests run."""
+    await driven.fill(running, 256)
+    await driven.as_many_as_possible(256, 1.0)
+    driven.forget_measured()
+    busy, began = coordinator.cpu_seconds(), time.monotonic()
+    placed = await driven.as_many_as_possible(256, size.most)
+    took, busy = time.monotonic() - began, coordinator.cpu_seconds() - busy
+    while_running = f"_{running}" if running else ""
+    figures[f"placements_per_s{while_running}"] = placed / took
+    figures[f"most_place_ms_p50{while_running}"] = 1e3 * float(np.median(driven.place_seconds))
+    figures[f"coordinator_cpu_ms_per_place{while_running}"] = 1e3 * busy / placed
+    figures[f"coordinator_busy_most{while_running}"] = busy / took
+
+
+async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
+    for loop, uvloop in (("", True), ("_asyncio", False)):
+        async with _serving(uvloop) as (proxy, reader):
+            busy, tokens = proxy.cpu_seconds(), reader.tokens
+            await reader.flood(64, size.flood_tokens)
+            busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
+            figures[f"tokens_per_cpu_s{loop}"] = tokens / busy
+        async with _serving(uvloop) as (proxy, reader):
+            memory, descriptors = proxy.resident_kib(), proxy.descriptors()
+            async with reader.held(size.streams):
+                figures[f"kib_per_stream{loop}"] = (proxy.resident_kib() - memory) / size.streams
+                held = proxy.descriptors() - descriptors
+                figures[f"descriptors_per_stream{loop}"] = held / size.streams
+                busy, tokens = proxy.cpu_seconds(), reader.tokens
+                await asyncio.sleep(size.paced)
+                busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
+                figures[f"paced_tokens_per_cpu_s{loop}"] = tokens / busy
+    figures["streams"] = size.streams
+
+
+@asynccontextmanager
+async def _serving(
+    uvloop: bool = True,
+) -> AsyncIterator[tuple[ServerProcess, "_Reader"]]:
+    """Run a proxy with a coordinator and engines that play streams."""
+    with ExitStack() as stack:
+        instances = []
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            player = stack.enter_context(stream_player(_SLOW_TOKEN_SECONDS))
+            url = f"http://127.0.0.1:{player.port}"
+            instances.append({"name": name, "role": name.partition("-")[0], "url": url})
+        values = _coordinated(instances)
+        stack.enter_context(headway("coordinator", values))
+        proxy = stack.enter_context(headway("serve", values, uvloop=uvloop))
+        async with aiohttp.ClientSession(
+            f"http://127.0.0.1:{proxy.port}",
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as session:
+            reader = _Reader(session)
+            await reader.flood(4, 5)  # compiled policies
+            yield proxy, reader
+
+
+class _Reader:
+    """Reads streams.
+
+    Args:
+        session: with the proxy.
+
+    """
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._line_ends = 0
+
+    @property
+    def tokens(self) -> int:
+        """Events read so far: one a token, and one at the end of a stream."""
+        return self._line_ends // 2
+
+    async def flood(self, n: int, tokens: int) -> None:
+        """Read streams as fast as they come."""
+        await asyncio.gather(*(self._read(tokens, 0, asyncio.Event()) for _ in range(n)))
+
+    @asynccontextmanager
+    async def held(self, n: int) -> AsyncIterator[None]:
+        """Read slow streams, each of which has its first token."""
+        begun = [asyncio.Event() for _ in range(n)]
+        streams = [asyncio.create_task(self._read(600, 1, event)) for event in begun]
+        try:
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(event.wait() for event in begun))
+            yield
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _read(self, tokens: int, temperature: int, begun: asyncio.Event) -> None:
+        body = {
+            "model": "smollm2",
+            "prompt": "Tell me of a river that runs to the sea",
+            "max_tokens": tokens,
+            "stream": True,
+            "temperature": temperature,  # 0: the player writes as fast as it can
+        }
+        async with self._session.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for data in response.content.iter_any():
+                self._line_ends += data.count(b"\n")
+                begun.set()
+
+
+if __name__ == "__main__":
+    main()
