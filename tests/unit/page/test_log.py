@@ -158,6 +158,7 @@ def test_damage_is_an_error_or_does_no_harm(path: Path, data: st.DataObject) -> 
             "damaged after 0 snapshots",
         ),
     ],
+    ids=["empty", "csv", "text", "another", "version", "headless", "damaged"],  # gzip has the time
 )
 def test_files_that_are_no_logs(path: Path, written: bytes, says: str) -> None:
     path.write_bytes(written)
