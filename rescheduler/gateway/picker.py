@@ -51,7 +51,7 @@ class Picker:
     """
 
     def __init__(self, deployment: Deployment) -> None:
-        _refuse_what_moves(deployment)
+        _refuse_what_is_not_placing(deployment)
         policy = deployed_policy(deployment)
         options, keys = deployment.proxy, deployment.keys_folder
         self.largest_body_mb = options.largest_body_mb
@@ -131,7 +131,7 @@ class Picker:
             logger.error("in the background: %r", task.exception(), exc_info=task.exception())
 
 
-def _refuse_what_moves(deployment: Deployment) -> None:
+def _refuse_what_is_not_placing(deployment: Deployment) -> None:
     if deployment.prefill:
         raise DeploymentError(
             f"instances: {deployment.prefill[0].name} is a prefill instance: the picker places a "
@@ -142,4 +142,9 @@ def _refuse_what_moves(deployment: Deployment) -> None:
         raise DeploymentError(
             "migration: the picker places requests and does not move them; leave this section "
             "out, or use `headway serve`"
+        )
+    if deployment.coordinator is not None:
+        raise DeploymentError(
+            "coordinator: the picker decides by itself, and would place beside it; leave this "
+            "section out, or use `headway serve`"
         )

@@ -120,6 +120,11 @@ def test_it_answers_with_tls(headway_command: list[str], tmp_path: Path) -> None
     [
         (PREFILL, [], "instances: prefill-0 is a prefill instance: the picker places"),
         ("migration: {name: star}", [], "migration: the picker places requests and does not move"),
+        (
+            'coordinator: {endpoint: "tcp://127.0.0.1:5700"}',
+            [],
+            "coordinator: the picker decides by itself",
+        ),
         ("routing: {name: nearest}", [], "routing: no routing policy 'nearest'"),
         ("", ["--private-key", "key.pem"], "--certificate and --private-key belong together"),
         ("", ["--port", "99999"], "--port 99999: a port is a number from 0 to 65535"),
