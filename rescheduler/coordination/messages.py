@@ -41,7 +41,7 @@ NOWHERE = -1
 """In place of an instance's index in the deployment."""
 
 MOST = 2**40
-"""Beyond any number of requests, tokens or messages: larger ones are no numbers of ours."""
+"""Largest number in a message; no count of requests, tokens or messages comes near it."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Index = Annotated[int, msgspec.Meta(ge=NOWHERE, le=MOST)]

@@ -36,7 +36,7 @@ class PageStream:
         ]
 
     async def page(self, http: web.Request) -> web.Response:
-        """Tell the page what it is to show."""
+        """Send the page what it shows."""
         del http
         return web.json_response({"shows": "live"})
 
