@@ -195,7 +195,7 @@ class ClientRequest:
         body: its fields as they were sent.
         size: of the body, bytes.
         request_id: that the client gave it in the body.
-        prompt_ids: how many token ids the prompt has; None if it is no list of them.
+        prompt_ids: how many token ids the prompt has; None if it is not a list of token ids.
         stream: the client reads tokens as they come.
         include_usage: the stream ends with a chunk of token counts.
         keeps_token_ids: the client wants to see token ids.
@@ -395,7 +395,7 @@ def _is_given(value: Raw | None) -> bool:
 
 
 def _prompt_ids(prompt: Raw | None) -> int | None:
-    """Return how many token ids a prompt has; None if it is no list of them."""
+    """Return how many token ids a prompt has; None if it is not a list of token ids."""
     if prompt is None or _first_of_list(prompt) not in _DIGITS:
         return None
     return bytes(prompt).count(b",") + 1

@@ -64,9 +64,11 @@ def read_log(path: Path) -> Log:
     """Read a log, to its last whole line.
 
     Raises:
-        LogError: it is empty, something else, or damaged.
+        LogError: it does not exist, is empty, something else, or damaged.
         OSError: it cannot be read.
     """
+    if not path.exists():
+        raise LogError(f"{path} does not exist")
     times: list[float] = []
     about, first, end = None, 0.0, 0
     ends: list[int] = []

@@ -14,8 +14,8 @@ logger = logging.getLogger("headway.serve")
 class Ejections:
     """Counts failures against instances.
 
-    Whatever requests see, at least half of the instances of a role stay in service: a failure of
-    all of them is seldom theirs. Connections that nobody accepts take any instance out.
+    Whatever requests see, at least half of the instances of a role stay in service: where all of
+    them fail, the cause is seldom the instances. A refused connection takes any instance out.
 
     Source: the design follows Envoy's outlier detection (``max_ejection_percent``).
 

@@ -114,7 +114,7 @@ def test_mistakes_are_said_in_a_line(
     for arguments, says in (
         ([empty], "is empty: was it recorded with --record?"),
         ([other], "is not a log of `headway serve` or `headway simulate --record`"),
-        ([tmp_path / "none"], "No such file"),
+        ([tmp_path / "none"], "none does not exist"),
         ([log, "--beside", empty], "is empty: was it recorded with --record?"),
         ([log, "--port", "70000"], "a port is a number from 0 to 65535"),
     ):
