@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.dataset.split import split_requests
@@ -45,32 +46,40 @@ def evaluate(
     comparators: dict[str, dict[str, Any]] | None = None,
     split_seed: int | None = None,
     part: Literal["validation", "test"] = "test",
+    on: Path | None = None,
 ) -> None:
     """Measure a predictor and its comparators on the test split of a dataset.
 
     Writes ``metrics.json``, ``report.md`` and figures, and prints the table. The split is
-    the one of the checkpoint's training, so the test requests were never seen.
+    the one of the checkpoint's training, so the test requests were never seen. With ``--on``,
+    all requests of another dataset are measured in place of the test part, such as those
+    collected after the last choice was made; the comparators still train on ``dataset``.
 
     Args:
         dataset: folder of the dataset.
         checkpoint: folder or Hugging Face id of a survival model or a regressor.
-        out: where to write; ``DATASET/evaluation`` when not given.
+        out: where to write; the folder ``evaluation`` of the measured dataset when not given.
         comparators: name -> options; constant_median and kaplan_meier when not given. Others:
             regressor and regressor_cut_as_ended (with a checkpoint each), prompt_self_report,
             auxiliary_encoder, auxiliary_causal_lm.
         split_seed: of the split; the checkpoint's own when not given.
         part: ``validation`` to choose between settings, so that the test is looked at last.
+        on: folder of another dataset to measure on. Its requests whose prompts ``dataset``
+            has too are left out.
 
     Raises:
         ModelMismatchError: the predictor is of another model; both are named.
-        DatasetError: the dataset cannot be used.
+        DatasetError: a dataset cannot be used.
         CheckpointError: the checkpoint cannot be used.
-        ValueError: an unknown comparator.
+        ValueError: an unknown comparator; ``part`` is ``validation`` although ``on`` is given;
+            nothing can be measured.
     """
     chosen = {"constant_median": {}, "kaplan_meier": {}} if comparators is None else comparators
     for name in chosen:
         if name not in COMPARATORS:
             raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
+    if on is not None and part != "test":
+        raise ValueError("--on measures a whole dataset, --part validation a part of another")
     table = load_rows(dataset)
     predictor = load_predictor(checkpoint)
     predictor.refuse_other_model(table.session)
@@ -80,9 +89,22 @@ def evaluate(
         name: table.select(np.isin(table.request, requests))
         for name, requests in split_requests(table.requests.group, seed).items()
     }
-    test = parts[part].ran_to_their_end()
+    notes: list[str] = []
+    whole = parts[part]
+    if on is not None:
+        other = load_rows(on)
+        predictor.refuse_other_model(other.session)
+        known = _same_prompts(other, table)
+        whole = other.select(~known[other.request])
+        if known.any():
+            notes.append(
+                f"{known.sum()} requests of {on.resolve().name} are left out: "
+                f"{dataset.resolve().name} has their prompts too."
+            )
+    test = whole.ran_to_their_end()
     if len(test) == 0:
-        raise ValueError(f"{dataset}: no {part} request ran to its end, nothing can be measured")
+        kind = f"{part} request" if on is None else "request with a prompt of its own"
+        raise ValueError(f"{on or dataset}: no {kind} ran to its end, nothing can be measured")
     own, found = _measure(
         test,
         partial(_forecast, predictor),
@@ -90,7 +112,6 @@ def evaluate(
         float(trained.get("training_seconds", 0.0)),
     )
     results: dict[str, MethodResult] = {}
-    notes: list[str] = []
     for name, options in chosen.items():
         print(f"{name}: training", flush=True)
         try:
@@ -100,7 +121,7 @@ def evaluate(
         started = time.monotonic()
         comparator.fit(parts["train"], parts["validation"])
         seconds = getattr(comparator, "training_seconds", time.monotonic() - started)
-        print(f"{name}: predicting {len(test)} {part} rows", flush=True)
+        print(f"{name}: predicting {len(test)} rows", flush=True)
         forecast = partial(_comparator_forecast, comparator)
         results[name], _ = _measure(test, forecast, comparator.parameters, seconds)
         notes += comparator.notes
@@ -111,20 +132,27 @@ def evaluate(
         n_requests=len(np.unique(test.request)),
         n_rows=len(test),
         cut_rows=int(test.censored.sum()),
-        left_out_rows=len(parts[part]) - len(test),
+        left_out_rows=len(whole) - len(test),
         provenance={
             "model": f"{table.session.model} ({table.session.revision})",
             "dataset": f"{dataset.resolve().name}: {len(table.requests)} requests, "
             f"{len(table)} rows",
             "split_seed": seed,
-            "part": part,
+            "part": part if on is None else on.resolve().name,
             "commit": source_commit(),
             "machine": machine(),
             "versions": versions(),
         },
         notes=notes,
     )
-    _write(evaluation, test, found, out or dataset / "evaluation")
+    _write(evaluation, test, found, out or (on or dataset) / "evaluation")
+
+
+def _same_prompts(table: RowTable, other: RowTable) -> npt.NDArray[np.bool_]:
+    """Return which requests have a prompt that the other table has too, [n_requests]."""
+    known = {tuple(prompt) for prompt in other.requests.prompt_token_ids if prompt is not None}
+    prompts = table.requests.prompt_token_ids
+    return np.array([prompt is not None and tuple(prompt) in known for prompt in prompts])
 
 
 def _forecast(predictor: HiddenStateMLP, rows: RowTable) -> Forecast:

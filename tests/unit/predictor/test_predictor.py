@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from recorded_dataset import D, K, new_session, record
+from recorded_dataset import D, K, change_shard, new_session, record
 from training_runs import QUIET
 
-from data_collection.dataset.dataset_schema import DatasetError, read_sessions
+from data_collection.dataset.dataset_schema import DatasetError, read_sessions, requests_files
 from predictor import (
     CheckpointError,
     ModelMismatchError,
@@ -235,6 +237,35 @@ def test_evaluate_prints_the_table_and_draws_the_figures(
     assert not (out / "calibration.png").exists()
     for figure in ("mae.png", "by_age.png", "predicted_against_true.png"):
         assert (out / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dataset_collected_later_is_measured_in_place_of_the_test_part(
+    dataset: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later, out = tmp_path / "later", tmp_path / "evaluation"
+    record(later, prefix="b")
+    arguments = ["evaluate", str(dataset), str(checkpoint), "--out", str(out), "--on", str(later)]
+    assert main([*arguments, "--part", "validation"]) == 1
+    assert "--on measures a whole dataset" in capsys.readouterr().err
+    assert main(arguments) == 1
+    assert "no request with a prompt of its own" in capsys.readouterr().err
+
+    def new_prompts(requests: pa.Table) -> pa.Table:
+        column = requests.schema.get_field_index("prompt_token_ids")
+        field = requests.schema.field(column)
+        prompts = pa.array([[i, 1, 2] for i in range(len(requests))], field.type)
+        return requests.set_column(column, field, prompts)
+
+    known, *others = requests_files(later)
+    for file in others:
+        change_shard(file, new_prompts)
+    assert main(arguments) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    left_out = pq.read_metadata(known).num_rows
+    assert metrics["n_requests"] == 20 - left_out
+    assert metrics["notes"][0].startswith(f"{left_out} requests of later are left out")
+    assert metrics["provenance"]["part"] == "later"
+    assert {"constant_median", "kaplan_meier"} == set(metrics["comparators"])
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
