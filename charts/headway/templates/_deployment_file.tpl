@@ -25,6 +25,18 @@ telemetry: 8102
 {{- toYaml $options -}}
 {{- end -}}
 
+{{/* Several proxies need one that decides for all of them; with one there is nothing. */}}
+{{- define "headway.coordinator" -}}
+{{- if gt (int .Values.proxy.replicas) 1 -}}
+{{- if not .Values.keys.existingSecret -}}
+{{- fail "proxy.replicas: more than one proxy requires keys, as the coordinator's sockets do: name a Secret as keys.existingSecret" -}}
+{{- end -}}
+{{- $set := printf "%s-coordinator" (include "headway.name" .) -}}
+{{- $host := printf "%s-0.%s.%s.svc.%s" $set $set .Release.Namespace .Values.clusterDomain -}}
+{{- merge (dict "endpoint" (printf "tcp://%s:5700" $host) "host" "0.0.0.0" "port" 8002) .Values.coordinator.options | toYaml -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Further flags of a role's engines, as JSON. */}}
 {{- define "headway.arguments" -}}
 {{- if gt (int .gpus) 1 -}}
@@ -62,6 +74,9 @@ telemetry: 8102
 {{- $_ := set $file "routing" .Values.routing -}}
 {{- if .Values.migration -}}
 {{- $_ := set $file "migration" .Values.migration -}}
+{{- end -}}
+{{- with include "headway.coordinator" . -}}
+{{- $_ := set $file "coordinator" (fromYaml .) -}}
 {{- end -}}
 {{- $_ := set $file "proxy" (merge (dict "host" "0.0.0.0" "port" 8000) .Values.proxy.options) -}}
 {{- toYaml $file -}}

@@ -63,6 +63,17 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "replicas": {"prefill": {"replicas": 0}, "decode": {"replicas": 2}},
     "cpu": {"prefill": {"gpus": 0}, "decode": {"gpus": 0}, "engine": {"dtype": "float32"}},
+    "proxies": {
+        "keys": {"existingSecret": "headway-keys"},
+        "migration": {"name": "star", "prediction": False},
+        "proxy": {"replicas": 3},
+        "coordinator": {
+            "options": {"silent_seconds": 3},
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "podAnnotations": {"e": "f"},
+            "nodeSelector": {"pool": "system"},
+        },
+    },
     "keys without forecasts": {"keys": {"existingSecret": "headway-keys"}},
     "open": {
         "networkPolicy": {"enabled": False},
@@ -91,7 +102,7 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> dict[str, Object]:
-        """The engines' StatefulSets and the proxy's Deployment by their components."""
+        """The engines' and the coordinator's StatefulSets, and the proxies' Deployment."""
         found = {**self.of_kind("StatefulSet"), **self.of_kind("Deployment")}
         return {o["metadata"]["labels"]["app.kubernetes.io/component"]: o for o in found.values()}
 

@@ -132,11 +132,12 @@ def test_without_prefill_engines_nothing_is_left_of_them() -> None:
 
 
 def test_each_side_has_its_own_secret_key_only() -> None:
-    release = rendered("everything")
+    release = rendered("proxies")
     for component, own, other in [
         ("prefill", "engine", "watcher"),
         ("decode", "engine", "watcher"),
         ("proxy", "watcher", "engine"),
+        ("coordinator", "watcher", "engine"),
     ]:
         (secret,) = [
             v["secret"] for v in release.pod(component)["spec"]["volumes"] if "secret" in v
@@ -158,13 +159,13 @@ def test_engines_and_proxy_know_the_api_key() -> None:
 
 
 def test_probes_ask_what_is_there(release: Rendered) -> None:
-    ready = {"prefill": "/health", "decode": "/health", "proxy": "/ready"}
     for component in release.workloads:
         container = release.container(component)
+        ready = "/health" if component in ("prefill", "decode") else "/ready"
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container[kind]["httpGet"]
             assert asked["port"] in container_ports(container)
-            expected = ready[component] if kind == "readinessProbe" else "/health"
+            expected = ready if kind == "readinessProbe" else "/health"
             assert asked["path"] == expected
 
 
@@ -178,7 +179,7 @@ def test_an_engine_may_load_as_long_as_it_is_given() -> None:
 
 def test_the_proxy_is_reached_and_has_time_to_end_its_streams(release: Rendered) -> None:
     proxy, options = release.workloads["proxy"], release.deployment.proxy
-    assert proxy["spec"]["replicas"] == 1
+    assert proxy["spec"]["replicas"] == (3 if release.deployment.coordinator else 1)
     assert options.host == "0.0.0.0"
     assert container_ports(release.container("proxy")) == {"http": options.port}
     service = release.of_kind("Service")["headway"]["spec"]
@@ -188,6 +189,47 @@ def test_the_proxy_is_reached_and_has_time_to_end_its_streams(release: Rendered)
     assert sleep == "sleep"
     grace = release.pod("proxy")["spec"]["terminationGracePeriodSeconds"]
     assert grace >= int(seconds) + options.shutdown_seconds + 10
+
+
+def test_several_proxies_find_their_coordinator() -> None:
+    single = rendered("everything")
+    assert "coordinator" not in single.workloads
+    assert single.deployment.coordinator is None
+    release = rendered("proxies")
+    options = release.deployment.coordinator
+    assert options is not None
+    assert (options.host, options.silent_seconds, options.lost_seconds) == ("0.0.0.0", 3, 10)
+    workload = release.workloads["coordinator"]
+    assert (workload["kind"], workload["spec"]["replicas"]) == ("StatefulSet", 1)
+    service = workload["spec"]["serviceName"]
+    host, _, port = options.endpoint.removeprefix("tcp://").rpartition(":")
+    assert host == f"{workload['metadata']['name']}-0.{service}.prod.svc.cluster.local"
+    container = release.container("coordinator")
+    assert container_ports(container) == {"http": options.port, "coordination": int(port)}
+    assert container["command"] == ["headway", "coordinator"]
+    headless = release.of_kind("Service")[service]["spec"]
+    assert (headless["clusterIP"], headless["publishNotReadyAddresses"]) == ("None", True)
+    assert release.selected({"matchLabels": headless["selector"]}) == {"coordinator"}
+
+
+def test_the_coordinator_is_reached_by_its_proxies_and_they_by_each_other() -> None:
+    release = rendered("proxies")
+    policies = release.of_kind("NetworkPolicy")
+    coordinator = policies["headway-coordinator"]["spec"]
+    assert release.selected(coordinator["podSelector"]) == {"coordinator"}
+    proxies, clients = coordinator["ingress"]
+    assert [release.selected(peer["podSelector"]) for peer in proxies["from"]] == [{"proxy"}]
+    assert proxies["ports"] == [{"protocol": "TCP", "port": "coordination"}]
+    chosen, each_other = policies["headway-proxy"]["spec"]["ingress"]
+    assert clients == chosen
+    assert [release.selected(peer["podSelector"]) for peer in each_other["from"]] == [{"proxy"}]
+    assert "ports" not in each_other
+    engines = policies["headway-engines"]["spec"]["ingress"][0]
+    (peer,) = engines["from"]
+    assert release.selected(peer["podSelector"]) == {"proxy", "coordinator"}
+    nobody = rendered("proxies", networkPolicy={"clients": []}).of_kind("NetworkPolicy")
+    assert nobody["headway-proxy"]["spec"]["ingress"] == [each_other]
+    assert nobody["headway-coordinator"]["spec"]["ingress"] == [proxies]
 
 
 def test_engines_are_reached_by_this_release_only() -> None:
@@ -282,6 +324,8 @@ def test_more_engines_do_not_restart_those_that_run() -> None:
         return {component: release.pod(component) for component in release.workloads}
 
     one = templates()
+    several = templates(proxy={"replicas": 2})
+    assert several["decode"] == one["decode"]
     more = templates(decode={"replicas": 5}, prefill={"replicas": 2})
     assert more["decode"] == one["decode"]
     assert more["prefill"] == one["prefill"]

@@ -43,13 +43,15 @@ def relabelled(job: dict[str, Any], target: dict[str, str]) -> dict[str, str] | 
 
 
 @pytest.mark.parametrize("which", VALUES)
-def test_prometheus_finds_the_proxy_and_every_engine(which: str) -> None:
+def test_prometheus_finds_the_proxies_the_coordinator_and_every_engine(which: str) -> None:
     release = rendered(which)
     scraped = {
         name: [labels for target in discovered(release) if (labels := relabelled(job, target))]
         for name, job in JOBS.items()
     }
-    assert scraped["headway"] == [{"deployment": "headway"}]
+    proxies = release.workloads["proxy"]["spec"]["replicas"]
+    coordinators = 0 if release.deployment.coordinator is None else 1
+    assert scraped["headway"] == [{"deployment": "headway"}] * (proxies + coordinators)
     assert scraped["vllm"] == [
         {"deployment": "headway", "role": one.role, "instance_name": one.name}
         for one in release.deployment.instances

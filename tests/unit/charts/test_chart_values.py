@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
 
-from rescheduler.engines.deployment import EngineOptions, ProxyOptions
+from rescheduler.engines.deployment import CoordinatorOptions, EngineOptions, ProxyOptions
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,9 @@ from rescheduler.engines.deployment import EngineOptions, ProxyOptions
         ({"engines": {"extraEnv": [{"name": 1}]}}, "at '/engines/extraEnv/0/name'"),
         ({"proxy": {"extraEnv": [{"name": "A", "valeu": ""}]}}, "additional properties 'valeu'"),
         ({**REQUIRED, "migration": {"name": "star"}}, "migration: .* keys.existingSecret"),
+        ({**REQUIRED, "proxy": {"replicas": 2}}, "proxy.replicas: .* keys.existingSecret"),
+        ({"proxy": {"replicas": 0}}, "at '/proxy/replicas': minimum: got 0, want 1"),
+        ({"coordinator": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
         (
             {**REQUIRED, "engine": {"batching": {"admission": True}}},
             "engine.batching: .*set prefill.replicas to 0",
@@ -52,9 +55,10 @@ def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
 
 
 def test_the_chart_s_own_variables_cannot_be_set_twice() -> None:
-    release = rendered("everything")
-    for component, part in [("decode", "engines"), ("proxy", "proxy")]:
-        extra = VALUES["everything"][part]["extraEnv"]
+    parts = [("decode", "engines"), ("proxy", "proxy"), ("coordinator", "coordinator")]
+    for component, part in parts:
+        which = "proxies" if component == "coordinator" else "everything"
+        release, extra = rendered(which), VALUES[which][part]["extraEnv"]
         own = [v for v in release.container(component)["env"] if v not in extra]
         assert {"HOME", "HF_HOME"} <= {variable["name"] for variable in own}
         for variable in own:
@@ -69,6 +73,9 @@ def test_the_schema_knows_headway_s_options() -> None:
     own = {"host", "port", "admin_port", "engine_key_file"}  # the chart decides these
     expected = {k: v for k, v in options_schema(ProxyOptions).items() if k not in own}
     assert schema["proxy"]["properties"]["options"]["properties"] == expected
+    own = {"endpoint", "host", "port"}
+    expected = {k: v for k, v in options_schema(CoordinatorOptions).items() if k not in own}
+    assert schema["coordinator"]["properties"]["options"]["properties"] == expected
 
 
 def options_schema(options: type[msgspec.Struct]) -> dict[str, Any]:
