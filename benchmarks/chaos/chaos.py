@@ -6,7 +6,9 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
@@ -42,6 +44,7 @@ async def chaos(
     questions: int = _QUESTIONS,
     at_once: int = 12,
     seed: int = 1,
+    at_least: Mapping[str, int] = MappingProxyType({}),
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.
 
@@ -53,6 +56,7 @@ async def chaos(
         questions: how many different requests honest clients ask.
         at_once: how many honest clients there are.
         seed: of what happens when.
+        at_least: counts to reach, however much longer a slow machine takes.
     """
     ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
     options = msgspec.structs.replace(
@@ -90,6 +94,7 @@ async def chaos(
                 kinds,
                 questions,
                 at_once,
+                at_least,
             )
         await _look(deployment, ledger)
     finally:
@@ -109,6 +114,7 @@ async def _under_load(
     kinds: tuple[str, ...],
     questions: int,
     at_once: int,
+    at_least: Mapping[str, int],
 ) -> None:
     """Learn the answers, then ask among chaos for a while, and let what runs end."""
     name, url = deployment.served_name, deployment.proxy_url
@@ -126,7 +132,7 @@ async def _under_load(
         harming = asyncio.create_task(harm.run(kinds, ending))
         asking = asyncio.create_task(honest.run(at_once, ending, generator))
         try:
-            await _wait(seconds, ledger, [*background, harming, asking])
+            await _wait(seconds, at_least, ledger, [*background, harming, asking])
             ending.set()
             await asyncio.gather(harming, asking)
         finally:
@@ -138,12 +144,18 @@ async def _under_load(
         await honest.close()
 
 
-async def _wait(seconds: float, ledger: Ledger, tasks: list[asyncio.Task[None]]) -> None:
+async def _wait(
+    seconds: float, at_least: Mapping[str, int], ledger: Ledger, tasks: list[asyncio.Task[None]]
+) -> None:
     """Wait, and print how it goes every minute; raise what ended a task."""
     began = time.monotonic()
-    while (left := began + seconds - time.monotonic()) > 0:
+    while (left := began + seconds - time.monotonic()) > 0 or any(
+        ledger.counts[name] < count for name, count in at_least.items()
+    ):
         done, _ = await asyncio.wait(
-            tasks, timeout=min(60.0, left), return_when=asyncio.FIRST_COMPLETED
+            tasks,
+            timeout=min(60.0, left) if left > 0 else _SCRAPE_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
         )
         for task in done:
             task.result()
