@@ -32,7 +32,8 @@ class Listener:
     def wait_until(self, condition: Callable[[list[Message]], object]) -> None:
         """Wait until a condition holds of all messages so far."""
         with self._came:
-            self._came.wait_for(lambda: condition(self.messages))
+            came = self._came.wait_for(lambda: condition(self.messages), 300)
+        assert came, f"{len(self.messages)} messages came, and never what was waited for"
 
     def wait_until_idle(self) -> None:
         """Wait for two snapshots in a row, from now on, of an engine that runs nothing."""

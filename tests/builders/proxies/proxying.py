@@ -36,6 +36,9 @@ __all__ = [
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
+_PATIENCE = 300.0
+"""Seconds for whatever happens by itself, on a busy machine too."""
+
 T = TypeVar("T")
 At = Callable[[int], Awaitable[None]]
 
@@ -170,17 +173,29 @@ class Client:
         if instance is None:
             return
         await self.admin("drain", instance)
-        while (await self.instances())[instance]["requests"]:
-            await asyncio.sleep(0.05)
+        await self.until_empty(instance)
         await self.admin("undrain", instance)
+
+    async def until_empty(self, instance: str) -> None:
+        """Wait until an instance has no request, as one that drains does sooner or later."""
+        await self._until_listed(instance, "requests", 0)
+
+    async def until_in_service(self, instance: str) -> None:
+        """Wait until the proxy uses an instance again."""
+        await self._until_listed(instance, "state", "closed")
+
+    async def _until_listed(self, instance: str, field: str, value: Any) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while (listed := (await self.instances())[instance])[field] != value:
+            assert time.monotonic() < deadline, f"{instance}: {field} never {value}: {listed}"
+            await asyncio.sleep(0.05)
 
     async def drain_in_turn(self) -> None:
         """Move all requests from one decode instance to the other, back, and so on, unendingly."""
         while True:
             for instance in (one.name for one in self.deployment.decode):
                 await self.admin("drain", instance)
-                while (await self.instances())[instance]["requests"]:
-                    await asyncio.sleep(0.05)
+                await self.until_empty(instance)
                 await self.admin("undrain", instance)
 
     async def metric(self, name: str, **labels: str) -> float:
@@ -192,14 +207,16 @@ class Client:
     async def idle(self) -> None:
         """Wait until no engine holds anything."""
         controls = [ControlClient(one.control) for one in self.deployment.instances if one.control]
+        deadline = time.monotonic() + _PATIENCE
         try:
             while True:
-                states = [await control.state(120) for control in controls]
+                states = [await control.state(_PATIENCE) for control in controls]
                 listed = (await self.instances()).values()
                 if not any(one["requests"] for one in listed) and all(
                     state.free_blocks == state.num_blocks and not state.frozen for state in states
                 ):
                     return
+                assert time.monotonic() < deadline, f"never idle: {states}, {list(listed)}"
                 await asyncio.sleep(0.1)
         finally:
             for control in controls:

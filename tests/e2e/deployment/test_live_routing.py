@@ -52,8 +52,7 @@ def test_a_learned_router_routes_real_requests(
         streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
         await client.admin("drain", "decode-0")
         # How many of them move, and how many end first, depends on how fast the machine is.
-        while (await client.instances())["decode-0"]["requests"]:
-            await asyncio.sleep(0.05)
+        await client.until_empty("decode-0")
         answers, most = await answers_of(client, body, 4)
         assert answers == [text] * 4
         assert most["decode-0"] == 0
@@ -93,7 +92,7 @@ def test_headroom_lets_requests_wait_for_what_running_ones_will_need(
         answers, most = await answers_of(client, body, 6)
         assert answers == [alone["choices"][0]["text"]] * 6
         # Three prompts fit into an engine's 3,072 tokens; with their answers they would not.
-        assert [most[name] for name in DECODES] == [2, 2]
+        assert max(most[name] for name in DECODES) == 2
 
     with served(deployment, tmp_path, routing={"name": "headroom"}) as proxy:
         proxy.run(work)

@@ -18,7 +18,9 @@ SCORED = "headway_forecast_scored_requests_total"
 
 def wait_for(port: int, name: str, value: float) -> None:
     """Wait until a metric has a value."""
+    deadline, found = time.monotonic() + 300, dict[str, float]()
     while True:
+        assert time.monotonic() < deadline, f"{name} was never {value:g}: {found}"
         with suppress(OSError):  # it has just been started
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
                 found = metric_by(response.read().decode(), name, "instance_name")
