@@ -63,9 +63,7 @@ async def drain_busy(client: Client) -> None:
     busy = [one.name for one in client.deployment.decode if listed[one.name]["requests"]]
     for name in busy[:1]:
         await client.admin("drain", name)
-        async with asyncio.timeout(300):
-            while (await client.instances())[name]["requests"]:
-                await asyncio.sleep(0.02)
+        await client.until_empty(name)
         await client.admin("undrain", name)
 
 
@@ -89,7 +87,7 @@ def test_streams_outlive_the_coordinator_and_another_proxy(
                 await drain_busy(client)
             for stream in streams:
                 assert text_of(await stream) == expected
-            if measured(url, "headway_coordinator_migrations_total"):
+            if measured(url, "headway_coordinator_migrations_total") > 0:
                 break
         else:
             raise AssertionError("no request was ever moved")
