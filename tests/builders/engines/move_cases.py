@@ -85,7 +85,7 @@ async def there_and_back(engines: list[Engine], cases: Mapping[str, Case] = CASE
     async def compare(case: Case) -> tuple[Generation, Generation]:
         async with places:
             alone = asyncio.create_task(moved(engines, case.body, [], case.chat))
-            for _ in range(6):  # on a busy machine a request may end before it is frozen
+            for _ in range(20):  # on a busy machine a request may end before it is frozen
                 hopping = await moved(engines, case.body, case.cuts, case.chat)
                 if hopping.hops == len(case.cuts):
                     return await alone, hopping

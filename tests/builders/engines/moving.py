@@ -170,17 +170,23 @@ async def finish(
 
 async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generation:
     """Generate at an engine until it has frozen the request; its parameters are kept."""
-    generation, freezing = Generation(), None
-    path, sent = place(body, generation, {}, 0, False)
-    async for chunk in engine.stream(path, sent):
-        generation.take(chunk)
-        if len(generation.tokens) >= 6 and freezing is None:
-            freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, PATIENCE))
-    assert freezing is not None
-    frozen = await freezing
-    assert frozen.output_token_ids == generation.tokens
-    generation.params = frozen.params
-    return generation
+    for _ in range(20):  # a request may end before it is frozen
+        generation, freezing = Generation(), None
+        path, sent = place(body, generation, {}, 0, False)
+        async for chunk in engine.stream(path, sent):
+            generation.take(chunk)
+            if len(generation.tokens) >= 6 and freezing is None:
+                freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, PATIENCE))
+        assert freezing is not None
+        try:
+            frozen = await freezing
+        except NotFrozenError as error:
+            assert len(generation.tokens) == body["max_tokens"], error
+            continue
+        assert frozen.output_token_ids == generation.tokens
+        generation.params = frozen.params
+        return generation
+    raise AssertionError("the request ended each time before it was frozen")
 
 
 async def idle_state(engine: Engine, seconds: float = PATIENCE) -> EngineState:

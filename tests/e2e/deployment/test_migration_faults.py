@@ -47,7 +47,9 @@ def test_a_full_target_is_given_up_and_the_source_goes_on(on_engines: Run) -> No
         plain = await moved(engines, body, [])
         blocks = (await target.control.state(PATIENCE)).num_blocks
         words = "one two " * ((blocks // 3 - 3) * 16)  # three blocks remain for each answer
-        fillers = [GREEDY | {"prompt": f"{n} {words}", "max_tokens": 90} for n in range(3)]
+        # Three fill it; three more come before the request and fill it once again, for as long
+        # as it may take to get there.
+        fillers = [GREEDY | {"prompt": f"{n} {words}", "max_tokens": 90} for n in range(6)]
         filling = [asyncio.create_task(moved([target], filler, [])) for filler in fillers]
         while (await target.control.state(PATIENCE)).free_blocks > 11:
             assert not any(filler.done() for filler in filling), "never full"
