@@ -29,13 +29,18 @@ N_PROMPTS = 24
 def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("collect")
     truncated_model(smollm2, 8, folder / "model")
+    write_prompts(folder / "prompts.jsonl", N_PROMPTS)
+    return folder
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Write so many prompts, and one that is too long."""
     lines = [
         {"id": f"{i}_p", "prompt": f"Tell me a story about the number {i}.", "task": "story"}
-        for i in range(N_PROMPTS)
+        for i in range(count)
     ]
     lines.append({"id": "long", "prompt": "word " * 2000})
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return folder
+    path.write_text("\n".join(map(json.dumps, lines)))
 
 
 def arguments(folder: Path, out: Path, *options: str) -> list[str]:
@@ -49,9 +54,11 @@ def arguments(folder: Path, out: Path, *options: str) -> list[str]:
 
 
 def wait_for_rows(dataset: Path, command: Command, shards: int) -> None:
+    deadline = time.monotonic() + 600
     while len(rows_files(dataset)) < shards:
         assert command.is_running(), command.end()[1][-3000:]
-        time.sleep(0.1)
+        assert time.monotonic() < deadline, f"{shards} shards were never written"
+        time.sleep(0.05)
 
 
 def wait_for_spawned(process: subprocess.Popen) -> None:
@@ -76,7 +83,8 @@ def driven(dataset: Path) -> Counter[str]:
 
 def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     dataset = folder / "dataset"
-    collect = arguments(folder, dataset)
+    # One at a time: the others take many times as long as the first few, which are waited for.
+    collect = arguments(folder, dataset, "--arrivals.concurrency", "1")
 
     with running_command(collect, folder / "interrupted.log") as command:
         wait_for_rows(dataset, command, shards=1)
@@ -104,6 +112,7 @@ def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     after_kill = driven(dataset)
     assert set(after_interrupt) < set(after_kill)
 
+    collect = arguments(folder, dataset)
     with running_command(collect, folder / "finished.log") as command:
         status, output = command.end()
     assert status == 0, output[-3000:]
@@ -193,10 +202,15 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
         for path in os.environ["PYTHONPATH"].split(os.pathsep)
         if Path(path).name != "forked_engines"
     ]
+    # Far from their end when the disk is full, which the engine is asked for once a second.
+    many = tmp_path / "many.jsonl"
+    write_prompts(many, 10 * N_PROMPTS)
+    collect = arguments(folder, tmp_path / "disk" / "dataset", "--record.k", "1")
+    collect += ["--prompts", str(many)]
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        # Room for the first six answers (220 kB of rows) and not for all 24.
+        # Room for the first six answers (220 kB of rows) and not for four times as many.
         ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)],
         capture_output=True,
         check=False,
@@ -205,7 +219,7 @@ def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
         pytest.skip("mounting a small disk needs root")
     try:
         process = subprocess.Popen(
-            [*headway_command, *arguments(folder, disk / "dataset", "--record.k", "1")],
+            [*headway_command, *collect],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
