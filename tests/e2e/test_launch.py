@@ -3,7 +3,7 @@
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ def test_an_engine_that_dies_is_reported_and_sigterm_stops_the_rest(
         dying = next(e for e in engines if str(described.decode[0].port) in e.cmdline())
         for member in groups[dying.pid]:
             if member.pid != dying.pid:
-                member.kill()  # its engine core, as the system does when memory runs out
+                with suppress(psutil.NoSuchProcess):  # it has ended with one before
+                    member.kill()  # its engine core, as the system does when memory runs out
         assert "decode-0" in read_until(process, "headway launch: ")
         assert complete(described.prefill[0])["choices"][0]["text"]
         process.terminate()

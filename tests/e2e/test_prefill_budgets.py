@@ -1,6 +1,7 @@
 """Two engines that prefill and decode, behind a router that goes by their prefill budgets."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ async def answer(client: Client, **body: Any) -> tuple[int, Any, Any]:
 
 async def finished(client: Client, at_least: float = 0) -> dict[str, float]:
     """Return how many requests each engine has finished, once they are so many in all."""
+    deadline = time.monotonic() + 300
     while True:
         counts = {}
         for one in client.deployment.decode:
@@ -52,6 +54,7 @@ async def finished(client: Client, at_least: float = 0) -> dict[str, float]:
                 counts[one.name] = metric(await response.text(), "vllm:request_success_total")
         if sum(counts.values()) >= at_least:
             return counts
+        assert time.monotonic() < deadline, f"never {at_least:g} in all: {counts}"
         await asyncio.sleep(0.1)
 
 
@@ -60,17 +63,20 @@ def test_prompts_that_come_at_once_are_shared_out(replicas: Served) -> None:
 
     async def work(client: Client) -> None:
         start = sum((await finished(client)).values())
+        for one in client.deployment.decode:  # it publishes a budget from then on
+            await client.post({"prompt": "One", "max_tokens": 1}, url=one.url)
+        before = await finished(client, start + 2)
+        # Neither engine has the prompt in its prefix cache: each budget stays spent for a while.
+        answers = await asyncio.gather(*(answer(client, prompt=LONG) for _ in range(4)))
+        assert [status for status, _, _ in answers] == [200] * 4
+        after = await finished(client, start + 6)
+        assert [after[name] - before[name] for name in before] == [2, 2]
         (_, alone, _) = await client.post(
             {"prompt": LONG, "max_tokens": 12, "temperature": 0, "ignore_eos": True},
             url=client.direct,
         )
-        before = await finished(client, start + 1)
-        answers = await asyncio.gather(*(answer(client, prompt=LONG) for _ in range(4)))
-        assert [status for status, _, _ in answers] == [200] * 4
         text = alone["choices"][0]["text"]
         assert [one["choices"][0]["text"] for _, one, _ in answers] == [text] * 4
-        after = await finished(client, start + 5)
-        assert [after[name] - before[name] for name in before] == [2, 2]
 
     replicas.run(work)
 
