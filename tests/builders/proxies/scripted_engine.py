@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
+from chosen_ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -146,9 +147,9 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
+        self.port = self.port or free_port()  # it may come back there
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        self.port = self._runner.addresses[0][1]
         self.engines[self.name] = self
         self._control: ControlServer | None = ControlServer("tcp://127.0.0.1:*", None, self._answer)
         endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT

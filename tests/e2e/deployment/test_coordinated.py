@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from forked_vllm import free_port
+from chosen_ports import free_port
 from metrics import metric
 from proxying import Client, Served, served, text_of
 from running_deployment import RunningDeployment

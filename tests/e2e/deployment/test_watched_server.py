@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from forked_vllm import free_port, post
+from chosen_ports import free_port
+from forked_vllm import post
 from metrics import metric_by
 from process_groups import processes_in
 from running_deployment import RunningDeployment

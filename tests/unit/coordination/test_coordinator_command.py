@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from chosen_ports import free_port
 
 from rescheduler.commands.command_line import main
 
@@ -23,12 +24,6 @@ proxy: {{port: 0, admin_port: {admin}}}
 COORDINATOR = """\
 coordinator: {{endpoint: "tcp://127.0.0.1:{endpoint}", port: {port}, silent_seconds: 30.0}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def written(folder: Path, more: str = COORDINATOR, **ports: int) -> Path:

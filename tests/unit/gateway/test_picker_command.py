@@ -11,10 +11,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from chosen_ports import free_port
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from gateway import free_port
 
 from rescheduler.commands.command_line import main
 from rescheduler.gateway.messages import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from chosen_ports import free_port
 from coordinated_cluster import Coordinated, coordinated_cluster, link_of
-from forked_vllm import free_port
 from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 

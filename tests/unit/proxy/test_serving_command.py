@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from chosen_ports import free_port
 
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import read_deployment
@@ -26,12 +27,6 @@ instances:
   - {{name: decode-0, role: decode, url: "http://127.0.0.1:{dead}/"}}
 proxy: {{port: {port}, admin_port: {admin_port}}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def write(folder: Path, port: int, more: str = "", admin_port: int | None = None) -> Path:
