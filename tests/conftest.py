@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from data_collection.models import prepare_embedded
@@ -24,9 +24,14 @@ sys.path.append(_FORKING)  # the forkserver has this process's path; vLLM finds 
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.get("PYTHONPATH")]))
 
 # The first example of a property may compile, and no test depends on the machine's load.
-settings.register_profile("default", deadline=None, derandomize=False, max_examples=25)
-settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=500)
-settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=100_000)
+for _name, _examples in (("default", 25), ("thorough", 500), ("nightly", 100_000)):
+    settings.register_profile(
+        _name,
+        deadline=None,
+        derandomize=False,
+        max_examples=_examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -18,7 +18,9 @@ def tokenizer(smollm2: Path) -> Any:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     prompt=st.lists(st.integers(0, 49_151), min_size=1, max_size=8),

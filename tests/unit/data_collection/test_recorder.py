@@ -61,7 +61,7 @@ class FailingDisk:
         self._write(*args, **kwargs)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(totals=st.lists(st.integers(0, 130), min_size=1, max_size=6))
 def test_remaining_is_total_minus_generated(
     tmp_path_factory: pytest.TempPathFactory, totals: list[int]

@@ -16,7 +16,7 @@ from rescheduler.openai.openai_stream import EventReader, StreamSplicer, event, 
 PROMPT = "Tell me"
 texts = st.text(st.sampled_from("ab c🤦🏽é漢\n"), min_size=1, max_size=30)
 cuts = st.lists(st.integers(1, 40), max_size=3, unique=True).map(sorted)
-quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def spliced(
