@@ -115,7 +115,7 @@ def subscriber() -> Iterator[tuple[TelemetrySubscriber, zmq.Socket[bytes]]]:
 
 def hears(telemetry: TelemetrySubscriber, engine: zmq.Socket[bytes], name: str) -> bool:
     """Return whether a subscriber takes a valid snapshot, which is sent until it does."""
-    key, deadline, seq = InstanceKey(name, 0), time.monotonic() + 20, 0
+    key, deadline, seq = InstanceKey(name, 0), time.monotonic() + 120, 0
     while time.monotonic() < deadline:
         engine.send_multipart(snapshot_of(name, seq))
         seq += 1

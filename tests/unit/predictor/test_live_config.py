@@ -1,6 +1,5 @@
 """What an engine with forecasts refuses before it serves."""
 
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from predictor.live.live_config import LiveConfig, TelemetryConfig
 from predictor.live.telemetry_messages import (
     Finished,
     Gauges,
+    Message,
     Snapshot,
     TelemetryError,
     decode_message,
@@ -51,13 +51,16 @@ def test_an_engine_that_becomes_idle_publishes_it_at_once() -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.subscribe(b"")
         subscriber.connect(publisher.endpoint)
-        time.sleep(0.3)  # until it is known there
-        running.clear()
-        publisher.at_step(5, Gauges(running=0, prefill_budget=100.0))
-        publisher.finished([FinishedRequest("a", "stop", 4, 2, 16, [1], [2, 3], {})])
-        received = []
-        while len(received) < 2 and subscriber.poll(20_000):
-            received.append(decode_message(subscriber.recv_multipart()[1]))
+        received: list[Message] = []
+        for _ in range(1200):  # what is published before it is known there does not come
+            running.clear()
+            publisher.at_step(5, Gauges(running=0, prefill_budget=100.0))
+            publisher.finished([FinishedRequest("a", "stop", 4, 2, 16, [1], [2, 3], {})])
+            while len(received) < 2 and subscriber.poll(100):
+                message = decode_message(subscriber.recv_multipart()[1])
+                received += [message] if received or isinstance(message, Finished) else []
+            if len(received) == 2:
+                break
         publisher.close()
     ended, idle = received
     assert isinstance(ended, Finished) and isinstance(idle, Snapshot)

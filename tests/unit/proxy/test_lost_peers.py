@@ -1,6 +1,7 @@
 """An engine's machine that disappears without a word, and one that has nothing to say."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
@@ -19,7 +20,7 @@ class Network:
     def __init__(self, server: int) -> None:
         self.lost = False
         self.connections = 0
-        self.from_clients = 0
+        self.from_clients = Counter[int]()
         self.changed = asyncio.Condition()
         self._server = server
 
@@ -34,8 +35,13 @@ class Network:
                 ways.create_task(self._carry(reader, back, number, counted=True))
                 ways.create_task(self._carry(there, writer, number, counted=False))
 
+    @property
+    def most_from_clients(self) -> int:
+        """How often something came from a client, on the connection where it came most often."""
+        return max(self.from_clients.values(), default=0)
+
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self.changed:
+        async with asyncio.timeout(120), self.changed:
             await self.changed.wait_for(holds)
 
     async def _carry(
@@ -44,7 +50,7 @@ class Network:
         while data := await source.read(1 << 16):
             if not (self.lost and number == 0):
                 sink.write(data)
-            self.from_clients += counted
+            self.from_clients[number] += counted
             async with self.changed:
                 self.changed.notify_all()
         sink.close()
@@ -79,7 +85,7 @@ async def test_a_machine_that_is_gone_is_connected_to_again(
 ) -> None:
     async with network(server) as (carrier, endpoint):
         with closing(client(endpoint)):
-            await carrier.until(lambda: carrier.from_clients > PINGED)
+            await carrier.until(lambda: carrier.most_from_clients > PINGED)
             carrier.lost = True
             await carrier.until(lambda: carrier.connections > 1)
 
@@ -90,5 +96,5 @@ async def test_an_engine_with_nothing_to_say_stays_connected(
 ) -> None:
     async with network(server) as (carrier, endpoint):
         with closing(client(endpoint)):
-            await carrier.until(lambda: carrier.from_clients > PINGED)
-            assert carrier.connections == 1
+            # One may be given up where this process itself stood still; another one stays.
+            await carrier.until(lambda: carrier.most_from_clients > PINGED + 2)

@@ -243,7 +243,7 @@ async def chunked(size: int) -> AsyncIterator[bytes]:
 
 
 async def test_bodies_have_a_deadline_and_a_budget(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, largest_body_mb=2, bodies_mb=3, body_seconds=1.0) as it:
+    async with cluster(tokenizer, largest_body_mb=2, bodies_mb=3, body_seconds=3.0) as it:
         host, port = it.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(

@@ -556,17 +556,21 @@ async def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_servic
 
 async def test_draining_moves_running_streams_and_lets_none_in(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
+        for engine in it.decodes:
+            engine.token_seconds = 0.1  # no stream ends before it has moved
         bodies = [{"prompt": f"{PROMPT} {i}", "max_tokens": 300} for i in range(8)]
         streams = [asyncio.create_task(it.stream(body)) for body in bodies]
         await until(lambda: sum(len(engine.bodies) for engine in it.decodes) == 8)
         _, instance = await it.admin("POST", "drain/decode-0")
         assert instance["draining"]
         assert instance["requests"] > 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while instance["requests"]:
                 await asyncio.sleep(0.02)
                 instance = (await it.admin("GET", "instances"))[1]["instances"][1]
         assert not all(stream.done() for stream in streams)
+        for engine in it.decodes:
+            engine.token_seconds = 0.002
         before = len(it.engines["decode-0"].bodies)
         await it.stream({"prompt": PROMPT, "max_tokens": 3})
         assert len(it.engines["decode-0"].bodies) == before
