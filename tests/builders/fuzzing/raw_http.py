@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 __all__ = ["RawAnswer", "exchange", "raw_request"]
 
-_HEAD = re.compile(rb"HTTP/1\.[01] (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
+_HEAD = re.compile(rb"HTTP/(?:0\.9|1\.[01]) (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
 
 
 class RawAnswer(NamedTuple):

@@ -208,8 +208,12 @@ FOUND = [
     sent(COMPLETIONS, b"{}", (b"Expect", b"much")),
     sent("/nowhere", gzip.compress(bytes(range(256)) * 9)[:-90] + b"x" * 90, GZIP),
     sent(COMPLETIONS, gzip.compress(b" " * 200_000_000), GZIP),
+    Request(b"POST /tokenizeHTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}", whole=False),
 ]
-"""Requests that had a traceback logged, an answer that is not OpenAI's, or none."""
+"""Requests that had a traceback logged, an answer that is not OpenAI's, or none.
+
+The last one says no version of HTTP, and is answered in that of 0.9.
+"""
 
 
 @fuzzed(batch=BATCH)
