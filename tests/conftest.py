@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that share a computation spin while they wait for each other: on a busy machine that
 # makes an engine slower a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")  # figures open no windows
 _FORKING = str(Path(__file__).with_name("forked_engines"))
 sys.path.append(_FORKING)  # the forkserver has this process's path; vLLM finds a plugin there
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.get("PYTHONPATH")]))

@@ -1,16 +1,27 @@
 """Forecasts of the remaining length: survival curves, point forecasts, and what they share."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from predictor.forecasts.curve_plot import draw_curves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Forecast", "ForecastError", "PointForecast", "SurvivalForecast"]
 
 FloatArray = npt.NDArray[np.float64]
 Tokens = npt.ArrayLike
 """Numbers of tokens: one for all requests, or [n_requests]."""
+
+_INTERVAL = (0.1, 0.5, 0.9)
+_SHOWN = 0.98
+"""A figure leaves out the last of a curve's tail, which would squeeze the rest."""
+_POINTS = 2048
+_MOST_CURVES = 8
 
 
 class ForecastError(ValueError):
@@ -68,6 +79,17 @@ class Forecast(Protocol):
         """Return the curve through S at the given edges (exact there, linear between)."""
         ...
 
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw S(h) of each request, its median and, shaded, its 80% interval.
+
+        Args:
+            ax: matplotlib axes to draw on; a new figure if there are none.
+
+        Raises:
+            ForecastError: no request, or more than can be told apart.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SurvivalForecast:
@@ -118,6 +140,9 @@ class SurvivalForecast:
             raise ForecastError("survival must never rise")
         n_requests = len(curves)
         return cls(grid, curves, np.zeros(n_requests), _per_request(limit, n_requests))
+
+    def __repr__(self) -> str:
+        return _described(self)
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -203,6 +228,14 @@ class SurvivalForecast:
     def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
         """Return the curve through S at the given edges (exact there, linear between)."""
         return SurvivalForecast.new(edges, self.at(edges), self._left())
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw S(h) of each request, its median and, shaded, its 80% interval.
+
+        Raises:
+            ForecastError: no request, or more than can be told apart.
+        """
+        return _plotted(self, ax)
 
     def arrays(self) -> tuple[FloatArray, npt.NDArray[np.floating[Any]], FloatArray, FloatArray]:
         """Return edges, survival, age and limit as compiled code reads them: it checks no bounds.
@@ -291,6 +324,9 @@ class PointForecast:
             raise ForecastError("a point forecast is one finite number of tokens a request")
         return cls(tokens, np.zeros(len(tokens)), _per_request(limit, len(tokens)))
 
+    def __repr__(self) -> str:
+        return _described(self)
+
     def __len__(self) -> int:
         """Return the number of requests."""
         return len(self.remaining)
@@ -338,6 +374,39 @@ class PointForecast:
     def on_grid(self, edges: npt.ArrayLike) -> SurvivalForecast:
         """Return the step seen at the given edges (exact there, linear between)."""
         return SurvivalForecast.new(edges, self.at(edges), self.limit - self.age)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw S(h) of each request, its median and, shaded, its 80% interval.
+
+        Raises:
+            ForecastError: no request, or more than can be told apart.
+        """
+        return _plotted(self, ax)
+
+
+def _described(forecast: Forecast) -> str:
+    name, n = type(forecast).__name__, len(forecast)
+    if n == 0:
+        return f"<{name}: no requests>"
+    low, median, high = np.ceil(forecast.quantile(_INTERVAL)).T
+    if n == 1:
+        return (
+            f"<{name}: median {median[0]:,.0f} tokens, "
+            f"80% between {low[0]:,.0f} and {high[0]:,.0f}>"
+        )
+    return f"<{name}: {n} requests, medians from {median.min():,.0f} to {median.max():,.0f} tokens>"
+
+
+def _plotted(forecast: Forecast, ax: "Axes | None") -> "Axes":
+    if not 1 <= len(forecast) <= _MOST_CURVES:
+        raise ForecastError(
+            f"a figure shows 1 to {_MOST_CURVES} requests, not {len(forecast)}: choose some with "
+            "select(rows)"
+        )
+    interval = forecast.quantile(_INTERVAL)
+    end = 1.1 * float(forecast.quantile(_SHOWN).max()) + 1
+    tokens = np.unique(np.linspace(0, np.ceil(end), _POINTS).astype(np.int64))
+    return draw_curves(tokens, forecast.at(tokens), interval, ax)
 
 
 def _per_request(tokens: Tokens, n_requests: int) -> FloatArray:

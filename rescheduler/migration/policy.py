@@ -4,16 +4,21 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from predictor.forecasts.figure_axes import axes_to_draw
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.cluster.registry import Registry
 from rescheduler.migration.inputs import MigrationInputs, migration_inputs
+from rescheduler.migration.move_arrows import draw_move, draw_reason
 from rescheduler.routing.policy import Needs
 from rescheduler.step_time.profile import Profile, load_profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "Migration",
@@ -57,6 +62,32 @@ class Plan:
 
     migrations: list[Migration]
     reason: str
+
+    def plot(self, view: ClusterView, ax: "Axes | None" = None) -> "Axes":
+        """Draw the cluster, an arrow for each move, and the reason.
+
+        Args:
+            view: of the cluster that was planned for.
+            ax: matplotlib axes to draw on; a new figure if there are none.
+
+        Raises:
+            IndexError: the plan is of another cluster.
+        """
+        bars = view.load_bars()
+        starts, remaining = bars.starts(), None if view.forecast is None else view.forecast.mean()
+        arrives = view.kv_load.copy()
+        with axes_to_draw(ax, *bars.figure_size) as axes:
+            bars.draw(axes)
+            for move in self.migrations:
+                tokens = int(view.context_tokens[move.request])
+                label = f"request {move.request}"
+                if remaining is not None:
+                    label += f", about {remaining[move.request]:,.0f} tokens to come"
+                start, end = starts[move.request], arrives[move.target]
+                draw_move(axes, (start, move.source), (end, move.target), tokens, label)
+                arrives[move.target] += tokens
+            draw_reason(axes, self.reason)
+        return axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,16 @@ import sys
 import predictor
 
 
-def test_routing_the_proxy_and_the_simulator_load_no_pytorch() -> None:
+def test_routing_the_proxy_and_the_simulator_load_no_pytorch_and_no_matplotlib() -> None:
     modules = (
         "rescheduler.serving.serve",
         "rescheduler.simulator.simulate",
         "rescheduler.migration",
     )
-    loads = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    loads = f"import sys, {', '.join(modules)}"
+    loads += "; print({'torch', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
-    assert found.stdout == "False\n", found.stderr
+    assert found.stdout == "set()\n", found.stderr
 
 
 def test_every_public_name_of_the_predictor_loads() -> None:

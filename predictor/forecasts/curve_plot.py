@@ -1,0 +1,45 @@
+"""Survival curves as a figure."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecasts.figure_axes import axes_to_draw
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_curves"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def draw_curves(
+    tokens: npt.NDArray[Any], survival: FloatArray, interval: FloatArray, ax: "Axes | None"
+) -> "Axes":
+    """Draw S(h) of some requests, each with its median and what lies in its 80% interval.
+
+    Args:
+        tokens: [n_h] h, ascending from 0.
+        survival: [n, n_h] S(h).
+        interval: [n, 3] the 10, 50 and 90% quantile, in tokens.
+        ax: see `axes_to_draw`.
+    """
+    with axes_to_draw(ax, 6.4, 3.4) as axes:
+        for curve, (low, median, high) in zip(survival, np.ceil(interval), strict=True):
+            label = f"median {median:,.0f}, 80% between {low:,.0f} and {high:,.0f}"
+            (line,) = axes.step(tokens, curve, where="post", label=label)
+            colour, inside = line.get_color(), (low <= tokens) & (tokens <= high)
+            axes.fill_between(
+                tokens, curve, where=inside, step="post", color=colour, alpha=0.18, linewidth=0
+            )
+            axes.plot(median, 0.5, "o", color=colour)
+        axes.set_xlim(0, tokens[-1])
+        axes.set_ylim(0, 1.03)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("more tokens")
+        axes.set_ylabel("still running")
+        axes.legend(loc="upper right", fontsize="small", frameon=False)
+    return axes
