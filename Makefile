@@ -6,6 +6,7 @@
 # make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
 # make docs   the documentation site, in site/
+# make notebook  the outputs in examples/, anew
 #
 # Needs Python 3.11+, pip and make. Everything is installed into $(VENV), and again only when
 # a file that says what to install has changed.
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit browser fuzz lint docs install clean
+.PHONY: demo test unit browser fuzz lint docs notebook install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -56,6 +57,9 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+notebook: $(INSTALLED)
+	$(BIN)/python -m nbconvert --config examples/nbconvert_config.py --to notebook --execute --inplace examples/from_dataset_to_routing.ipynb
 
 install: $(INSTALLED)
 

@@ -1,8 +1,9 @@
 """Bring the files that pages link to, and that lie outside docs/, into the site (an MkDocs hook).
 
 The README becomes the front page. Any other linked file of the repository gets a page or a copy
-below `files/`, so that one relative link works in the repository and on the site. A link to a file
-that does not exist is left alone, and `mkdocs build --strict` fails on it.
+below `files/`, so that one relative link works in the repository and on the site; a notebook gets a
+page with its outputs below `examples/`. A link to a file that does not exist is left alone, and
+`mkdocs build --strict` fails on it.
 """
 
 import re
@@ -12,6 +13,7 @@ from posixpath import dirname, normpath, relpath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _COPIED = (".md", ".png")
@@ -28,7 +30,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             if path.startswith("docs/") or not (root / path).is_file():
                 continue
             added.add(path)
-            files.append(_site_file(path, root, config))
+            for file in _site_files(path, root, config):
+                files.append(file)
             if path.endswith(".md") and path not in pages:
                 pages.append(path)
     return files
@@ -60,6 +63,8 @@ def _site_path(path: str) -> str:
         return "index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.endswith(".ipynb"):
+        return f"{path.removesuffix('.ipynb')}.md"
     return f"files/{path}" if path.endswith(_COPIED) else f"files/{path}.md"
 
 
@@ -67,12 +72,24 @@ def _repository_path(src_uri: str) -> str:
     """Return where the repository has a page of the site that may contain links."""
     if src_uri == "index.md":
         return "README.md"
+    if src_uri.startswith("examples/"):
+        return f"{src_uri.removesuffix('.md')}.ipynb"
     return src_uri.removeprefix("files/") if src_uri.startswith("files/") else f"docs/{src_uri}"
 
 
-def _site_file(path: str, root: Path, config: MkDocsConfig) -> File:
+def _site_files(path: str, root: Path, config: MkDocsConfig) -> list[File]:
+    if path.endswith(".ipynb"):
+        return _notebook_page(path, root, config)
     content: str | bytes = (root / path).read_bytes()
     if not path.endswith(_COPIED):
         language = path.rpartition(".")[2] if "." in path else "text"
         content = f"# {path}\n````{language}\n{(root / path).read_text()}\n````\n"
-    return File.generated(config, _site_path(path), content=content)
+    return [File.generated(config, _site_path(path), content=content)]
+
+
+def _notebook_page(path: str, root: Path, config: MkDocsConfig) -> list[File]:
+    """Return the page of a notebook, and its figures."""
+    markdown, resources = MarkdownExporter().from_filename(str(root / path))
+    figures = {f"{dirname(path)}/{name}": data for name, data in resources["outputs"].items()}
+    found = {_site_path(path): markdown} | figures
+    return [File.generated(config, name, content=content) for name, content in found.items()]

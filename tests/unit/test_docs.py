@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from rescheduler.commands.command_line import main
 
@@ -13,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FOLDERS = (
-    "benchmarks|charts|checkpoints|configs|data_collection|deploy|docs|predictor|rescheduler|tests"
+    "benchmarks|charts|checkpoints|configs|data_collection|deploy|docs|examples|predictor|"
+    "rescheduler|tests"
 )
 
 
@@ -75,6 +77,19 @@ def test_the_simulation_page_migrates_a_request() -> None:
     exec(block, names)
     assert names["result"].migrations == 1
     assert len(names["result"].requests.number) == 40
+
+
+def test_the_page_on_plots_draws_what_it_says_and_saves_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = python_blocks("plot.md")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert len(pyplot.get_fignums()) == 4
+    assert [move.request for move in names["plan"].migrations] == [1]
+    assert (tmp_path / "plan.svg").read_text().endswith("</svg>\n")
+    pyplot.close("all")
 
 
 def test_the_gateway_page_shows_the_configuration_of_envoy() -> None:
