@@ -82,7 +82,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
         ),
     },
     "Serve": {
-        "launch": _Verb("rescheduler.engines.launch:launch", "start a deployment's engines"),
+        "launch": _Verb("rescheduler.launching.launch:launch", "start a deployment's engines"),
         "serve": _Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
         "coordinator": _Verb(
             "rescheduler.coordinator.coordinator_command:coordinator",
@@ -96,6 +96,11 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
             "rescheduler.serving.replay:replay", "show a recorded log on a page, or two of them"
         ),
         "drain": _Verb("rescheduler.serving.drain:drain", "drain an instance"),
+        "status": _Verb("rescheduler.on_ray.status:status", "show a deployment on a Ray cluster"),
+        "restart": _Verb(
+            "rescheduler.on_ray.restart:restart", "restart its engines, one after another"
+        ),
+        "stop": _Verb("rescheduler.on_ray.stop:stop", "stop it"),
         "watch": _Verb(
             "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"
         ),

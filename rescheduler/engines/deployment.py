@@ -1,7 +1,7 @@
 """A deployment of prefill and decode instances, as one YAML file describes it."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -229,7 +229,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     engine: EngineOptions = EngineOptions()
 
     @classmethod
-    def from_values(cls, values: Any) -> "Deployment":
+    def from_values(cls, values: Any) -> Self:
         """Return the deployment that a mapping describes, as a YAML file would.
 
         Raises:
@@ -239,8 +239,25 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             deployment = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise DeploymentError(" ".join(_with_path_first(str(error)).split())) from error
-        _check(deployment)
+        deployment.check()
         return deployment
+
+    def check(self) -> None:
+        """Refuse what the types allow and no deployment can mean.
+
+        Raises:
+            DeploymentError: names the field, and what it should be.
+        """
+        _check_addresses(self)
+        self.check_policies()
+
+    def check_policies(self) -> None:
+        """Refuse policies and batches that the types allow and no deployment can have.
+
+        Raises:
+            DeploymentError: names the field, and what it should be.
+        """
+        _check_policies(self)
 
     @property
     def served_name(self) -> str:
@@ -291,8 +308,7 @@ def read_deployment(path: Path | str) -> Deployment:
         raise DeploymentError(f"{path}: {error}") from error
 
 
-def _check(deployment: Deployment) -> None:
-    """Refuse what the types allow and no deployment can mean."""
+def _check_addresses(deployment: Deployment) -> None:
     seen: dict[str, str] = {}
     for i, instance in enumerate(deployment.instances):
         where = f"instances[{i}]"
@@ -313,6 +329,9 @@ def _check(deployment: Deployment) -> None:
         _check_coordinator(deployment, deployment.coordinator)
     if not deployment.decode:
         raise DeploymentError("instances: at least one must have the role decode")
+
+
+def _check_policies(deployment: Deployment) -> None:
     if deployment.engine.batching is not None:
         _check_batching(deployment)
     for field in ("routing", "migration"):

@@ -1,6 +1,7 @@
 """A deployment on this machine alone, on ports that are free now."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from data_collection.atomic_file import write_text_atomically
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.launch_checks import LaunchError, why_port_is_not_free
 
-__all__ = ["free_ports", "local_deployment", "write_deployment"]
+__all__ = ["free_blocks", "free_ports", "local_deployment", "write_deployment"]
 
 _HOST = "127.0.0.1"
 _FIRST, _END = 20_000, 32_000  # below those that the system gives to outgoing connections
@@ -79,10 +80,21 @@ def free_ports(count: int) -> list[int]:
     Raises:
         LaunchError: none are free.
     """
+    first = next(free_blocks(_HOST, count), None)
+    if first is None:
+        raise LaunchError(f"no {count} adjacent ports between {_FIRST} and {_END} are free")
+    return list(range(first, first + count))
+
+
+def free_blocks(host: str, count: int) -> Iterator[int]:
+    """Yield where as many adjacent ports begin that nothing listens on now.
+
+    Args:
+        host: address of this machine.
+        count: how many ports.
+    """
     places = (_END - _FIRST) // _APART
     for place in range(places):
         first = _FIRST + _APART * ((os.getpid() + place) % places)
-        ports = list(range(first, first + count))
-        if not any(why_port_is_not_free(_HOST, port) for port in ports):
-            return ports
-    raise LaunchError(f"no {count} adjacent ports between {_FIRST} and {_END} are free")
+        if not any(why_port_is_not_free(host, port) for port in range(first, first + count)):
+            yield first

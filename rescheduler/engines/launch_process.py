@@ -35,13 +35,16 @@ class ServerProcess:
         command: that starts it.
         url: of its HTTP server.
         log: file its output is appended to.
+        tethered: it ends with this process, however this one ends.
     """
 
-    def __init__(self, name: str, command: EngineCommand, url: str, log: Path) -> None:
+    def __init__(
+        self, name: str, command: EngineCommand, url: str, log: Path, tethered: bool = False
+    ) -> None:
         self.name = name
         self.url = url
         self.log = log
-        self._command = command
+        self._command, self._tethered = command, tethered
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._is_gone = True  # the system may give a group's number to another one then
@@ -66,12 +69,13 @@ class ServerProcess:
         # Programs of this interpreter's environment are found also where it is not activated.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         environment = {**os.environ, "PATH": path, **self._command.environment}
+        tether = [sys.executable, "-m", "rescheduler.engines.tether"] if self._tethered else []
         with self.log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
-                self._command.arguments,
+                [*tether, *self._command.arguments],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if tether else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -154,4 +158,6 @@ class ServerProcess:
             os.killpg(self._process.pid, 0)
         except ProcessLookupError:
             self._is_gone = True
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         return not self._is_gone

@@ -1,0 +1,1 @@
+"""`headway launch`, on this machine or on a Ray cluster."""

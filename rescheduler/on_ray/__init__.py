@@ -1,0 +1,1 @@
+"""Deployments whose engines, proxies and coordinator are actors of a Ray cluster."""
