@@ -132,7 +132,7 @@ def _composed(
     ] + versions_differ(surveys)
     if problems:
         raise LaunchError("\n  ".join(["the nodes cannot run this:", *problems]))
-    free = set.intersection(*(set(one.free) for one in surveys.values()))
+    free = set.intersection(*(one.free for one in surveys.values()))
     count = ports_needed(where)
     if not free:
         raise LaunchError(f"no {count} adjacent ports are free on all nodes")

@@ -13,6 +13,8 @@ from rescheduler.on_ray.ray_deployment import RayDeployment
 
 __all__ = ["Questions", "Survey", "questions", "survey", "versions_differ"]
 
+_LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -46,7 +48,7 @@ class Survey:
     """
 
     versions: dict[str, str | None]
-    free: list[int]
+    free: set[int]
     problems: list[str]
 
 
@@ -69,7 +71,7 @@ def questions(
         for place, address, port in zip(where[first:], addresses[first:], fixed, strict=True):
             wanted[address].append((f"{place.name} (proxy.port)", address, port))
     if proxy.admin_port:
-        wanted[here].append(("proxy.admin_port", "127.0.0.1", proxy.admin_port))
+        wanted[here].append(("proxy.admin_port", _LOOPBACK, proxy.admin_port))
     paths = {"keys": deployment.keys, "proxy.engine_key_file": proxy.engine_key_file}
     found = {}
     for address, ports in wanted.items():
@@ -111,7 +113,9 @@ def survey(asked: Questions) -> Survey:
             resolve_model(asked.model)
     except (ValueError, OSError, RuntimeError) as error:
         problems.append(f"model: {error}")
-    return Survey(versions, list(free_blocks(asked.address, asked.count)), problems)
+    free = set(free_blocks(asked.address, asked.count))
+    free &= set(free_blocks(_LOOPBACK, asked.count))  # where the coordinator is operated
+    return Survey(versions, free, problems)
 
 
 def versions_differ(surveys: Mapping[str, Survey]) -> list[str]:

@@ -69,8 +69,12 @@ class ServerActor:
         grace = GRACE_SECONDS
         if server.role == "proxy":
             grace += deployment.proxy.shutdown_seconds
-        self._address = importlib.import_module("ray.util").get_node_ip_address()
-        self._kept = KeptServer(process, self._check, grace, folder / f"{server.name}.starts")
+        ray = importlib.import_module("ray")
+        self._address = ray.util.get_node_ip_address()
+        starts = folder / f"{server.name}.starts"
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            starts.unlink(missing_ok=True)  # of an earlier deployment
+        self._kept = KeptServer(process, self._check, grace, starts)
         self._kept.begin()
 
     def state(self) -> ServerState:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -344,10 +343,13 @@ def test_a_sweep_over_nothing_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_it_is_said_how_to_get_it(
-    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    small: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert sweep(small, tmp_path / "out", "--ray", "auto") == 1
     assert "pip install ray" in capsys.readouterr().err
 
