@@ -58,17 +58,23 @@ def launch_on_ray(deployment: RayDeployment, logs: Path, report: Report) -> Comp
     logs = logs.expanduser().absolute()
     deployment = _with_absolute_paths(deployment)
     with connected(options.address, options.namespace) as cluster, ending_signals_raised():
+        where = places(options)
+        bundles = [place.bundle for place in where]
         cluster.refuse_running()
+        ours = False
         try:
-            where = places(options)
-            nodes = cluster.reserve(options, [place.bundle for place in where])
+            with ending_signals_held():
+                cluster.reserve(options, bundles)
+                ours = True  # before, there may be another's
+            nodes = cluster.where_reserved(options, bundles)
             composed = _composed(cluster, deployment, where, nodes)
             logs.mkdir(parents=True, exist_ok=True)
             write_deployment(composed.deployment, logs / "deployment.yaml")
             _start(cluster, composed, str(logs), report)
         except BaseException:
-            with ending_signals_held():  # an impatient Ctrl-C would leave engines behind
-                take_down(cluster, report)
+            if ours:
+                with ending_signals_held():  # an impatient Ctrl-C would leave engines behind
+                    take_down(cluster, report)
             raise
     return composed
 

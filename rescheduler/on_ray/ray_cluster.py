@@ -119,19 +119,18 @@ class RayCluster:
             if one["Alive"]
         }
 
-    def reserve(self, options: RayOptions, bundles: Sequence[Mapping[str, float]]) -> list[str]:
-        """Reserve resources for as long as the deployment is there; return the nodes' ids.
+    def reserve(self, options: RayOptions, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Ask for resources for as long as the deployment is there; `where_reserved` waits.
 
         Args:
-            options: how, and how long to wait.
+            options: how they are to be spread.
             bundles: each of one node.
 
         Raises:
-            LaunchError: there is not enough of something, or something is reserved already.
+            LaunchError: a deployment of this namespace has some already.
         """
-        util = self._ray.util
         try:
-            group = util.placement_group(
+            self._ray.util.placement_group(
                 [dict(bundle) for bundle in bundles],
                 strategy=options.strategy,
                 name=_PLACES,
@@ -139,9 +138,19 @@ class RayCluster:
             )
         except (ValueError, self._ray.exceptions.RayError) as error:
             raise LaunchError(self._taken()) from error
+
+    def where_reserved(
+        self, options: RayOptions, bundles: Sequence[Mapping[str, float]]
+    ) -> list[str]:
+        """Wait until what was asked for is reserved; return the bundles' nodes, by id.
+
+        Raises:
+            LaunchError: there is not enough of something.
+        """
+        group = self._places()
         if not group.wait(timeout_seconds=options.reserve_seconds):
             raise LaunchError(self._missing(bundles, options.reserve_seconds))
-        found = util.placement_group_table(group)["bundles_to_node_id"]
+        found = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
         return [found[n] for n in range(len(bundles))]
 
     def reserved(self) -> bool:
