@@ -42,12 +42,15 @@ def address() -> Iterator[str]:
     """Of a cluster of two nodes, each with an address of its own that only this machine reaches."""
     size = {"num_cpus": 4, "object_store_memory": 80_000_000}
     head = {**size, "node_ip_address": "127.0.0.2", "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        cluster.add_node(**size, node_ip_address="127.0.0.3")
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Else Ray ends actors when anything on this machine, whatever it is, fills the memory.
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            cluster.add_node(**size, node_ip_address="127.0.0.3")
+            yield cluster.address
+        finally:
+            cluster.shutdown()
 
 
 class OnRay:
