@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from rescheduler.coordination.messages import Record
+from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placements import Placements
 
@@ -161,8 +162,9 @@ class Mirror:
             self._prefill_booked = False
             self._stand(None, None)
 
-    def place(self, instance: InstanceState) -> None:
+    def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
         """Book a place on a decode instance."""
+        del decision  # only its proxy traces it
         self.on_its_way = True
         self._stand(instance, instance)
 

@@ -9,6 +9,7 @@ import msgspec
 from data_collection.yaml_file import read_yaml
 from predictor.live.curve_keys import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
+from rescheduler.engines.trace_options import TraceOptions
 
 __all__ = [
     "CoordinatorOptions",
@@ -109,6 +110,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         forward_priority: let engines see the ``priority`` that clients ask for.
         engine_key_file: holds the API key of the engines, for probes; None: the environment
             variable ``VLLM_API_KEY``, if it is set.
+        traces: where traces of requests are sent, as ``{endpoint: http://HOST:4317}``, and their
+            ``sample``, the share of the requests that are traced (0.01); None: there are none.
     """
 
     host: str = "127.0.0.1"
@@ -142,6 +145,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     client_write_seconds: Seconds = 60.0
     forward_priority: bool = False
     engine_key_file: str | None = None
+    traces: TraceOptions | None = None
 
 
 class CoordinatorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -327,6 +331,8 @@ def _check_addresses(deployment: Deployment) -> None:
                 _check_endpoint(deployment, f"{where}.{field}", endpoint)
     if deployment.coordinator is not None:
         _check_coordinator(deployment, deployment.coordinator)
+    if deployment.proxy.traces is not None:
+        _check_traces(deployment, deployment.proxy.traces)
     if not deployment.decode:
         raise DeploymentError("instances: at least one must have the role decode")
 
@@ -368,6 +374,25 @@ def _check_coordinator(deployment: Deployment, coordinator: CoordinatorOptions) 
     if not usable:
         raise DeploymentError(f"{where}: {coordinator.endpoint!r} is not like tcp://127.0.0.1:5700")
     _check_endpoint(deployment, where, coordinator.endpoint)
+
+
+def _check_traces(deployment: Deployment, traces: TraceOptions) -> None:
+    where = "proxy.traces.endpoint"
+    try:
+        parts = urlsplit(traces.endpoint)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:
+        usable = False
+    if not usable or not traces.endpoint.isprintable():
+        raise DeploymentError(
+            f"{where}: {traces.endpoint!r} is not like http://127.0.0.1:4317, or "
+            "http://127.0.0.1:4318/v1/traces for OTLP over HTTP"
+        )
+    engine = deployment.engine.arguments
+    if any("--disable-log-stats" in [*engine, *one.arguments] for one in deployment.instances):
+        raise DeploymentError(
+            "proxy.traces: vLLM traces requests by its statistics: remove --disable-log-stats"
+        )
 
 
 def _check_batching(deployment: Deployment) -> None:

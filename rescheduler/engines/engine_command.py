@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from predictor.live.curve_keys import is_loopback
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
+from rescheduler.engines.trace_options import TraceOptions
 
 __all__ = ["EngineCommand", "engine_command", "lone_engine_command", "side_channel_port"]
 
@@ -76,6 +77,8 @@ def engine_command(
         arguments += ["--scheduler-cls", _SCHEDULER]
     if section:
         arguments += ["--additional-config", json.dumps({"headway": section})]
+    if deployment.proxy.traces is not None:
+        arguments += ["--otlp-traces-endpoint", deployment.proxy.traces.endpoint]
     arguments += [*options.arguments, *instance.arguments]
     return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
 
@@ -174,7 +177,21 @@ def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> di
             environment |= {"UCX_TLS": "tcp,shm,self,cma", "UCX_NET_DEVICES": "lo"}
     elif instance.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.devices))
+    if deployment.proxy.traces is not None:
+        environment |= _trace_environment(deployment.proxy.traces, instance)
     return environment | options.environment
+
+
+def _trace_environment(traces: TraceOptions, instance: Instance) -> dict[str, str]:
+    """Return what vLLM's OpenTelemetry reads.
+
+    It records what the proxy records: no probe, and nothing that came past the proxy.
+    """
+    return {
+        "OTEL_SERVICE_NAME": instance.name,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": traces.protocol,
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+    }
 
 
 def _cpu_environment(options: EngineOptions) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.decision import Decision
 from rescheduler.placement.guarded_policy import GuardedPolicy
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -189,13 +191,14 @@ class Dispatcher(Generic[R]):
         """
         if not any(instance.available for instance in self._decodes):
             return [None] * len(requests)
-        found = dict(self._chosen(requests, self._decides_at_once))
+        chosen = self._chosen(requests, self._decides_at_once)
+        found = {request: instance for request, instance, _ in chosen}
         return [found.get(request) for request in requests]
 
     def _chosen(
         self, requests: Sequence[R], policy: GuardedPolicy
-    ) -> Iterator[tuple[R, InstanceState | None]]:
-        """Yield where a policy places requests; None for one that has to wait.
+    ) -> Iterator[tuple[R, InstanceState | None, Decision]]:
+        """Yield where a policy places requests, None for one that has to wait, and how it decided.
 
         A request that instances have just failed goes to another one, if there is any. Requests
         that avoid other instances are decided on after those before them have been placed.
@@ -207,14 +210,17 @@ class Dispatcher(Generic[R]):
             alike = [request for request in requests if request.avoid == avoid]
             instances = [one for one in usable if one not in avoid] or usable
             if instances:
-                yield from zip(alike, self._assign(alike, instances, policy), strict=True)
+                places, decision = self._assign(alike, instances, policy)
+                for request, instance in zip(alike, places, strict=True):
+                    yield request, instance, decision
 
     def _assign(
         self,
         requests: Sequence[R],
         instances: Sequence[InstanceState],
         policy: GuardedPolicy,
-    ) -> list[InstanceState | None]:
+    ) -> tuple[list[InstanceState | None], Decision]:
+        began = time.time_ns()
         shown = self._decodes if self._policy.whole_cluster else instances
         view = cluster_view(
             self._placements,
@@ -229,16 +235,17 @@ class Dispatcher(Generic[R]):
         if len(shown) > len(instances):
             usable = [instance in instances for instance in shown]
             view = replace(view, slots=np.where(usable, view.slots, 0))
-        return [shown[g] if g >= 0 else None for g in policy.assign(view)]
+        places = [shown[g] if g >= 0 else None for g in policy.assign(view)]
+        return places, Decision(policy.decided_by, shown, view, began, time.time_ns())
 
     def _decide(self) -> None:
         self._round_due = False
         self._last_round = self._clock()
         waiting = [request for request, place in self.waiting.items() if not place.done()]
-        for request, instance in self._chosen(waiting, self._decides):
+        for request, instance, decision in self._chosen(waiting, self._decides):
             if instance is not None:
                 self.dispatched += 1
-                request.place(instance)
+                request.place(instance, decision)
                 logger.debug(
                     "request %s (%s), %d tokens: to %s",
                     request.id,

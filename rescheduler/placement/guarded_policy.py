@@ -29,6 +29,7 @@ class GuardedPolicy:
 
     Attributes:
         policy: as given.
+        decided_by: name of the policy that decided last.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class GuardedPolicy:
         computed: Callable[[], float] = time.thread_time,
     ) -> None:
         self.policy = policy
+        self.decided_by = policy.name
         self._clock, self._computed = clock, computed
         self._fallback = JSQLoad()
         self._rests_until = float("-inf")
@@ -53,6 +55,7 @@ class GuardedPolicy:
             logger.exception("routing by %s failed; by least load instead", self.policy.name)
             self._rests_until = self._clock() + _REST_SECONDS
             return self._by_load(view)
+        self.decided_by = self.policy.name
         took = self._computed() - started
         if took > _SLOW_SECONDS:
             logger.error("routing by %s took %.2f s; by least load instead", self.policy.name, took)
@@ -60,5 +63,6 @@ class GuardedPolicy:
         return targets
 
     def _by_load(self, view: ClusterView) -> list[int]:
+        self.decided_by = self._fallback.name
         targets: list[int] = self._fallback.assign(view).instance.tolist()
         return targets

@@ -1,6 +1,7 @@
 """One client's request while the proxy holds it."""
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.openai_stream import StreamSplicer
+from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placements import Placements
 from rescheduler.placement.request_state import (
@@ -30,6 +32,7 @@ from rescheduler.placement.request_state import (
     Waiting,
     check_transition,
 )
+from rescheduler.tracing.span import NO_SPAN, Span
 
 __all__ = ["LiveRequest", "TokenArrival"]
 
@@ -83,6 +86,7 @@ class LiveRequest:
         on_its_way: its decode instance has not accepted it yet.
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
+        trace: its span.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class LiveRequest:
         self.on_its_way = False
         self.client_blocks = False
         self.failed_by: list[InstanceState] = []
+        self.trace: Span = NO_SPAN
         self._placements = placements
         self._state: RequestState = Waiting()
         self._last_token: float | None = None
@@ -228,9 +233,16 @@ class LiveRequest:
         self._enter(Waiting())
         return Kept(state.instance, state.hop)
 
-    def place(self, instance: InstanceState) -> None:
-        """Occupy a place on the decode instance that the routing policy chose."""
+    def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
+        """Occupy a place on the decode instance that the routing policy chose.
+
+        Args:
+            instance: that was chosen.
+            decision: that chose it; None if another process did.
+        """
         prefill = self._expect(Waiting).prefill
+        if self.trace.recorded:
+            self._trace_place(instance, decision)
         self.hop += 1
         self.on_its_way = True
         self._enter(Placed(instance, prefill))
@@ -379,6 +391,14 @@ class LiveRequest:
         state = self._state
         self._enter(Finished())
         return _kept(state)
+
+    def _trace_place(self, instance: InstanceState, decision: Decision | None) -> None:
+        if decision is None:
+            now = time.time_ns()
+            self.trace.over("place", now, now, instance=instance.name, policy="coordinator")
+        else:
+            began, ended = decision.began, decision.ended
+            self.trace.over("place", began, ended, instance=instance.name, **decision.attributes())
 
     def _wake(self) -> None:
         """Wake who waits for a token."""

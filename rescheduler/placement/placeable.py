@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Protocol, TypeVar
 
+from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
 
 __all__ = ["Counted", "Mover", "Placeable", "PlacedRequests", "R"]
@@ -89,8 +90,13 @@ class Placeable(Counted, Protocol):
     def prefill_failed(self) -> object:
         """Leave a prefill instance."""
 
-    def place(self, instance: InstanceState) -> None:
-        """Occupy a place on a decode instance."""
+    def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
+        """Occupy a place on a decode instance.
+
+        Args:
+            instance: that was chosen.
+            decision: that chose it; None if another process did.
+        """
 
     def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
         """Note what its engine says of a stream that is passed through as it is."""

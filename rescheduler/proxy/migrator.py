@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,15 +12,19 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.request_state import Kept, Move
-from rescheduler.proxy.move_history import MoveHistory
+from rescheduler.proxy.move_history import EndedMove, MoveHistory
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
+from rescheduler.tracing.span import Span
+from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
 __all__ = ["Migrator"]
 
 logger = logging.getLogger("headway.serve")
 
+_NO_FAILURE = ("moved", "not_frozen", "ended", "gone")
+"""Outcomes of a move with which nothing is wrong: what has not moved has ended."""
 _REST_SECONDS = 5.0
 _SPARE_BLOCKS = 2
 _FEW_TOKENS = 2
@@ -66,10 +71,31 @@ class Migrator:
         source = request.instance
         if source is None or source is target or not request.can_move:
             return "gone"
+        with request.trace.span("move", source=source.name, target=target.name, reason=why) as span:
+            ended = await self._tried(request, source, target, why, span)
+            pause = ended.pause
+            span.set(outcome=ended.outcome, pause_ms=None if pause is None else 1e3 * pause)
+            if ended.outcome not in _NO_FAILURE:
+                span.fail(ended.outcome)
+        return ended.outcome
+
+    def release(self, kept: Kept, id: str) -> None:
+        """Free, in the background, what an instance keeps of a request in vain."""
+        self._background(self._release(kept, id))
+
+    async def _tried(
+        self,
+        request: LiveRequest,
+        source: InstanceState,
+        target: InstanceState,
+        why: str,
+        span: Span,
+    ) -> EndedMove:
+        """Try to move a request; return how that ended."""
         move, loop = request.move_to(target), asyncio.get_running_loop()
         began = loop.time()
         try:
-            outcome = await self._moved(request, move)
+            outcome = await self._moved(request, move, span)
         finally:
             if request.is_copying(move):
                 request.not_copied()
@@ -77,7 +103,7 @@ class Migrator:
             request.rest(loop.time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
         tokens = request.generated_tokens
-        self.history.ended(request.id, request.name, move, tokens, why, outcome)
+        ended = self.history.ended(request.id, request.name, move, tokens, why, outcome)
         logger.info(
             "request %s, %d tokens: %s to %s: %s after %.3f s (%s)",
             request.id,
@@ -88,27 +114,27 @@ class Migrator:
             loop.time() - began,
             why,
         )
-        return outcome
+        return ended
 
-    def release(self, kept: Kept, id: str) -> None:
-        """Free, in the background, what an instance keeps of a request in vain."""
-        self._background(self._release(kept, id))
-
-    async def _moved(self, request: LiveRequest, move: Move) -> str:
+    async def _moved(self, request: LiveRequest, move: Move, span: Span) -> str:
         """Move a request; return how that ended."""
         await self._filled_block(request, move)
         async with self._at_a_time:
-            outcome = await self._copied(request, move)
+            outcome = await self._copied(request, move, span)
             if outcome is None and (request.client_blocks or not request.is_copying(move)):
                 outcome = "gone"
             if outcome is None:
                 request.freeze()
-                outcome = await self._frozen(request, move)
+                with span.span("freeze", instance=move.source.name):
+                    outcome = await self._frozen(request, move)
+            frozen_at = time.time_ns()
             if outcome is None:  # other moves need not wait for a client or an engine
                 await asyncio.wait([move.landed], timeout=self._options.moved_token_seconds)
         if outcome is not None:
             return outcome
-        return "moved" if await asyncio.shield(move.landed) else "rolled_back"
+        landed = await asyncio.shield(move.landed)
+        span.over("resume", frozen_at, time.time_ns(), instance=move.target.name)
+        return "moved" if landed else "rolled_back"
 
     async def _filled_block(self, request: LiveRequest, move: Move) -> None:
         """Wait until a request has just filled a block: copies are of full blocks.
@@ -127,7 +153,7 @@ class Migrator:
         ):
             await request.next_token()
 
-    async def _copied(self, request: LiveRequest, move: Move) -> str | None:
+    async def _copied(self, request: LiveRequest, move: Move, span: Span) -> str | None:
         """Have the target copy what there is; return why the request stays, or None.
 
         A request that fills no block, and a target that shares none, need no copy.
@@ -141,14 +167,7 @@ class Migrator:
             return None
         began = asyncio.get_running_loop().time()
         try:
-            snapshot = await control.snapshot(request.id, self._options.control_seconds)
-            body = self._bodies.copy(
-                request.client, request.id, move.hop, snapshot.token_ids, snapshot.params
-            )
-            # Its own name would make the copy look like the request to those who count them.
-            headers = {k: v for k, v in request.headers.items() if k != "X-Request-Id"}
-            seconds = self._options.moved_token_seconds
-            await self._upstream.copy(target.instance, body, headers, seconds)
+            await self._copy(request, move, control, span)
         except NotFrozenError as error:
             logger.debug("%s: no copy: %s", request.id, error)
             return None
@@ -157,6 +176,20 @@ class Migrator:
             return "not_copied"
         self._metrics.copying.observe(asyncio.get_running_loop().time() - began)
         return None
+
+    async def _copy(
+        self, request: LiveRequest, move: Move, control: ControlClient, span: Span
+    ) -> None:
+        """Have the target pull the full blocks that the source has."""
+        snapshot = await control.snapshot(request.id, self._options.control_seconds)
+        body = self._bodies.copy(
+            request.client, request.id, move.hop, snapshot.token_ids, snapshot.params
+        )
+        # Its own name would make the copy look like the request to those who count them.
+        headers = {k: v for k, v in request.headers.items() if k != "X-Request-Id"}
+        seconds, target = self._options.moved_token_seconds, move.target
+        with span.call("copy", instance=target.name) as call:
+            await self._upstream.copy(target.instance, body, call.headers(headers), seconds)
 
     async def _frozen(self, request: LiveRequest, move: Move) -> str | None:
         """Have the source freeze a request; return why it has not, or None."""

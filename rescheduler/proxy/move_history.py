@@ -56,8 +56,10 @@ class MoveHistory:
         """Note that the target of a request's move has generated a token, after some seconds."""
         self._pauses[id] = pause
 
-    def ended(self, id: str, name: str, move: Move, tokens: int, reason: str, outcome: str) -> None:
-        """Note how a move has ended.
+    def ended(
+        self, id: str, name: str, move: Move, tokens: int, reason: str, outcome: str
+    ) -> EndedMove:
+        """Note how a move has ended, and return that.
 
         Args:
             id: migration id of the request.
@@ -69,6 +71,6 @@ class MoveHistory:
         """
         pause = self._pauses.pop(id, None)
         source, target = move.source.name, move.target.name
-        self._moves.append(
-            EndedMove(time.time(), id, name, source, target, tokens, reason, outcome, pause)
-        )
+        ended = EndedMove(time.time(), id, name, source, target, tokens, reason, outcome, pause)
+        self._moves.append(ended)
+        return ended

@@ -1,6 +1,7 @@
 """Requests that stay where they are placed: handed through as they are."""
 
 import asyncio
+from collections.abc import Mapping
 
 import aiohttp
 from aiohttp import web
@@ -14,6 +15,7 @@ from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
+from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]
 
@@ -58,9 +60,10 @@ class PassThrough:
             await self._flow.prefill(request)
             failures = 0
             while True:
-                instance = await self._dispatcher.place(request)
+                instance = await self._flow.place(request)
                 try:
-                    return await self._hand_through(request, instance, answer)
+                    with request.trace.call("decode", instance=instance.name) as span:
+                        return await self._hand_through(request, instance, answer, span)
                 except EngineFullError as error:
                     self._flow.turned_away(request, instance, error)
                 except UpstreamError as error:
@@ -75,16 +78,18 @@ class PassThrough:
             self._flow.leave(request)
 
     async def _hand_through(
-        self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer
+        self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer, span: Span
     ) -> web.StreamResponse:
         body = self._bodies.decode(request.client, request.id, request.hop, request.transfer_params)
+        headers = span.headers(request.headers)
         response: web.StreamResponse
         try:
             if request.client.stream:
-                await self._relay(request, instance, body, answer)
+                await self._relay(request, instance, body, headers, answer)
                 response = await answer.finish_raw()
             else:
-                response = await answer.document(200, await self._whole(request, instance, body))
+                whole = await self._whole(request, instance, body, headers)
+                response = await answer.document(200, whole)
         except TimeoutError as error:
             raise UpstreamError(instance.instance, "no token in time") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -94,12 +99,17 @@ class PassThrough:
         return response
 
     async def _relay(
-        self, request: LiveRequest, instance: InstanceState, body: bytes, answer: ClientAnswer
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        body: bytes,
+        headers: Mapping[str, str],
+        answer: ClientAnswer,
     ) -> None:
         """Write a stream to the client as it comes."""
         options, loop = self._options, asyncio.get_running_loop()
         async with asyncio.timeout(options.first_token_seconds) as time:
-            response = await self._open(request, instance, body)
+            response = await self._open(request, instance, body, headers)
             try:
                 async for data in response.content.iter_any():
                     time.reschedule(None)  # a slow client is not the engine's fault
@@ -109,14 +119,20 @@ class PassThrough:
             finally:
                 response.close()
 
-    async def _whole(self, request: LiveRequest, instance: InstanceState, body: bytes) -> bytes:
+    async def _whole(
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> bytes:
         """Return an answer that comes as a whole.
 
         That may take as long as it likes, while its instance is in service.
         """
 
         async def read() -> bytes:
-            async with await self._open(request, instance, body) as response:
+            async with await self._open(request, instance, body, headers) as response:
                 return await response.read()
 
         reading = asyncio.create_task(read())
@@ -129,10 +145,13 @@ class PassThrough:
             reading.cancel()
 
     async def _open(
-        self, request: LiveRequest, instance: InstanceState, body: bytes
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        body: bytes,
+        headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
-        response = await self._upstream.open(
-            instance.instance, request.client.path, body, request.headers
-        )
+        path = request.client.path
+        response = await self._upstream.open(instance.instance, path, body, headers)
         request.accepted()
         return response

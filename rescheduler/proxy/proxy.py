@@ -29,6 +29,8 @@ from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream
+from rescheduler.tracing.create_tracer import create_tracer
+from rescheduler.tracing.request_attributes import end_request
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]
@@ -91,6 +93,8 @@ class Proxy:
         self.placements: Placements[LiveRequest] = planning.placements
         self.dispatcher: Placer = planning.placer
         self.upstream = Upstream(options, engine_key(options))
+        self._tracer = create_tracer(options.traces)
+        self._stack.push_async_callback(self._tracer.close)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
         self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool)
@@ -167,7 +171,7 @@ class Proxy:
         """
         id = uuid.uuid4().hex
         name = name or id
-        headers = {**headers, "X-Request-Id": name}
+        trace, headers = self._tracer.begin(client, name, {**headers, "X-Request-Id": name})
         now = asyncio.get_running_loop().time()
         self.running += 1
         task = asyncio.current_task()
@@ -176,6 +180,7 @@ class Proxy:
         task.add_done_callback(self._handlers.discard)
         tokenizer, placements = self._tokenizer, self.placements
         request = LiveRequest.new(id, name, client, headers, now, tokenizer, placements)
+        request.trace = trace
         self._planning.began(request)
         return request
 
@@ -184,6 +189,10 @@ class Proxy:
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
         self._planning.ended(request, outcome == "ok")
+        if request.trace.recorded:
+            splicer = request.splicer
+            given = len(splicer.output_token_ids)
+            end_request(request.trace, outcome, len(splicer.prompt_token_ids), given)
 
     async def cut(self) -> None:
         """End all requests that still run, each with an error that its client sees."""

@@ -24,6 +24,7 @@ from rescheduler.proxy.upstream import (
     Upstream,
     UpstreamError,
 )
+from rescheduler.tracing.span import Span
 
 __all__ = ["RequestFlow"]
 
@@ -85,14 +86,17 @@ class RequestFlow:
         for attempt in range(_PREFILL_ATTEMPTS):
             if attempt:
                 await self.back_off(attempt)
-            instance = await self._dispatcher.take_prefill(request)
+            with request.trace.span("wait", stage="prefill"):
+                instance = await self._dispatcher.take_prefill(request)
             if instance is None:
                 return
             body = self._bodies.prefill(request.client, request.id, request.prefill_hop)
+            path = request.client.path
             try:
-                params, tokens = await self._upstream.prefill(
-                    instance.instance, request.client.path, body, request.headers
-                )
+                with request.trace.call("prefill", instance=instance.name) as span:
+                    params, tokens = await self._upstream.prefill(
+                        instance.instance, path, body, span.headers(request.headers)
+                    )
             except UpstreamError as error:
                 self._outliers.failed(request, instance, error)
                 self.free(request, request.prefill_failed())
@@ -107,6 +111,15 @@ class RequestFlow:
                 return
             finally:
                 self._dispatcher.wake()
+
+    async def place(self, request: LiveRequest) -> InstanceState:
+        """Wait for a place on a decode instance.
+
+        Raises:
+            RequestRefusedError: none in time.
+        """
+        with request.trace.span("wait", stage="decode"):
+            return await self._dispatcher.place(request)
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""
@@ -150,11 +163,12 @@ class RequestFlow:
         failures, ended = 0, False
         while not ended:
             if isinstance(request.state, Waiting):
-                await self._dispatcher.place(request)
+                await self.place(request)
             instance, before = request.instance, request.generated_tokens
             assert instance is not None
             try:
-                ended = await self._segment(request, instance, send)
+                with request.trace.call("decode", instance=instance.name, hop=request.hop) as span:
+                    ended = await self._segment(request, instance, send, span)
             except UpstreamError as error:
                 if isinstance(error, EngineFullError) and not request.generated_tokens:
                     self.turned_away(request, instance, error)
@@ -178,7 +192,9 @@ class RequestFlow:
         self._dispatcher.wake()
         await self.back_off(failures)
 
-    async def _segment(self, request: LiveRequest, instance: InstanceState, send: Send) -> bool:
+    async def _segment(
+        self, request: LiveRequest, instance: InstanceState, send: Send, span: Span
+    ) -> bool:
         """Decode on one instance; return whether the request has ended, or else it goes on.
 
         Raises:
@@ -193,11 +209,11 @@ class RequestFlow:
         try:
             async with asyncio.timeout(first) as deadline:
                 response = await self._upstream.open(
-                    instance.instance, request.client.path, body, request.headers
+                    instance.instance, request.client.path, body, span.headers(request.headers)
                 )
                 request.accepted()
                 try:
-                    stream = EngineStream(request, instance, deadline, response)
+                    stream = EngineStream(request, instance, deadline, response, span)
                     return await self._relay.relay(stream, send)
                 finally:
                     response.close()

@@ -18,6 +18,7 @@ from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
+from rescheduler.tracing.span import Span
 
 __all__ = ["EngineStream", "Send", "TokenRelay"]
 
@@ -36,6 +37,7 @@ class EngineStream:
         instance: that gives it.
         deadline: of the next token.
         response: with the events.
+        span: of the request to the engine.
         finished: the request's last token has come.
     """
 
@@ -43,6 +45,7 @@ class EngineStream:
     instance: InstanceState
     deadline: asyncio.Timeout
     response: aiohttp.ClientResponse
+    span: Span
     finished: bool = False
 
 
@@ -141,6 +144,7 @@ class TokenRelay:
         self._metrics.tokens.inc(tokens)
         if arrival.first:
             self._outliers.succeeded(stream.request, stream.instance)
+            stream.span.event("first token")
         if arrival.waited is None:
             self._metrics.first_token.observe(now - stream.request.arrived)
         elif arrival.landed:

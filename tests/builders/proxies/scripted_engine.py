@@ -11,6 +11,7 @@ token that follows. Blocks are not simulated, but what is kept for other engines
 import asyncio
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -128,6 +129,7 @@ class ScriptedEngine:
     kept: dict[str, list[int]] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
     pulled: int = 0
     copied: list[list[int]] = field(default_factory=list)
     spares_copies: bool = False
@@ -195,6 +197,7 @@ class ScriptedEngine:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
+        self.headers.append(http.headers)
         self.bodies.append(body)
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)

@@ -12,6 +12,7 @@ import yaml
 from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
 
 from rescheduler.engines.deployment import CoordinatorOptions, EngineOptions, ProxyOptions
+from rescheduler.engines.trace_options import TraceOptions
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,23 @@ def test_the_schema_knows_headway_s_options() -> None:
 
 def options_schema(options: type[msgspec.Struct]) -> dict[str, Any]:
     """Return what JSON schema says of a struct's fields, less what Helm says badly."""
-    (described,) = msgspec.json.schema_components([options])[1].values()
+    components = msgspec.json.schema_components([options])[1]
+    described = components[options.__name__]
     fields = {}
     for name, field in described["properties"].items():
         # A value that is null in Helm is not there.
         choices = [c for c in field.get("anyOf", [field]) if c.get("type") != "null"]
         (field,) = choices
+        if "$ref" in field:
+            name_of = field["$ref"].rpartition("/")[2]
+            assert name_of == TraceOptions.__name__
+            fields[name] = {
+                "type": "object",
+                "properties": options_schema(TraceOptions),
+                "additionalProperties": False,
+                "required": components[name_of]["required"],
+            }
+            continue
         if field["type"] == "integer" and field.pop("exclusiveMinimum", None) == 0:
             field["minimum"] = 1
         fields[name] = {key: value for key, value in field.items() if key != "default"}
@@ -111,3 +123,14 @@ def test_the_notes_say_what_is_missing() -> None:
     for missing in ("keys.existingSecret", "apiKey.existingSecret"):
         assert missing in defaults
         assert missing not in all_set
+
+
+def test_engines_restart_when_they_are_to_send_traces_elsewhere_and_only_then() -> None:
+    def checksum(**traces: Any) -> Any:
+        values = {"proxy": {"options": {"traces": traces}}} if traces else {}
+        return render(REQUIRED | values).pod("decode")["metadata"]["annotations"]["checksum/engine"]
+
+    here = checksum(endpoint="http://here:4317")
+    assert here != checksum()
+    assert here != checksum(endpoint="http://there:4317")
+    assert here == checksum(endpoint="http://here:4317", sample=1)

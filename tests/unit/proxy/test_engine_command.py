@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, read_deployment
+from rescheduler.engines.deployment import (
+    Deployment,
+    EngineOptions,
+    Instance,
+    ProxyOptions,
+    read_deployment,
+)
 from rescheduler.engines.engine_command import EngineCommand, engine_command
+from rescheduler.engines.trace_options import TraceOptions
 
 PREFILL = Instance("prefill-0", "prefill", "http://127.0.0.1:8100")
 DECODE = Instance(
@@ -65,6 +72,22 @@ def test_a_prefill_engine_on_a_cpu() -> None:
         "VLLM_CPU_CI_ENV": "1",
         "UCX_TLS": "tcp,shm,self,cma",
         "UCX_NET_DEVICES": "lo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "protocol"),
+    [("http://otel:4317", "grpc"), ("https://otel:4318/v1/traces", "http/protobuf")],
+)
+def test_traced_engines_record_what_the_proxy_records(endpoint: str, protocol: str) -> None:
+    traced = deployment(proxy=ProxyOptions(traces=TraceOptions(endpoint=endpoint)))
+    command = engine_command(traced, DECODE, "/models/smollm2", None)
+    plain = engine_command(deployment(), DECODE, "/models/smollm2", None)
+    assert command.arguments == [*plain.arguments, "--otlp-traces-endpoint", endpoint]
+    assert command.environment == plain.environment | {
+        "OTEL_SERVICE_NAME": "decode-0",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol,
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
     }
 
 

@@ -50,6 +50,24 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     [
         ("model: [", "invalid YAML"),
         ("[1, 2]", "Expected `object`"),
+        (
+            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{endpoint: 'otel:4317'}}}}",
+            "proxy.traces.endpoint: 'otel:4317' is not like http://127.0.0.1:4317",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{sample: 0.1}}}}",
+            "proxy.traces: Object missing required field `endpoint`",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\n"
+            "proxy: {traces: {endpoint: 'http://otel:4317', sample: 10}}",
+            "proxy.traces.sample: Expected `float` <= 1",
+        ),
+        (
+            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{endpoint: 'http://o:1'}}}}\n"
+            "engine: {arguments: [--disable-log-stats]}",
+            "remove --disable-log-stats",
+        ),
         (f"model: m\ninstances: [{PREFILL}]", "at least one must have the role decode"),
         (
             f"model: m\ninstances: [{PREFILL}, {DECODE}]\nengine: {{batching: {{}}}}",

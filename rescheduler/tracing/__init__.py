@@ -1,0 +1,1 @@
+"""Traces: where a request's time went, as spans for an OpenTelemetry collector."""
