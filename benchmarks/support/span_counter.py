@@ -36,7 +36,8 @@ def span_counter() -> Iterator[SpanCounter]:
     """Listen on a free port, in a thread of this process."""
     counter = SpanCounter()
     server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(counter, server)
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(counter, server)  # type: ignore[no-untyped-call]
     counter.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

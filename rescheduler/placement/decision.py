@@ -40,5 +40,5 @@ class Decision:
             "requests": self.view.running.tolist(),
             "kv_tokens": self.view.kv_load.tolist(),
             "kv_capacity_tokens": capacity.tolist() if known else None,
-            "prefill_budget_tokens": budget.astype(int).tolist() if budget is not None else None,
+            "prefill_budget_tokens": budget.tolist() if budget is not None else None,
         }

@@ -38,6 +38,8 @@ class ReportedExporter(SpanExporter):
         library = logging.getLogger("opentelemetry")
         library.addHandler(_SAID)
         library.propagate = False
+        # It warns of every span for which its queue has no room: that would cost most of all.
+        logging.getLogger("opentelemetry.sdk").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; those that the collector does not take are lost."""

@@ -6,7 +6,7 @@ from typing import Self
 
 __all__ = ["NO_SPAN", "Attribute", "Span"]
 
-Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | None
+Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | None
 """What is said about a span; None says nothing."""
 
 

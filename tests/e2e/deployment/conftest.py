@@ -3,24 +3,42 @@
 from collections.abc import Iterator
 
 import pytest
+from collector import Collector, http_collector
 from moving import Run, runner_on
 from msgspec.structs import replace
 from running_deployment import ENGINE, PATIENT, RunningDeployment
 
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.trace_options import TraceOptions
 
 
 @pytest.fixture(scope="session")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDeployment]:
-    """One prefill and two decode engines with a small KV cache, and no proxy."""
+def collector() -> Iterator[Collector]:
+    """What the engines send their spans to, and a proxy if a test has it do so."""
+    with http_collector() as listening:
+        yield listening
+
+
+@pytest.fixture(scope="session")
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[RunningDeployment]:
+    """One prefill and two decode engines with a small KV cache, and no proxy.
+
+    They record a request if its proxy does.
+    """
     folder = tmp_path_factory.mktemp("deployment")
     described = local_deployment("smollm2", ENGINE)
     ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
     described = replace(described, proxy=replace(PATIENT, **ports))
     config_path = folder / "deployment.yaml"
     write_deployment(described, config_path)
-    with launched(described, folder / "logs") as running:
+    traces = TraceOptions(endpoint=collector.endpoint)
+    engine = replace(ENGINE, environment={"OTEL_BSP_SCHEDULE_DELAY": "200"})  # ms to a batch
+    engine = replace(engine, side_channel_port=described.engine.side_channel_port)
+    traced = replace(described, proxy=replace(described.proxy, traces=traces), engine=engine)
+    with launched(traced, folder / "logs") as running:
         yield RunningDeployment(config_path, described, running)
 
 
