@@ -38,7 +38,7 @@ class _Endpoints:
         self._logs = logs
 
     async def page(self, http: web.Request) -> web.Response:
-        """Tell the page what it is to show."""
+        """Return what the page is to show."""
         del http
         logs = [
             {"name": log.path.name, "about": log.about, "times": log.times} for log in self._logs

@@ -72,7 +72,7 @@ class MaxCapacity(RoutingPolicy):
             most; 0 as in the paper, where it blocks those behind it.
 
     Raises:
-        ValueError: a negative time or number of steps, or a reserve that is no share below 1.
+        ValueError: a negative time or number of steps, or a reserve outside [0, 1).
     """
 
     needs = Needs.LOADS
