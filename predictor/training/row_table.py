@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.dataset.dataset_schema import (
+    REQUESTS_SCHEMA,
     DatasetError,
     Session,
     read_sessions,
@@ -196,7 +197,9 @@ def load_rows(dataset: Path) -> RowTable:
             raise DatasetError(f"{dataset}: no data/{kind}-*.parquet, nothing was recorded yet")
         _check_shards(files)
     try:
-        return _joined(dataset, session, *(_read(files) for files in shards.values()))
+        rows = _read(shards["rows"])
+        requests = _read(shards["requests"], REQUESTS_SCHEMA)
+        return _joined(dataset, session, rows, requests)
     except DatasetError:
         raise
     except Exception as error:  # a damaged page, or other columns: there are many kinds
@@ -206,11 +209,19 @@ def load_rows(dataset: Path) -> RowTable:
         ) from error
 
 
-def _read(files: Sequence[Path]) -> Any:
-    """Return the Arrow table of some shards; its buffers stay on the disk."""
-    from datasets import load_dataset
+def _read(files: Sequence[Path], schema: Any = None) -> Any:
+    """Return the Arrow table of some shards; its buffers stay on the disk.
 
-    return load_dataset("parquet", data_files=[str(file) for file in files], split="train").data
+    With a schema, columns that a shard of an earlier version lacks are null.
+    """
+    from datasets import Features, load_dataset
+
+    return load_dataset(
+        "parquet",
+        data_files=[str(file) for file in files],
+        features=None if schema is None else Features.from_arrow_schema(schema),
+        split="train",
+    ).data
 
 
 def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTable:
@@ -254,8 +265,6 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
 
 
 def _temperature(requests: Any) -> npt.NDArray[np.float64]:
-    if "temperature" not in requests.column_names:  # recorded by an earlier version
-        return np.ones(len(requests))
     temperature = requests.column("temperature").to_numpy()
     return np.where(np.isnan(temperature), 1.0, temperature)
 

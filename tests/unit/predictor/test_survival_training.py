@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 import torch
 from memoryless_dataset import record_memoryless, true_median
-from recorded_dataset import change_shard, record
+from recorded_dataset import change_shard, new_session, record
 from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
 from data_collection.dataset.dataset_schema import requests_files
+from data_collection.dataset.merge_datasets import merge
 from predictor import CheckpointError, RemainingLengthMLP, RequestRows, SurvivalMLP, load_predictor
 from predictor.evaluation.comparators import Regressor
 from predictor.evaluation.result import LABELS, OWN_NAME
@@ -133,11 +134,24 @@ def test_repetition_is_unknown_where_tokens_were_not_recorded(memoryless: Path) 
     assert ((column[known] > 0) == repeats).all()
 
 
-def test_a_dataset_of_an_earlier_version_has_vllms_default_temperature(tmp_path: Path) -> None:
-    record(tmp_path)
-    for file in requests_files(tmp_path):
+def test_shards_of_an_earlier_version_have_vllms_default_temperature(tmp_path: Path) -> None:
+    record(tmp_path / "earlier")
+    record(tmp_path / "later", new_session("20250102T000000-2"), prefix="b")
+    for file in requests_files(tmp_path / "earlier"):
         change_shard(file, lambda table: table.drop_columns(["temperature", "top_p"]))
-    assert (load_rows(tmp_path).numbers()[:, INPUTS.index("temperature")] == 1).all()
+    for file in requests_files(tmp_path / "later"):
+        change_shard(file, _sampled_at_half)
+    merge([tmp_path / "earlier", tmp_path / "later"], tmp_path / "merged")
+    table = load_rows(tmp_path / "merged")
+    later = np.array(["-b" in name for name in table.requests.request_id])[table.request]
+    temperature = table.numbers()[:, INPUTS.index("temperature")]
+    assert (temperature[later] == 0.5).all() and (temperature[~later] == 1).all()
+    assert later.any() and not later.all()
+
+
+def _sampled_at_half(table: pa.Table) -> pa.Table:
+    column = table.schema.get_field_index("temperature")
+    return table.set_column(column, "temperature", pa.array([0.5] * len(table), pa.float64()))
 
 
 def test_training_on_repetition_without_recorded_tokens_is_refused(
