@@ -44,7 +44,7 @@ from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace
 
-RECORDING = "checkpoints/smollm2-135m-instruct/forecasts.parquet"
+RECORDING = "recordings/smollm2-135m-instruct.parquet"
 HORIZONS = (0, 5, 10, 20, 40, 80)
 SHOWN = ("imbalance", "throughput", "energy")
 SLOTS = 72

@@ -6,7 +6,7 @@ Instances whose KV caches fill, with vLLM's preemption: `headroom` with exact, r
 Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity` with ``reserve``), of
 which the best is chosen afterwards for each trace and load, against `jsq_load` and BF-IO without
 lookahead, all with a pool; and against `jsq_load` and vLLM's own rule with instant dispatch. Traces
-are the requests that SmolLM2 served, with what the shipped predictor forecast of them; five tasks;
+are the requests that SmolLM2 served, with what a predictor forecast of them; five tasks;
 the settings of two papers; and the CSV files of a folder. The load is a share of what
 ``max_capacity`` with a tenth kept free serves when overloaded.
 
@@ -51,7 +51,7 @@ from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
 
-RECORDING = "checkpoints/smollm2-135m-instruct/forecasts.parquet"
+RECORDING = "recordings/smollm2-135m-instruct.parquet"
 RESERVES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 LOADS = (1.0, 1.2, 0.8)
 TTFT_TIMES, TPOT_TIMES = 20.0, 4.0

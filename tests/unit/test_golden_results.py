@@ -38,7 +38,8 @@ from rescheduler.simulator.run_setup import create_candidates, run_setup
 from rescheduler.simulator.simulation import run
 
 GOLDEN = Path(__file__).parent / "golden" / "results.json"
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+ROOT = Path(__file__).parents[2]
+CHECKPOINTS = ROOT / "checkpoints"
 CPU = binding.get_host_cpu_name()
 WRITE = os.environ.get("HEADWAY_GOLDEN") == "write"
 
@@ -50,7 +51,7 @@ SHORT = {
     "bfio": {"horizon": 12},
     "rl": {"checkpoint": str(CHECKPOINTS / "rl-router")},
 }
-RECORDING = str(CHECKPOINTS / "smollm2-135m-instruct" / "forecasts.parquet")
+RECORDING = str(ROOT / "recordings" / "smollm2-135m-instruct.parquet")
 
 FORECASTS: dict[str, dict[str, Any]] = {
     "exact": {"forecast": {"name": "oracle"}},

@@ -11,7 +11,7 @@ from rescheduler.simulator.workloads.forecast_recording import ForecastRecording
 __all__ = ["MEASURED_INTERVAL", "MEASURED_SIGMA", "ForecastError", "forecast_error"]
 
 MEASURED_SIGMA = 1.25
-"""Spread over all ages of the forecasts in checkpoints/smollm2-135m-instruct/forecasts.parquet."""
+"""Spread over all ages of the forecasts in recordings/smollm2-135m-instruct.parquet."""
 
 MEASURED_INTERVAL = 20
 """Tokens between two of those forecasts."""

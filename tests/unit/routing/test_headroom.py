@@ -17,14 +17,14 @@ from rescheduler.simulator.workloads.forecast_recording import ForecastRecording
 
 FloatArray = npt.NDArray[np.float64]
 
-CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
+RECORDINGS = Path(__file__).parents[3] / "recordings"
 DRAWS = 4000
 CLUSTERS = 16
 
 
 @pytest.fixture(scope="module")
 def recording() -> ForecastRecording:
-    return read_recording(CHECKPOINTS / "smollm2-135m-instruct" / "forecasts.parquet")
+    return read_recording(RECORDINGS / "smollm2-135m-instruct.parquet")
 
 
 def recorded(made: ForecastRecording, rows: npt.ArrayLike, age: npt.ArrayLike) -> SurvivalForecast:

@@ -235,9 +235,7 @@ def test_the_error_of_a_recording() -> None:
 
 
 def test_the_default_quality_is_that_of_the_included_recording() -> None:
-    found = forecast_error(
-        read_recording(ROOT / "checkpoints/smollm2-135m-instruct/forecasts.parquet")
-    )
+    found = forecast_error(read_recording(ROOT / "recordings/smollm2-135m-instruct.parquet"))
     assert found.sigma == pytest.approx(MEASURED_SIGMA, abs=0.01)
     assert found.interval == MEASURED_INTERVAL
 

@@ -33,7 +33,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 POINTS = np.array([0, 1, 3, 10, 40])
-SHIPPED = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-instruct"
+RECORDINGS = Path(__file__).parents[3] / "recordings"
 
 
 def arrays(
@@ -352,12 +352,16 @@ def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> Non
         create_trace("replay", recording=recording, requests=0)
 
 
-def test_the_shipped_recording_is_of_the_shipped_checkpoint() -> None:
-    path = SHIPPED / "forecasts.parquet"
+def test_the_shipped_recording_is_what_its_readme_says() -> None:
+    path = RECORDINGS / "smollm2-135m-instruct.parquet"
     recorded = read_recording(path)
-    predictor = load_predictor(str(SHIPPED))
-    assert isinstance(predictor, SurvivalMLP)
-    assert recorded.predictor == predictor.fingerprint()
-    assert (recorded.model, recorded.part) == (predictor.serving_model, "test")
-    assert (len(recorded), len(recorded.curves)) == (627, 12_258)
+    [row] = [
+        line
+        for line in (RECORDINGS / "README.md").read_text().splitlines()
+        if line.startswith(f"| `{path.name}` |")
+    ]
+    assert f"| {len(recorded)} of {recorded.model.split('/')[-1]}" in row
+    assert f"`{recorded.predictor}`" in row
+    assert (recorded.part, int(recorded.max_tokens.max())) == ("test", 1024)
+    assert len(recorded.curves) == 12_258
     assert path.stat().st_size < 2_000_000
