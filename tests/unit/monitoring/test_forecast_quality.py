@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from test_telemetry import Engine, frames
+from published_telemetry import Engine, frames
 
 from predictor.forecasts.recalibration import Recalibration
 from predictor.forecasts.survival_grid import survival_edges

@@ -4,8 +4,7 @@ import random
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,16 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_telemetry import (
+    EDGES,
+    KEY,
+    MAX_TOKENS,
+    Engine,
+    coded_curve,
+    endpoint_of,
+    frames,
+    publisher,
+)
 
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.curve_keys import (
@@ -25,84 +34,14 @@ from predictor.live.curve_keys import (
 )
 from predictor.live.telemetry_messages import (
     TOPIC,
-    Finished,
-    FinishedEvent,
-    Forecasts,
-    Gauges,
     Message,
-    RequestForecast,
-    Snapshot,
     TelemetryError,
     decode_message,
     decode_survival,
     encode_message,
-    encode_survival,
 )
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, TelemetryView
-
-EDGES = [0, 1, 5, 20, 100, 400]
-KEY = InstanceKey("gpu0", 0)
-MAX_TOKENS = 400
-
-
-def coded_curve(mean: float) -> bytes:
-    return encode_survival(np.exp(-np.array(EDGES) / mean)[None])[0]
-
-
-class Engine:
-    """An engine that publishes what it does, one message at a time."""
-
-    def __init__(self, epoch: int = 1, max_tokens: int = MAX_TOKENS) -> None:
-        self.epoch, self.seq, self.step, self.started = epoch, 0, 0, 0
-        self.max_tokens = max_tokens
-        self.running: dict[str, RequestForecast] = {}
-        self.generated: dict[str, int] = {}
-
-    def start(self) -> Forecasts:
-        self.started += 1
-        name = f"request-{self.started}"
-        self.running[name] = RequestForecast(name, 7, 0, 0, self.max_tokens, coded_curve(30.0))
-        self.generated[name] = 0
-        return Forecasts(**self._header(), edges=EDGES, requests=[self.running[name]])
-
-    def decode(self, steps: int = 3) -> None:
-        self.step += steps
-        self.generated = {name: n + steps for name, n in self.generated.items()}
-
-    def snapshot(self, predicts: bool = True) -> Snapshot:
-        for name, n in self.generated.items():
-            published = self.running[name]
-            at, curve = published.forecast_at, published.survival
-            if predicts:
-                at, curve = n, coded_curve(30.0 + n)
-            self.running[name] = RequestForecast(name, 7, n, at, self.max_tokens - at, curve)
-        return Snapshot(
-            **self._header(),
-            gauges=Gauges(len(self.running), 2, 0.25, 1_000),
-            model="acme/small",
-            checkpoint="0123456789ab",
-            k=3,
-            edges=EDGES,
-            requests=list(self.running.values()),
-        )
-
-    def finish(self, reason: str = "stop", name: str | None = None) -> Finished:
-        name = name or next(iter(self.running), f"never-published-{self.seq}")
-        self.running.pop(name, None)
-        n = self.generated.pop(name, 0)
-        event = FinishedEvent(name, reason, 7, n, self.max_tokens)
-        return Finished(**self._header(), requests=[event])
-
-    def _header(self) -> dict[str, str | int | float]:
-        seq, self.seq = self.seq, self.seq + 1
-        header = {"instance": "gpu0", "rank": 0, "epoch": self.epoch, "seq": seq}
-        return header | {"step": self.step, "time": 0.0}
-
-
-def frames(message: Message) -> list[bytes]:
-    return [TOPIC, encode_message(message)]
-
 
 actions = st.sampled_from(["start", "start", "finish", "snapshot", "idle snapshot", "restart"])
 
@@ -400,28 +339,6 @@ def until(condition: Callable[[], bool], send: Callable[[], object]) -> None:
         assert time.monotonic() < deadline, "nothing came"
         send()
         time.sleep(0.01)
-
-
-@contextmanager
-def publisher(keys: Path | None = None, bind: bool = False) -> Iterator[zmq.Socket[bytes]]:
-    context = zmq.Context()
-    sender = context.socket(zmq.PUB)
-    authenticator = apply_curve(sender, keys, "engine", bind) if keys else None
-    if bind:
-        sender.bind("tcp://127.0.0.1:*")
-    try:
-        yield sender
-    finally:
-        sender.close(linger=0)
-        if authenticator is not None:
-            authenticator.stop()
-        context.term()
-
-
-def endpoint_of(sender: zmq.Socket[bytes]) -> str:
-    last = sender.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(last, bytes)
-    return last.rstrip(b"\0").decode()
 
 
 def messages_in(subscriber: TelemetrySubscriber) -> int:

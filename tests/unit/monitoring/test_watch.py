@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from published_telemetry import Engine, frames, publisher
 from rich.console import Console
 from test_forecast_quality import finished_requests, quality_of
-from test_telemetry import Engine, frames, publisher
 
 from rescheduler.monitoring.finished_log import read_finished_log
 from rescheduler.monitoring.forecast_quality import ForecastQuality, ScoredRequest
