@@ -20,6 +20,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Mover
 from rescheduler.placement.placements import Placements
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["CoordinatedPlanning", "instances_digest"]
 
@@ -44,6 +45,7 @@ class CoordinatedPlanning:
         placer: gives requests their places.
         link: to the coordinator.
         loads: of this proxy and its peers.
+        telemetry: None: the coordinator hears it.
         forecasts: None: the coordinator has them.
 
     Raises:
@@ -61,6 +63,7 @@ class CoordinatedPlanning:
         clock, session = asyncio.get_running_loop().time, uuid.uuid4().hex
         self._background, self._ejections = background, Ejections(instances)
         self._mover: Mover[LiveRequest] | None = None
+        self.telemetry: TelemetrySubscriber | None = None
         self.forecasts: LiveForecasts | None = None
         self.link = Link(
             session,

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
@@ -9,10 +11,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.page.engine_steps import EngineSteps
 from rescheduler.page.expectations import expectations, known, remaining_interval
+from rescheduler.page.live_accuracy import LiveAccuracy
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
+    Accuracy,
     Instance,
     MoveReport,
     Phase,
@@ -42,6 +47,7 @@ class Look:
         time: seconds since 1970.
         further_waiting: requests that wait for a prefill instance.
         moves: the latest.
+        accuracy: scores the forecasts of what has ended.
     """
 
     view: ClusterView
@@ -50,6 +56,7 @@ class Look:
     time: float
     further_waiting: int
     moves: list[MoveReport]
+    accuracy: Callable[[], Accuracy | None] = lambda: None
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot: the part that takes a while, and may be done in a thread."""
@@ -79,6 +86,7 @@ class Look:
             requests=replace(self.requests, low=low, median=median, high=high),
             further_waiting=self.further_waiting,
             moves=self.moves,
+            accuracy=self.accuracy(),
         )
 
 
@@ -103,8 +111,15 @@ class LiveSnapshots:
             seconds=seconds,
         )
         self._proxy = proxy
+        telemetry = proxy.telemetry
+        self._accuracy = None if telemetry is None else LiveAccuracy(telemetry)
+        self._steps = None if telemetry is None else EngineSteps(telemetry)
         self._numbers: dict[str, int] = {}
         self._next = count()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Have forecasts kept while the body runs, to score them."""
+        return nullcontext() if self._accuracy is None else self._accuracy.kept()
 
     def look(self) -> Look:
         """Look at the proxy, in its event loop."""
@@ -125,6 +140,7 @@ class LiveSnapshots:
         self._numbers = numbers
         if proxy.forecasts is not None:
             proxy.forecasts.refresh()
+        steps = {} if self._steps is None else self._steps.seconds()
         return Look(
             view=cluster_view(
                 proxy.placements,
@@ -134,18 +150,19 @@ class LiveSnapshots:
                 asyncio.get_running_loop().time(),
                 proxy.dispatcher.step_seconds,
             ),
-            instances=[self._instance(instance) for instance in instances],
+            instances=[self._instance(one, steps.get(one.name)) for one in instances],
             requests=_columns(requests, numbers, index),
             time=round(time.time(), 3),
             further_waiting=proxy.dispatcher.waiting_for_prefill,
             moves=[_report(move, numbers) for move in proxy.migrator.history.latest],
+            accuracy=(lambda: None) if self._accuracy is None else self._accuracy.now,
         )
 
     def _number(self, id: str) -> int:
         number = self._numbers.get(id)
         return next(self._next) if number is None else number
 
-    def _instance(self, state: InstanceState) -> Instance:
+    def _instance(self, state: InstanceState, step_seconds: float | None) -> Instance:
         requests = self._proxy.placements.on(state)
         return Instance(
             name=state.name,
@@ -155,6 +172,7 @@ class LiveSnapshots:
             slots=known(state.slots),
             kv_capacity=known(state.kv_capacity),
             kv_tokens=sum(request.context_tokens for request in requests),
+            step_seconds=None if step_seconds is None else round(step_seconds, 5),
         )
 
 

@@ -8,6 +8,7 @@ import msgspec
 __all__ = [
     "UNKNOWN",
     "About",
+    "Accuracy",
     "Instance",
     "MoveReport",
     "Phase",
@@ -72,6 +73,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         deviation: [P] standard deviation of that.
         overflow: [P] probability that they then hold more than its capacity; empty without
             forecasts, or if the capacity is unknown.
+        step_seconds: mean duration of its engine's steps lately; None if nobody measures it, or
+            it does nothing.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     ahead: list[int] = []
     deviation: list[int] = []
     overflow: list[float] = []
+    step_seconds: float | None = None
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +155,33 @@ class MoveReport(msgspec.Struct, frozen=True, kw_only=True):
     pause: float | None = None
 
 
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """How good the forecasts of the requests were that ended within the last hour.
+
+    Every forecast of a request counts, against the tokens that came after it. Requests that ended
+    while nobody watched or recorded are not among them.
+
+    Attributes:
+        requests: how many.
+        coverage: [3] share of the ends inside the central 50, 80 and 90% interval.
+        error: tokens that the median was off by, on average.
+        bias: mean of the median less what came, in tokens: above 0 it was too long.
+        late: share of the ends after the median; a half when it is not biased.
+        alarm: what is wrong with the intervals; empty if nothing is, None if too few requests
+            have ended to say.
+        drift: in which way the forecasts have become worse within the hour; empty and None
+            likewise.
+    """
+
+    requests: int
+    coverage: list[float]
+    error: float
+    bias: float
+    late: float
+    alarm: str | None = None
+    drift: str | None = None
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster at one moment.
 
@@ -163,6 +194,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         further_waiting: requests that wait and are not among these, since they wait for a prefill
             instance, or are too many.
         moves: the latest that have ended, oldest first.
+        accuracy: of the forecasts; None before a request with a forecast has ended, and where
+            nobody scores them.
+        joules: energy that all instances have used since the start; None if nobody measures it.
     """
 
     time: float
@@ -172,3 +206,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: Requests
     further_waiting: int = 0
     moves: list[MoveReport] = []
+    accuracy: Accuracy | None = None
+    joules: float | None = None

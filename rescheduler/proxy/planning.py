@@ -37,7 +37,8 @@ class Planning(Generic[R]):
     Attributes:
         placements: which requests are on which instance.
         placer: gives requests their places.
-        forecasts: of remaining lengths; None if no engine publishes them.
+        telemetry: what the engines publish; None if none does.
+        forecasts: of remaining lengths, from that.
 
     Raises:
         DeploymentError: unknown policy, or one whose forecasts no instance publishes.
@@ -57,13 +58,13 @@ class Planning(Generic[R]):
         self._ejections = Ejections(instances)
         endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
         self.forecasts, budgets = None, None
-        self._telemetry: TelemetrySubscriber | None = None
+        self.telemetry: TelemetrySubscriber | None = None
         if endpoints:
             view = TelemetryView(history=False)
-            self._telemetry = TelemetrySubscriber(endpoints, keys=deployment.keys_folder, view=view)
-            self.forecasts = LiveForecasts(self._telemetry)
+            self.telemetry = TelemetrySubscriber(endpoints, keys=deployment.keys_folder, view=view)
+            self.forecasts = LiveForecasts(self.telemetry)
             if policy.needs_budget:
-                budgets = PrefillBudgets(self._telemetry)
+                budgets = PrefillBudgets(self.telemetry)
         self.placer: Dispatcher[R] = Dispatcher(
             self.placements,
             self._prefills,
@@ -128,8 +129,8 @@ class Planning(Generic[R]):
 
     def close(self) -> None:
         """Hear the engines no more."""
-        if self._telemetry is not None:
-            self._telemetry.close()
+        if self.telemetry is not None:
+            self.telemetry.close()
 
 
 def _planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:

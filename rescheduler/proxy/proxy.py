@@ -29,6 +29,7 @@ from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.tracing.create_tracer import create_tracer
 from rescheduler.tracing.request_attributes import end_request
 from rescheduler.transfer.control_client import ControlClient
@@ -124,6 +125,11 @@ class Proxy:
     def forecasts(self) -> LiveForecasts | None:
         """Of remaining lengths; None if no engine publishes them."""
         return self._planning.forecasts
+
+    @property
+    def telemetry(self) -> TelemetrySubscriber | None:
+        """What the engines publish; None if none does, or the coordinator hears it."""
+        return self._planning.telemetry
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""

@@ -95,6 +95,7 @@ class _Seen:
         self._was: dict[int, tuple[int, int]] = {}
         self._moves: list[MoveReport] = []
         self._step_seconds: float | None = None
+        self._step_seconds_of: dict[int, float] = {}
 
     def snapshot(self, simulation: Simulation, time: float) -> Snapshot:
         """Return the simulation as it is at a time."""
@@ -121,6 +122,7 @@ class _Seen:
                     ahead=ahead,
                     deviation=deviation,
                     overflow=overflow,
+                    step_seconds=self._step_seconds_of.get(g),
                 )
             )
         numbers = running + waiting
@@ -146,21 +148,26 @@ class _Seen:
             requests=requests,
             further_waiting=view.n_waiting - len(waiting),
             moves=self._moves[-_SHOWN_MOVES:],
+            joules=simulation.joules,
         )
 
     def _compare(self, view: ClusterView, running: list[int], time: float) -> None:
-        """Find what has moved since the last view, and how long a step took."""
+        """Find what has moved since the last view, and how long steps took, also by instance."""
         seen = zip(view.instance.tolist(), view.generated_tokens.tolist(), strict=True)
         now = dict(zip(running, seen, strict=True))
-        gained = []
+        gained: dict[int, list[int]] = {}
         for number, (g, generated) in now.items():
             before, tokens = self._was.get(number, (g, generated))
             if before != g:
                 self._moves.append(self._move(number, before, g, generated, time))
             elif generated > tokens:
-                gained.append(generated - tokens)
+                gained.setdefault(g, []).append(generated - tokens)
+        passed = time - self._time
         if gained:
-            self._step_seconds = (time - self._time) / float(np.median(gained))
+            self._step_seconds = passed / float(
+                np.median([n for of in gained.values() for n in of])
+            )
+        self._step_seconds_of = {g: passed / float(np.median(of)) for g, of in gained.items()}
         self._was, self._time = now, time
 
     def _move(self, number: int, source: int, target: int, tokens: int, time: float) -> MoveReport:

@@ -155,6 +155,11 @@ class Simulation:
         """Seconds since the start."""
         return float(self._cluster.scalars["now"][0])
 
+    @property
+    def joules(self) -> float:
+        """Energy of all GPUs so far, utilisation being own load / max load."""
+        return float(self._cluster.scalars["energy_load"][0])
+
     def advance(self, until: float = inf) -> bool:
         """Simulate to a time, or to the end; return whether there is more to do.
 

@@ -89,6 +89,15 @@ class TelemetrySubscriber:
         with self.lock:
             return self.view.take_batches()
 
+    def keep_history(self, keep: bool) -> None:
+        """Keep the forecasts of running requests from now on, or no longer.
+
+        Requests that have ended without are dropped.
+        """
+        with self.lock:
+            self.view.keep_history(keep)
+            self._finished.clear()
+
     def close(self) -> None:
         """Stop receiving and close the socket; the view stays."""
         if not self._closing.is_set():

@@ -50,8 +50,8 @@ class InstanceKey(NamedTuple):
     rank: int
 
 
-class KeptForecast(NamedTuple):
-    """A forecast as it was received.
+class KeptForecast(msgspec.Struct, frozen=True, gc=False):
+    """A forecast as it was received; there may be a hundred thousand.
 
     Attributes:
         forecast_at: generated tokens n when it was made.
@@ -95,9 +95,9 @@ class RunningRequest:
 
     Attributes:
         name: its id as its client knows it.
-        latest: its newest report; without its curve in a view without history.
+        latest: its newest report; without its curve in a view made without history.
         seq: number of the message that reported it.
-        forecasts: its forecasts so far, oldest first; none in a view without history.
+        forecasts: its forecasts since history is kept, oldest first.
     """
 
     name: str
@@ -119,6 +119,11 @@ class RunningRequest:
         if len(self.forecasts) > _KEPT_FORECASTS:
             del self.forecasts[1::2]
             self._stride *= 2
+
+    def drop_forecasts(self) -> None:
+        """Keep none of the forecasts so far."""
+        self.forecasts.clear()
+        self._stride, self._skipped = 1, 0
 
 
 class _SequenceNumbers:
@@ -203,7 +208,8 @@ class TelemetryView:
         stale_after: seconds without a message after which an engine is stale.
         forget_after: seconds without a message after which it is forgotten.
         history: keep the forecasts of running requests here, to score and show them. Without it
-            they are handed on by `take_batches`, once, and nothing of them is kept.
+            they are handed on by `take_batches`, once, and nothing of them is kept unless
+            `keep_history` says so.
 
     Attributes:
         instances: the latest of each engine.
@@ -221,7 +227,7 @@ class TelemetryView:
         self.malformed = self.duplicated = self.outdated = self.vanished = 0
         self._stale_after, self._forget_after = stale_after, forget_after
         self._lost_before = 0
-        self._history = history
+        self._history, self._hands_on = history, not history
         self._batches: deque[ForecastBatch] = deque(maxlen=_KEPT_BATCHES)
 
     @property
@@ -234,6 +240,14 @@ class TelemetryView:
         """Return the forecasts received since the last call, oldest first."""
         batches, self._batches = self._batches, deque(maxlen=_KEPT_BATCHES)
         return batches
+
+    def keep_history(self, keep: bool) -> None:
+        """Keep the forecasts of running requests from now on, to score them, or no longer."""
+        self._history = keep
+        if not keep:
+            for view in self.instances.values():
+                for request in (*view.requests.values(), *view._vanished.values()):
+                    request.drop_forecasts()
 
     def receive(self, frames: Sequence[bytes], now: float) -> list[FinishedForecasts]:
         """Take one ZMQ message; invalid messages are counted, never raised.
@@ -280,7 +294,7 @@ class TelemetryView:
             if isinstance(message, Snapshot):
                 self._take_snapshot(view, message)
             new = [one for one in message.requests if self._update(view, one, message.seq)]
-            if new and not self._history:
+            if new and self._hands_on:
                 names = [view.requests[one.request_id].name for one in new]
                 self._batches.append(ForecastBatch.new(view.edges, names, new))
         return []
@@ -338,9 +352,9 @@ class TelemetryView:
         newest = request.latest.forecast_at if request.forecasts else -1
         if self._history:
             request.keep_forecast(newest, report)
-            request.latest = report
-        else:
-            request.latest = msgspec.structs.replace(report, survival=b"")
+        if self._hands_on:
+            report = msgspec.structs.replace(report, survival=b"")
+        request.latest = report
         request.seq = seq
         view.requests[name] = request
         return True

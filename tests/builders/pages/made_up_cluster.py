@@ -1,6 +1,7 @@
 """A cluster that is made up: it looks like a proxy to whoever watches it, at any size."""
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,15 @@ import numpy as np
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.page.expectations import expectations, remaining_interval
-from rescheduler.page.snapshot import About, Instance, MoveReport, Phase, Requests, Snapshot
+from rescheduler.page.snapshot import (
+    About,
+    Accuracy,
+    Instance,
+    MoveReport,
+    Phase,
+    Requests,
+    Snapshot,
+)
 
 __all__ = ["MadeUpCluster"]
 
@@ -42,6 +51,8 @@ class MadeUpCluster:
         seconds: between two snapshots.
         tokens: that every request generates between two snapshots.
         seed: of everything.
+        accuracy: of its forecasts.
+        joules: that it uses between two snapshots; None: nobody knows.
     """
 
     def __init__(
@@ -52,6 +63,8 @@ class MadeUpCluster:
         seconds: float = 0.5,
         tokens: int = 12,
         seed: int = 0,
+        accuracy: Accuracy | None = None,
+        joules: float | None = None,
     ) -> None:
         self.about = About(
             source="proxy",
@@ -61,6 +74,7 @@ class MadeUpCluster:
             seconds=seconds,
         )
         self.looks = 0
+        self._accuracy, self._joules = accuracy, joules
         self._random, self._tokens = random.Random(seed), tokens
         self._n, self._kv_capacity = instances, kv_capacity
         self._next = 0
@@ -69,6 +83,9 @@ class MadeUpCluster:
         self._requests = [self._new(g) for g in range(instances) for _ in range(requests)]
         for one in self._requests:
             one.generated = self._random.randrange(one.length)
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def look(self) -> _Seen:
         self.looks += 1
@@ -152,6 +169,7 @@ class MadeUpCluster:
                     ahead=ahead,
                     deviation=deviation,
                     overflow=overflow,
+                    step_seconds=0.04 + 0.001 * g,
                 )
             )
         moving, target = self._going or (None, -1)
@@ -181,4 +199,6 @@ class MadeUpCluster:
                 high=high,
             ),
             moves=self._moves[-20:],
+            accuracy=self._accuracy,
+            joules=None if self._joules is None else self._joules * self.looks,
         )

@@ -166,12 +166,13 @@ async def cluster(
     routing: dict[str, Any] | None = None,
     prefix_caching: bool = True,
     kind: type[ScriptedEngine] = ScriptedEngine,
+    telemetry: dict[str, str] | None = None,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """Run a proxy before scripted engines.
 
     Without prefix caching a request moves at once, wherever it is; else it is copied first,
-    as soon as it has filled a block.
+    as soon as it has filled a block. Telemetry has the endpoints of instances that publish it.
     """
     engines: dict[str, ScriptedEngine] = {}
     names = ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
@@ -179,7 +180,8 @@ async def cluster(
     for name in names:
         engine = kind(name, name.partition("-")[0], tokenizer, engines)
         engine.prefix_caching = prefix_caching
-        instances.append(await engine.start())
+        published = (telemetry or {}).get(name)
+        instances.append(msgspec.structs.replace(await engine.start(), telemetry=published))
     deployment = Deployment(
         model="m",
         instances=instances,

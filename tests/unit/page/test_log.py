@@ -13,7 +13,7 @@ from made_up_cluster import MadeUpCluster
 from rescheduler.page.log_reader import Log, LogError, read_log
 from rescheduler.page.log_writer import LogWriter
 from rescheduler.page.recorder import recording
-from rescheduler.page.snapshot import About, Instance, MoveReport, Requests, Snapshot
+from rescheduler.page.snapshot import About, Accuracy, Instance, MoveReport, Requests, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
 
 ABOUT = About(source="proxy", title="m", routing="jsq_load", migration="", seconds=0.5)
@@ -32,6 +32,17 @@ instances = st.builds(
     ahead=st.lists(tokens, max_size=3),
     deviation=st.lists(tokens, max_size=3),
     overflow=st.lists(st.floats(0, 1), max_size=3),
+    step_seconds=st.none() | numbers,
+)
+accuracies = st.builds(
+    Accuracy,
+    requests=st.integers(1, 2**40),
+    coverage=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    error=numbers,
+    bias=numbers,
+    late=st.floats(0, 1),
+    alarm=st.none() | st.text(max_size=8),
+    drift=st.none() | st.text(max_size=8),
 )
 moves = st.builds(
     MoveReport,
@@ -70,6 +81,8 @@ snapshots = st.builds(
     requests=requests(),
     further_waiting=tokens,
     moves=st.lists(moves, max_size=2),
+    accuracy=st.none() | accuracies,
+    joules=st.none() | numbers,
 )
 
 
@@ -111,6 +124,22 @@ def test_it_is_what_other_programs_take_for_gzip_and_json_lines(path: Path) -> N
     lines = gzip.decompress(path.read_bytes()).splitlines()
     assert len(lines) == 4
     assert msgspec.json.decode(lines[2], type=Snapshot) == written[1]
+
+
+def test_logs_from_before_accuracy_steps_and_energy_were_recorded_are_read(path: Path) -> None:
+    (written,) = made_up(1)
+    line = msgspec.to_builtins(written)
+    for name in ("accuracy", "joules"):
+        del line[name]
+    for instance in line["instances"]:
+        del instance["step_seconds"]
+    path.unlink(missing_ok=True)
+    with LogWriter(path, ABOUT) as log:
+        log.write(msgspec.json.encode(line))
+    (read,) = content(read_log(path))
+    assert (read.accuracy, read.joules) == (None, None)
+    assert [one.step_seconds for one in read.instances] == [None, None]
+    assert read.requests == written.requests
 
 
 @given(data=st.data())

@@ -162,6 +162,13 @@ def test_simulations_are_recorded_as_they_are_without(
                 assert len(instance.ahead) == len(snapshot.points) > 0
             waits = [phase == Phase.WAITING for phase in columns.phase]
             assert waits == [at < 0 for at in columns.instance]
+        steps = [one.step_seconds for snapshot in seen for one in snapshot.instances]
+        assert any(steps)
+        assert all(step is None or step > 0 for step in steps)
+        joules = [snapshot.joules for snapshot in seen]
+        assert joules == sorted(joules)
+        figure = recorded[log.about.title]["energy"]
+        assert 0.8 * figure < joules[-1] < 1.2 * figure  # of both seeds, the log is of the first
         moves = {(move.number, move.time) for snapshot in seen for move in snapshot.moves}
         assert bool(moves) == (log.about.migration == "survival")
 
