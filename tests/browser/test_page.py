@@ -17,7 +17,7 @@ from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
 from rescheduler.page.log_writer import LogWriter
-from rescheduler.page.snapshot import Snapshot
+from rescheduler.page.snapshot import Accuracy, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
 
 Open = Callable[..., Awaitable[Page]]
@@ -64,6 +64,71 @@ async def test_a_table_says_what_the_picture_shows(open_page: Open) -> None:
         await expect(lane.locator("canvas")).to_have_attribute(
             "aria-label", re.compile(r"decode-0: \d+ requests?, [\d,]+ of 4,608 tokens")
         )
+
+
+NARROW = Accuracy(
+    requests=312,
+    coverage=[0.44, 0.66, 0.79],
+    error=45.2,
+    bias=-12.3,
+    late=0.63,
+    alarm="the 80% intervals are too narrow",
+    drift="",
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_says_how_accurate_the_forecasts_were(open_page: Open, scheme: str) -> None:
+    async with page_served(MadeUpCluster(2, 8, 4608, accuracy=NARROW)) as url:
+        page = await open_page(url, color_scheme=scheme)
+        await is_live(page)
+        accuracy = page.get_by_role("region", name="Forecasts, last hour")
+        await expect(accuracy).to_contain_text("312 requests scored")
+        rows = accuracy.get_by_role("listitem")
+        await expect(rows).to_have_text(["50% held 44%", "80% held 66%", "90% held 79%"])
+        await expect(accuracy).to_contain_text(
+            "Median off by 45 tokens, 12 too short on average; 63% of the ends came after it"
+        )
+        await expect(accuracy).to_contain_text("▲ the 80% intervals are too narrow")
+        await expect(accuracy).to_contain_text("✓ no drift")
+        track = accuracy.locator(".track").nth(1)
+        drawn = await track.evaluate(
+            """track => [...track.children].map((one) => {
+              const all = track.getBoundingClientRect(), own = one.getBoundingClientRect();
+              return (own.left + (one.className === "held" ? own.width : own.width / 2) - all.left)
+                / all.width;
+            })"""
+        )
+        assert drawn == pytest.approx([0.66, 0.8], abs=0.01)
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+async def test_it_judges_nothing_from_few_requests(open_page: Open) -> None:
+    few = msgspec.structs.replace(NARROW, requests=1, alarm=None, drift=None)
+    async with page_served(MadeUpCluster(1, 3, 4608, accuracy=few)) as url:
+        page = await open_page(url)
+        accuracy = page.get_by_role("region", name="Forecasts, last hour")
+        await expect(accuracy).to_contain_text("1 request scored")
+        await expect(accuracy).to_contain_text("○ too few requests to judge the intervals")
+        await expect(accuracy).to_contain_text("○ too early to see drift")
+        assert "▲" not in await accuracy.inner_text()
+
+
+async def test_what_nobody_knows_is_not_shown(open_page: Open) -> None:
+    async with page_served(MadeUpCluster(1, 3, 4608)) as url:
+        page = await open_page(url)
+        await is_live(page)
+        await expect(page.locator(".lane-figures")).to_contain_text("step 40 ms")
+        await expect(page.locator(".accuracy")).to_be_hidden()
+        await expect(page.locator(".figures dt")).to_have_text(
+            ["running", "waiting", "KV cache", "decode step"]
+        )
+    async with page_served(MadeUpCluster(1, 3, 4608, joules=2.5e6)) as url:
+        page = await open_page(url)
+        await is_live(page)
+        await expect(page.locator(".figures dt").last).to_have_text("energy")
+        await expect(page.locator(".figures dd").last).to_have_text(re.compile(r"[\d.]+ MJ"))
 
 
 class Hostile(MadeUpCluster):

@@ -100,9 +100,11 @@ export class Lane {
     );
     const share = instance.kv_capacity > 0 ? instance.kv_tokens / instance.kv_capacity : null;
     const of = share === null ? "" : ` of ${short(instance.kv_capacity)} · ${percent(share)}`;
+    const step = instance.step_seconds ? `step ${seconds(instance.step_seconds)}` : "";
     say(
       this.#figures,
-      `${plural(requests.length, "request")} · ${short(instance.kv_tokens)}${of} tokens`,
+      `${plural(requests.length, "request")} · ${short(instance.kv_tokens)}${of} tokens` +
+        (step ? ` · ${step}` : ""),
     );
     const risk = worst(instance, points, stepSeconds);
     this.#risk.hidden = !risk;
@@ -111,6 +113,7 @@ export class Lane {
       "aria-label",
       `${instance.name}: ${plural(requests.length, "request")}, ${whole(instance.kv_tokens)}` +
         `${share === null ? "" : ` of ${whole(instance.kv_capacity)}`} tokens of KV cache` +
+        `${step ? `, ${step}` : ""}` +
         `${risk ? `, ${risk}` : ""}. The table of requests below has the same numbers.`,
     );
   }

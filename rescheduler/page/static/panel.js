@@ -1,5 +1,6 @@
 // A cluster: its figures, its instances as lanes, the moves between them, and who waits.
 
+import { Accuracy } from "./accuracy.js";
 import { onPaletteChange } from "./colours.js";
 import { element, say } from "./elements.js";
 import { Lane } from "./lane.js";
@@ -9,7 +10,7 @@ import { MoveList } from "./move_list.js";
 import { Overview } from "./overview.js";
 import { byInstance } from "./requests.js";
 import { showTip, hideTip } from "./tip.js";
-import { percent, plural, seconds, short, whole } from "./words.js";
+import { energy, percent, plural, seconds, short, whole } from "./words.js";
 
 const COMPACT_FROM = 5;
 const HISTORY_SECONDS = 300;
@@ -21,6 +22,7 @@ export class Panel {
   #id = `panel-${panels++}`;
   #title = element("h2");
   #figures = element("dl", { class: "figures" });
+  #accuracy = new Accuracy(this.#id);
   #overview = new Overview(this.#id);
   #prefills = element("ul", { class: "prefills", "aria-label": "Prefill instances" });
   #lanes = element("div", { class: "lanes" });
@@ -50,6 +52,7 @@ export class Panel {
       "section",
       { class: "panel", "aria-label": label },
       element("header", {}, this.#title, this.#figures),
+      this.#accuracy.section,
       this.#overview.list,
       element(
         "div",
@@ -99,7 +102,7 @@ export class Panel {
         requests: requests.here[i],
         coming: requests.coming[i],
         points: snapshot.points,
-        stepSeconds: snapshot.step_seconds,
+        stepSeconds: instance.step_seconds ?? snapshot.step_seconds,
         history: this.#history(instance, snapshot.time),
         nameOf: (target) => snapshot.instances[target]?.name ?? "?",
       });
@@ -107,6 +110,7 @@ export class Panel {
     // Shrinks slowly, so that the picture does not jump when the longest request ends.
     this.#longest = Math.max(longest, this.#longest * 0.98);
     this.#scale.set(this, { longest: this.#longest, horizon: snapshot.points.at(-1) ?? 0 });
+    this.#accuracy.update(snapshot.accuracy);
     this.#overview.update(decodes.map((i) => snapshot.instances[i]));
     this.#sayFigures(snapshot, requests, decodes);
     this.#sayPrefills(snapshot, requests);
@@ -158,6 +162,7 @@ export class Panel {
       ["KV cache", room ? percent(tokens / room) : `${short(tokens)} tokens`],
       ["decode step", seconds(snapshot.step_seconds)],
     ];
+    if (Number.isFinite(snapshot.joules)) figures.push(["energy", energy(snapshot.joules)]);
     if (this.#figures.children.length !== figures.length) {
       this.#figures.replaceChildren(
         ...figures.map(([name]) => element("div", {}, element("dt", {}, name), element("dd"))),

@@ -20,6 +20,12 @@ export function seconds(s) {
   return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
 }
 
+export function energy(joules) {
+  if (joules < 1000) return `${Math.round(joules)} J`;
+  const [value, unit] = joules < 1e6 ? [joules / 1000, "kJ"] : [joules / 1e6, "MJ"];
+  return `${value < 100 ? value.toFixed(1) : whole(value)} ${unit}`;
+}
+
 export function clock(snapshot, about) {
   if (about.source === "simulation") return `${snapshot.time.toFixed(1)} s`;
   return new Date(1000 * snapshot.time).toLocaleTimeString();

@@ -1,0 +1,64 @@
+// How good the forecasts of the last hour were; nothing where nobody knows.
+
+import { element, say } from "./elements.js";
+import { percent, plural, whole } from "./words.js";
+
+const INTERVALS = [50, 80, 90];
+
+export class Accuracy {
+  #id;
+  #count = element("p", { class: "count" });
+  #bars = element("ul", { class: "intervals", "aria-label": "Share of the ends inside each interval" });
+  #median = element("p", { class: "median-error" });
+  #alarm = element("p", { class: "verdict" });
+  #drift = element("p", { class: "verdict" });
+
+  constructor(id) {
+    this.#id = `${id}-accuracy`;
+    this.#bars.append(...INTERVALS.map(bar));
+    this.section = element(
+      "section",
+      { class: "accuracy", "aria-labelledby": this.#id, hidden: true },
+      element("div", {}, element("h3", { id: this.#id }, "Forecasts, last hour"), this.#count),
+      this.#bars,
+      element("div", { class: "words" }, this.#median, this.#alarm, this.#drift),
+    );
+  }
+
+  update(accuracy) {
+    this.section.hidden = !accuracy;
+    if (!accuracy) return;
+    say(this.#count, `${plural(accuracy.requests, "request")} scored`);
+    accuracy.coverage.forEach((share, i) => {
+      const [text, track] = this.#bars.children[i].children;
+      say(text, `${INTERVALS[i]}% held ${percent(share)}`);
+      track.firstChild.style.width = `${100 * share}%`;
+    });
+    say(this.#median, median(accuracy));
+    verdict(this.#alarm, accuracy.alarm, "calibrated", "too few requests to judge the intervals");
+    verdict(this.#drift, accuracy.drift, "no drift", "too early to see drift");
+  }
+}
+
+// A row whose tick is what the interval promises, and whose bar is what it held.
+function bar(level) {
+  const tick = element("i", { class: "nominal" });
+  tick.style.left = `${level}%`;
+  const track = element("span", { class: "track", "aria-hidden": "true" }, element("i", { class: "held" }), tick);
+  return element("li", {}, element("span"), track);
+}
+
+function median({ error, bias, late }) {
+  const tokens = Math.round(Math.abs(bias));
+  const way = bias > 0 ? "long" : "short";
+  const biased = tokens ? `${whole(tokens)} too ${way} on average` : "neither too long nor too short";
+  const after = `${percent(late)} of the ends came after it (calibrated: 50%)`;
+  return `Median off by ${plural(Math.round(error), "token")}, ${biased}; ${after}`;
+}
+
+// What is wrong is said in words, empty when nothing is, and null while nobody can tell.
+function verdict(where, wrong, fine, unknown) {
+  const known = wrong !== null && wrong !== undefined;
+  where.dataset.state = wrong ? "wrong" : known ? "fine" : "unknown";
+  say(where, wrong ? `▲ ${wrong}` : known ? `✓ ${fine}` : `○ ${unknown}`);
+}
