@@ -137,10 +137,14 @@ class ServerProcess:
         return f"{self.name} {how}{because}\n{self.log} ends:{shown}"
 
     def _printed(self) -> str:
-        with self.log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - _LOG_END))
-            return log.read().decode(errors="replace")
+        """Return the end of its log; nothing if somebody has removed that."""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - _LOG_END))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     def _wait_until_gone(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -27,7 +27,8 @@ class KeptServer:
 
     Args:
         server: not running.
-        check: called before each start; raises `LaunchError` when it cannot be started now.
+        prepare: called before each start; raises `LaunchError` or `OSError` when it cannot be
+            started now.
         grace_seconds: that it has to end when asked to.
         starts: file that counts the starts, also those by earlier processes.
 
@@ -40,14 +41,14 @@ class KeptServer:
     def __init__(
         self,
         server: ServerProcess,
-        check: Callable[[], None],
+        prepare: Callable[[], None],
         grace_seconds: float,
         starts: Path,
     ) -> None:
         self.stage: KeptStage = "starting"
         self.failures = 0
         self.why = ""
-        self._server, self._check, self._grace = server, check, grace_seconds
+        self._server, self._prepare, self._grace = server, prepare, grace_seconds
         self._starts_file = starts
         self._ending, self._asked = Event(), Event()
         self._thread = Thread(target=self._keep, daemon=True)
@@ -62,8 +63,12 @@ class KeptServer:
         self._thread.start()
 
     def restart(self) -> int:
-        """Have it stopped and started again; return how often it was started before."""
+        """Have it stopped and started again; return how often it was started before.
+
+        Earlier failures no longer count: whoever asks wants to know how the next start goes.
+        """
         before = self.starts
+        self.failures = 0
         self._asked.set()
         return before
 
@@ -101,10 +106,18 @@ class KeptServer:
         self.stage = "stopped"
 
     def _start(self) -> None:
-        self._check()
-        with self._starts_file.open("ab") as counted:
-            counted.write(b"*")
-        self._server.start()
+        """Start it; it is not ready yet.
+
+        Raises:
+            LaunchError: it cannot be started now, as where the disk is full.
+        """
+        try:
+            self._prepare()
+            with self._starts_file.open("ab") as counted:
+                counted.write(b"*")
+            self._server.start()
+        except OSError as error:
+            raise LaunchError(f"{self._server.name} cannot be started: {error}") from error
 
     def _until_ready(self) -> None:
         """Wait until it is ready, or is to end.

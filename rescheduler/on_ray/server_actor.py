@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,11 +61,9 @@ class ServerActor:
     def __init__(self, server: Server, deployment: Deployment, logs: str) -> None:
         self._server, self._deployment = server, deployment
         folder = Path(logs)
-        folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{server.name}.log"
-        file = folder / f"{server.name}.yaml"
-        write_deployment(deployment, file)
-        command = _command(server, deployment, file)
+        self._file = folder / f"{server.name}.yaml"
+        command = _command(server, deployment, self._file)
         process = ServerProcess(server.name, command, server.url, self._log, tethered=True)
         grace = GRACE_SECONDS
         if server.role == "proxy":
@@ -73,8 +72,9 @@ class ServerActor:
         self._address = ray.util.get_node_ip_address()
         starts = folder / f"{server.name}.starts"
         if not ray.get_runtime_context().was_current_actor_reconstructed:
-            starts.unlink(missing_ok=True)  # of an earlier deployment
-        self._kept = KeptServer(process, self._check, grace, starts)
+            with suppress(OSError):  # what prevents it prevents the start, too, which says so
+                starts.unlink()  # of an earlier deployment
+        self._kept = KeptServer(process, self._prepare, grace, starts)
         self._kept.begin()
 
     def state(self) -> ServerState:
@@ -108,7 +108,8 @@ class ServerActor:
         """Have the coordinator let requests come to an engine again; of its actor only."""
         undrain_instance(self._deployment.admin_url, name)
 
-    def _check(self) -> None:
+    def _prepare(self) -> None:
+        """Refuse a start that cannot succeed, and write the file that the server reads."""
         if self._address != self._server.address:
             raise LaunchError(
                 f"{self._server.name} was on {self._server.address}, which the cluster has lost, "
@@ -116,6 +117,8 @@ class ServerActor:
             )
         instances = [i for i in self._deployment.instances if i.name == self._server.name]
         check_ports(self._deployment, instances, serve=False)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_deployment(self._deployment, self._file)
 
 
 def _command(server: Server, deployment: Deployment, file: Path) -> EngineCommand:

@@ -1,5 +1,6 @@
 """A server that is kept running; the servers here are small."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -88,6 +89,50 @@ def test_a_server_that_cannot_start_says_why_and_is_tried_again(tmp_path: Path) 
         until(lambda: kept.failures == 2, "tried twice")
         assert "exited with status 1: ValueError: 9 blocks are too few" in kept.why
         assert f"{tmp_path}/decode-0.log ends:" in kept.why
+    finally:
+        kept.stop()
+
+
+def test_a_server_whose_logs_were_removed_comes_back(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    process = server(logs)
+    made = KeptServer(process, lambda: logs.mkdir(exist_ok=True), 60, logs / "starts")
+    made.begin()
+    try:
+        until(lambda: made.stage == "ready", "ready")
+        shutil.rmtree(logs)
+        assert process.pid is not None
+        psutil.Process(process.pid).children()[0].kill()
+        until(lambda: made.starts == 1 and made.stage == "ready" and bool(made.why), "back")
+        assert "decode-0 exited with status 137" in made.why
+    finally:
+        made.stop()
+
+
+def test_a_server_without_a_place_for_its_log_is_tried_again(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    kept = KeptServer(server(logs), lambda: None, 60, logs / "starts")
+    kept.begin()
+    try:
+        until(lambda: kept.failures == 1, "refused")
+        assert "decode-0 cannot be started: " in kept.why and str(logs) in kept.why
+        logs.mkdir()
+        until(lambda: kept.stage == "ready", "ready")
+    finally:
+        kept.stop()
+
+
+def test_a_restart_forgets_the_failures_before_it(tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+    code = f"import pathlib\nif not pathlib.Path({str(mended)!r}).exists(): {FAILS}\n{SERVER}"
+    kept = KeptServer(server(tmp_path, code), lambda: None, 60, tmp_path / "starts")
+    kept.begin()
+    try:
+        until(lambda: kept.failures == 2, "tried twice")
+        mended.touch()
+        kept.restart()
+        assert kept.failures == 0
+        until(lambda: kept.stage == "ready", "ready")
     finally:
         kept.stop()
 
