@@ -201,6 +201,9 @@ class RayCluster:
             deployment: of all servers.
             logs: folder on its node.
             place: number of the bundle that was reserved for it; None: on this node, with none.
+
+        Raises:
+            LaunchError: an actor of this name is there.
         """
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": self._on(self.here)}
         if place is not None:
@@ -223,11 +226,17 @@ class RayCluster:
             max_concurrency=8,
             **options,
         )
-        actor.remote(server, deployment, logs)
+        try:
+            actor.remote(server, deployment, logs)
+        except ValueError as error:
+            raise LaunchError(
+                f"another actor in namespace {self._namespace!r} is called {server.name}: give "
+                "this deployment another ray.namespace"
+            ) from error
 
     def names(self) -> list[str]:
-        """Return the names of the deployment's actors."""
-        return sorted(self._ray.util.list_named_actors())
+        """Return the names of the deployment's actors; others of its namespace are not its."""
+        return sorted(filter(self._is_ours, self._ray.util.list_named_actors()))
 
     def ask(self, names: Sequence[str], method: str, *arguments: Any, seconds: float) -> Any:
         """Call a method of several actors; return what those that answer in time return.
@@ -291,6 +300,13 @@ class RayCluster:
         if group is not None:
             self._ray.util.remove_placement_group(group)
             self._wait_until(lambda: not self.reserved(), "what was reserved is not given back")
+
+    def _is_ours(self, name: str) -> bool:
+        try:
+            actor = self._ray.get_actor(name)
+        except ValueError:  # it is gone
+            return False
+        return all(hasattr(actor, method) for method in ("state", "deployment", "undrain"))
 
     def _on(self, node: str) -> Any:
         strategies = self._ray.util.scheduling_strategies

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import psutil
 import pytest
+import ray
 import yaml
 from forked_vllm import free_port
 from process_groups import processes_in
@@ -170,6 +171,48 @@ def test_what_the_cluster_has_not_is_named(
     assert "2 GPU are needed, 0 are free" in printed
     assert "127.0.0.3 has 4 CPU" in printed
     assert "no deployment runs" in on_ray.run("status")[1], "nothing stays reserved"
+
+
+def test_a_server_that_cannot_begin_says_why(
+    address: str, headway_command: list[str], tmp_path: Path
+) -> None:
+    on_ray = OnRay(headway_command, tmp_path, address=address)
+    (on_ray.logs / "decode-1.yaml" / "in the way").mkdir(parents=True)
+    status, printed = on_ray.run("launch")
+    assert status == 1
+    assert "decode-1 cannot be started: " in printed and "decode-1.yaml" in printed
+    assert "no deployment runs" in on_ray.run("status")[1]
+
+
+@pytest.fixture
+def stranger(address: str) -> Iterator[str]:
+    """Namespace of an actor that is no deployment's, though it is called like an engine."""
+    namespace = "strangers"
+
+    class Stranger:
+        def stop(self) -> None:
+            raise AssertionError("not for you")
+
+    ray.init(address=address, namespace=namespace, log_to_driver=False)
+    actor = ray.remote(Stranger).options(name="decode-1", num_cpus=0).remote()
+    try:
+        yield namespace
+        assert ray.get_actor("decode-1") == actor
+    finally:
+        ray.shutdown()
+
+
+def test_what_others_run_in_its_namespace_is_left_alone(
+    address: str, headway_command: list[str], tmp_path: Path, stranger: str
+) -> None:
+    on_ray = OnRay(headway_command, tmp_path, address=address, namespace=stranger)
+    for verb in ("status", "restart", "stop"):
+        status, printed = on_ray.run(verb)
+        assert status == 1 and "no deployment runs in namespace" in printed
+    status, printed = on_ray.run("launch")
+    assert status == 1
+    assert "another actor in namespace 'strangers' is called decode-1" in printed
+    assert "no deployment runs" in on_ray.run("status")[1]
 
 
 def test_a_launch_that_is_stopped_while_engines_load_leaves_nothing(
