@@ -19,6 +19,8 @@ __all__ = [
     "why_port_is_not_free",
 ]
 
+_LAST_PORT = 65_535
+
 
 class LaunchError(RuntimeError):
     """Engines that cannot be started, or that ended; the message names it and the remedy."""
@@ -92,6 +94,8 @@ def _ports(
 
 def why_port_is_not_free(host: str, port: int) -> str:
     """Return why an address cannot be listened on; empty if it can."""
+    if port > _LAST_PORT:
+        return f"is no address: ports end at {_LAST_PORT}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM

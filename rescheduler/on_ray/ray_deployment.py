@@ -12,6 +12,7 @@ _ADDRESS, _NAMESPACE = "auto", "headway"
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
+Resource = Annotated[str, msgspec.Meta(min_length=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -31,7 +32,7 @@ class RayInstances(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     replicas: Count = 1
     num_cpus: Amount = 1.0
     num_gpus: Amount = 0.0
-    resources: dict[str, Amount] = {}
+    resources: dict[Resource, Amount] = {}
     arguments: list[str] = []
 
     @property

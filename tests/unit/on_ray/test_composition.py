@@ -82,6 +82,10 @@ def test_between_machines_keys_are_required() -> None:
         ({"ray": {"instances": [{"role": "prefill"}]}}, "at least one must have the role decode"),
         ({"ray": {"instances": [{"role": "decode", "num_cpus": 0}]}}, "must reserve something"),
         ({"ray": {"instances": [{"role": "decode", "replicas": 0}]}}, "ray.instances[0].replicas"),
+        (
+            {"ray": {"instances": [{"role": "decode", "resources": {"": 1}}]}},
+            "ray.instances[0].resources",
+        ),
         ({"ray": {"instances": TWO}, "routing": {"nam": "jsq"}}, "routing.name"),
         (
             {
@@ -114,6 +118,15 @@ def test_a_node_says_all_that_it_lacks_and_which_ports_are_free(tmp_path: Any) -
         f"engine.checkpoint: {tmp_path}/c does not exist",
     ]
     assert found.free
+
+
+def test_proxies_that_leave_the_range_of_ports_are_named() -> None:
+    deployment = described([{"role": "decode"}], proxy={"port": 65_530, "admin_port": 0})
+    assert deployment.ray is not None
+    where = places(deployment.ray)
+    found = survey(questions(deployment, where, ["127.0.0.1"] * 3, "127.0.0.1")["127.0.0.1"])
+    (said,) = found.problems
+    assert said == "proxy-1 (proxy.port): 127.0.0.1:65540 is no address: ports end at 65535"
 
 
 def test_nodes_that_differ_are_named_with_their_versions() -> None:
