@@ -31,4 +31,9 @@ def axes_to_draw(ax: "Axes | None", width: float, height: float) -> Iterator["Ax
     from matplotlib import pyplot
 
     with pyplot.style.context("predictor.figure"):
-        yield pyplot.subplots(figsize=(width, height))[1]
+        figure, axes = pyplot.subplots(figsize=(width, height))
+        try:
+            yield axes
+        except BaseException:
+            pyplot.close(figure)  # else a notebook shows what was drawn of it
+            raise

@@ -146,6 +146,12 @@ def test_a_plan_without_moves_shows_the_cluster_and_why(seen: ClusterView) -> No
     assert not texts(axes)
 
 
+def test_a_plan_of_another_cluster_leaves_no_figure(seen: ClusterView) -> None:
+    with pytest.raises(IndexError):
+        Plan([Migration(3, 0, 1, 0.5)], "of another").plot(seen)
+    assert not pyplot.get_fignums()
+
+
 def test_figures_are_drawn_on_the_axes_that_they_are_given(seen: ClusterView) -> None:
     _, given = pyplot.subplots(1, 3)
     drawn = [PointForecast.new([9]).plot(given[0]), seen.plot(given[1]), PLAN.plot(seen, given[2])]
