@@ -24,16 +24,14 @@ from data_collection.capture.transcript_requests import as_recorded
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
+    SERVER_STOPPED,
     Session,
     read_sessions,
     rows_schema,
     vector_type,
 )
 
-__all__ = ["SERVER_STOPPED", "Recorder"]
-
-SERVER_STOPPED = "server_stopped"
-"""Finish reason of requests that were still running when the engine stopped."""
+__all__ = ["Recorder"]
 
 logger = logging.getLogger("headway.recorder")
 

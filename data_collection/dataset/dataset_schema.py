@@ -13,6 +13,7 @@ from data_collection.atomic_file import write_text_atomically
 
 __all__ = [
     "REQUESTS_SCHEMA",
+    "SERVER_STOPPED",
     "DatasetError",
     "Session",
     "read_sessions",
@@ -76,6 +77,9 @@ REQUESTS_SCHEMA = pa.schema(
         ("output_token_ids", pa.list_(pa.int32())),
     ]
 )
+
+SERVER_STOPPED = "server_stopped"
+"""Finish reason of requests that were still running when the engine stopped."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 

@@ -12,11 +12,16 @@ import pyarrow.parquet as pq
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.request_ids import RequestName, parse_request_id
 from data_collection.dataset.dataset_card import write_card
-from data_collection.dataset.dataset_schema import DatasetError, read_sessions, requests_files
+from data_collection.dataset.dataset_schema import (
+    SERVER_STOPPED,
+    DatasetError,
+    read_sessions,
+    requests_files,
+)
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version
 from data_collection.workload.arrivals import Arrivals
-from data_collection.workload.engine_log import engine_output_to
+from data_collection.workload.engine_log import engine_output_to, last_lines
 from data_collection.workload.engine_options import (
     ID_PREFIX,
     EngineOptions,
@@ -109,6 +114,7 @@ def collect(
     folder = resolve_model(model)
     _refuse_other_dataset(out, identify(folder), record)
     arguments = engine_arguments(folder, capture, options)
+    earlier = _recorded_answers(out)
     log = None if verbose else out / _LOG
     print(
         f"starting the engine for {work.n_left} {work.what}"
@@ -118,11 +124,19 @@ def collect(
     )
     try:
         with engine_output_to(log) as terminal:
-            from data_collection.workload.drive import drive  # loads vLLM, which takes long
+            # It loads vLLM, which takes long.
+            from data_collection.workload.drive import CollectionError, drive
 
-            drive(work.source, arguments, arrivals, terminal)
+            ended = drive(work.source, arguments, arrivals, terminal)
     finally:
         _describe(out, sampling, arrivals, prompts, transcripts)
+    lost = ended - (_recorded_answers(out) - earlier)
+    if lost > 0:
+        raise CollectionError(
+            f"recording failed at the end: {lost} of {ended} answers could not be written. The "
+            "shards written so far are a valid dataset. Fix the cause and run the same command "
+            f"again to resume{last_lines(log)}"
+        )
 
 
 class _Work(NamedTuple):
@@ -170,6 +184,16 @@ def _done_answers(dataset: Path) -> set[RequestName]:
         for file in requests_files(dataset)
         for row in pq.read_table(file, columns=columns).to_pylist()
     }
+
+
+def _recorded_answers(dataset: Path) -> int:
+    """Return how many answers that ended are in the dataset."""
+    reasons = [
+        reason
+        for file in requests_files(dataset)
+        for reason in pq.read_table(file, columns=["finish_reason"])["finish_reason"].to_pylist()
+    ]
+    return len(reasons) - reasons.count(SERVER_STOPPED)
 
 
 def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOptions) -> None:

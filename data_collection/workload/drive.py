@@ -39,8 +39,8 @@ def drive(
     engine_arguments: dict[str, Any],
     arrivals: Arrivals,
     terminal: Terminal,
-) -> None:
-    """Run every request once and return when all are done.
+) -> int:
+    """Run every request once; return how many answers ended, once the engine has, too.
 
     Raises:
         CollectionError: Ctrl-C, the engine died or did not start, or recording failed.
@@ -48,13 +48,20 @@ def drive(
     """
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
-    asyncio.run(_Drive(arrivals, terminal).run(source, engine_arguments))
+    driven = _Drive(arrivals, terminal)
+    asyncio.run(driven.run(source, engine_arguments))
+    return driven.ended
 
 
 class _Drive:
-    """One run over the requests: counts, progress bar and the reasons to stop."""
+    """One run over the requests: counts, progress bar and the reasons to stop.
+
+    Attributes:
+        ended: answers that have.
+    """
 
     def __init__(self, arrivals: Arrivals, terminal: Terminal) -> None:
+        self.ended = 0
         self._terminal = terminal
         self._arrivals = arrivals
         self._tokens = 0
@@ -173,6 +180,7 @@ class _Drive:
         ):
             self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
         self._in_flight.discard(request.id)
+        self.ended += settings.n
         assert self._bar is not None
         self._bar.update()
 

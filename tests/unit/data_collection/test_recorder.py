@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 from recorded_dataset import D, K, ended, new_session, record, step_rows
 
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.recorder import SERVER_STOPPED, Recorder
-from data_collection.dataset.dataset_schema import DatasetError, requests_files, rows_files
+from data_collection.capture.recorder import Recorder
+from data_collection.dataset.dataset_schema import (
+    SERVER_STOPPED,
+    DatasetError,
+    requests_files,
+    rows_files,
+)
 from data_collection.dataset.validate_dataset import validate
 
 
