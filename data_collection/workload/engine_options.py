@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-__all__ = ["ID_PREFIX", "EngineOptions", "RecordOptions", "Sampling", "engine_arguments"]
+__all__ = ["ID_PREFIX", "LARGEST", "EngineOptions", "RecordOptions", "Sampling", "engine_arguments"]
 
 ID_PREFIX = "prompt-"
 """What a driven request's id starts with; the prompt's own id follows."""
+
+LARGEST = (1 << 31) - 1
+"""Count that a dataset's tables can hold."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Sampling:
         for name, value, wrong, expected in (
             ("temperature", self.temperature, not 0 <= self.temperature < inf, "0 or more"),
             ("top_p", self.top_p, not 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("max_tokens", self.max_tokens, self.max_tokens < 1, "1 or more"),
+            ("max_tokens", self.max_tokens, not 1 <= self.max_tokens <= LARGEST, f"1 to {LARGEST}"),
             ("n", self.n, self.n < 1, "1 or more"),
         ):
             if wrong:

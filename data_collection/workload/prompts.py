@@ -164,15 +164,26 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     continue
                 where = f"{path}, line {number}"
                 try:
-                    yield where, json.loads(line)
+                    value = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise PromptError(f"{where}: not JSON: {error}") from error
+                if "\\u" in line:
+                    _refuse_half_characters(where, value)
+                yield where, value
     except OSError as error:
         raise PromptError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise PromptError(f"{path}: not a whole gzip file: {error}") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def _refuse_half_characters(where: str, value: Any) -> None:
+    """Refuse half of a surrogate pair, which JSON can escape, but no tokenizer or Parquet takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{where}: not text: half of a surrogate pair: {error}") from error
 
 
 def _open(path: Path) -> IO[str]:

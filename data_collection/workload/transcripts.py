@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from data_collection.workload.engine_options import LARGEST
 from data_collection.workload.prompts import PromptError, parse_prompt, read_json_lines
 
 __all__ = ["Transcript", "TranscriptFile", "load_transcripts"]
@@ -149,8 +150,10 @@ def _parse(where: str, record: Any, index: int, default_source: str) -> Transcri
             f"{where}: finish_reason: {reason!r} is invalid; expected one of {', '.join(_REASONS)}"
         )
     sample_index = record.get("sample_index") or 0
-    if type(sample_index) is not int or sample_index < 0:
-        raise PromptError(f"{where}: sample_index: {sample_index!r} is invalid; expected 0 or more")
+    if type(sample_index) is not int or not 0 <= sample_index <= LARGEST:
+        raise PromptError(
+            f"{where}: sample_index: {sample_index!r} is invalid; expected 0 to {LARGEST}"
+        )
     name = described.id
     return Transcript(
         id=f"{name}-0" if name.startswith("cmpl-") and not _NUMBERED.match(name) else name,

@@ -74,6 +74,9 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ({"messages": []}, "needs 'prompt'"),
         ({"messages": [{"role": "user"}]}, "needs 'prompt'"),
         ({}, "it has nothing"),
+        ('{"prompt": "a\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "id": "\\udc00"}', "half of a surrogate pair"),
+        ({"prompt": "a", "max_tokens": 1 << 31}, "max_tokens: 2147483648 is invalid"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: object, message: str) -> None:

@@ -155,6 +155,7 @@ def test_clients_of_a_recording_server_cannot_forge_lengths(tmp_path: Path) -> N
         ({"prompt_token_ids": "1", "answer": "1"}, "prompt_token_ids: expected token ids"),
         ({"prompt": "1", "answer": "1", "finish_reason": "error"}, "finish_reason: 'error'"),
         ({"prompt": "1", "answer": "1", "sample_index": "a"}, "sample_index: 'a' is invalid"),
+        ({"prompt": "1", "answer": "1", "sample_index": 1 << 31}, "sample_index: 2147483648 is"),
         ({"prompt": "1", "answer": "1", "temperature": -1}, "temperature: -1 is invalid"),
     ],
 )
