@@ -80,6 +80,8 @@ def evaluate(
             raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
     if on is not None and part != "test":
         raise ValueError("--on measures a whole dataset, --part validation a part of another")
+    if on is not None and on.resolve() == dataset.resolve():
+        raise ValueError("--on must be another dataset: the predictor has learned from this one")
     table = load_rows(dataset)
     predictor = load_predictor(checkpoint)
     predictor.refuse_other_model(table.session)
@@ -101,6 +103,13 @@ def evaluate(
                 f"{known.sum()} requests of {on.resolve().name} are left out: "
                 f"{dataset.resolve().name} has their prompts too."
             )
+        for folder, rows in ((dataset, table), (on, other)):
+            if unknown := rows.requests.prompt_token_ids.count(None):
+                notes.append(
+                    f"The prompts of {unknown} requests of {folder.resolve().name} were not "
+                    f"recorded, so that requests of {on.resolve().name} may be among those that "
+                    "the predictor learned from."
+                )
     test = whole.ran_to_their_end()
     if len(test) == 0:
         kind = f"{part} request" if on is None else "request with a prompt of its own"

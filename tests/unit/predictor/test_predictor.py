@@ -1,6 +1,7 @@
 """The predictor, its training and its checkpoint, on a small dataset of the real writer."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,6 +267,39 @@ def test_a_dataset_collected_later_is_measured_in_place_of_the_test_part(
     assert metrics["notes"][0].startswith(f"{left_out} requests of later are left out")
     assert metrics["provenance"]["part"] == "later"
     assert {"constant_median", "kaplan_meier"} == set(metrics["comparators"])
+
+
+def without_prompts(requests: pa.Table) -> pa.Table:
+    column = requests.schema.get_field_index("prompt_token_ids")
+    field = requests.schema.field(column)
+    return requests.set_column(column, field, pa.nulls(len(requests), field.type))
+
+
+@pytest.mark.parametrize("which", ["dataset", "later"])
+def test_prompts_that_were_not_recorded_are_not_taken_for_new_ones(
+    dataset: Path, checkpoint: Path, tmp_path: Path, which: str
+) -> None:
+    later, out = tmp_path / "later", tmp_path / "evaluation"
+    record(later, prefix="b")
+    copied = tmp_path / "dataset"
+    shutil.copytree(dataset, copied)
+    for file in requests_files({"dataset": copied, "later": later}[which]):
+        change_shard(file, without_prompts)
+    arguments = ["evaluate", str(copied), str(checkpoint), "--out", str(out), "--on", str(later)]
+    assert main(arguments) == 0
+    said, *_ = json.loads((out / "metrics.json").read_text())["notes"]
+    assert said == (
+        f"The prompts of 20 requests of {which} were not recorded, so that requests of later "
+        "may be among those that the predictor learned from."
+    )
+
+
+def test_a_dataset_is_not_measured_in_place_of_its_own_test_part(
+    dataset: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = str(dataset / ".." / dataset.name)
+    assert main(["evaluate", str(dataset), str(checkpoint), "--on", same]) == 1
+    assert "--on must be another dataset" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
