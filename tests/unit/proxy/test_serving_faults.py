@@ -88,6 +88,21 @@ async def test_a_key_file_that_cannot_be_read_is_told(tokenizer: Tokenizer, tmp_
         Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
 
 
+@pytest.mark.parametrize("key", ["secret\n", "sec\nret", "sec\0ret"])
+async def test_a_key_that_no_header_can_hold_is_told(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"a{key}b")
+    options = ProxyOptions(engine_key_file=str(file))
+    with pytest.raises(DeploymentError, match="engine_key_file: the key holds a line end"):
+        Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
+    if "\0" not in key:  # no variable holds that
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(DeploymentError, match="VLLM_API_KEY: the key holds a line end"):
+            Proxy(Deployment(model="m", instances=INSTANCES), tokenizer)
+
+
 @pytest.mark.parametrize("pinned", [{}, {"tools": [{"type": "function"}]}])
 async def test_clients_that_do_not_read_are_disconnected_and_no_engine_is_blamed(
     tokenizer: Tokenizer, pinned: dict[str, Any]
