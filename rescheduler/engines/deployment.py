@@ -388,6 +388,11 @@ def _check_traces(deployment: Deployment, traces: TraceOptions) -> None:
             f"{where}: {traces.endpoint!r} is not like http://127.0.0.1:4317, or "
             "http://127.0.0.1:4318/v1/traces for OTLP over HTTP"
         )
+    if parts.username is not None:
+        raise DeploymentError(
+            f"{where}: must not hold a name or a password, which logs and process lists would "
+            "show: give OTEL_EXPORTER_OTLP_HEADERS to the proxy and the engines"
+        )
     engine = deployment.engine.arguments
     if any("--disable-log-stats" in [*engine, *one.arguments] for one in deployment.instances):
         raise DeploymentError(

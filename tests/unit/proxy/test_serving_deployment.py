@@ -55,6 +55,11 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
             "proxy.traces.endpoint: 'otel:4317' is not like http://127.0.0.1:4317",
         ),
         (
+            f"model: m\ninstances: [{DECODE}]\n"
+            "proxy: {traces: {endpoint: 'http://me:secret@otel:4318/v1/traces'}}",
+            "proxy.traces.endpoint: must not hold a name or a password",
+        ),
+        (
             f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{sample: 0.1}}}}",
             "proxy.traces: Object missing required field `endpoint`",
         ),
