@@ -123,6 +123,14 @@ def test_an_engine_has_its_gpus_and_uses_them() -> None:
     assert "nvidia.com" not in json.dumps(rendered("cpu").objects)
 
 
+def test_resources_can_be_taken_away() -> None:
+    parts = ("prefill", "decode", "proxy")
+    bare = render(REQUIRED | {part: {"resources": None} for part in parts})
+    for role in ("prefill", "decode"):
+        assert bare.container(role)["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert not bare.container("proxy")["resources"]
+
+
 def test_without_prefill_engines_nothing_is_left_of_them() -> None:
     release = rendered("replicas")
     assert set(release.workloads) == {"decode", "proxy"}
