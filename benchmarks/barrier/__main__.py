@@ -11,8 +11,8 @@ out of the prefix cache, as they come from a prefill instance, so that engines d
   group, on the same cores. What the latter owe to each other is not the barrier's.
 - *Routing*: twenty requests of mixed lengths are under way all the time, twelve of which are
   decoded. They go through vLLM's own balancer (one server for both ranks), in whose engines the
-  others wait, and through `headway serve` before two ranks, in which they wait themselves. In a
-  round all have the same requests, in turns; ratios are of the same rounds.
+  others wait; to the two ranks' own servers in turns; and through `headway serve` before these, in
+  which they wait themselves. In a round all have the same requests; ratios are of the same rounds.
 
 Nothing else should run. What is finished is kept in the folder, and not measured again: the same
 command goes on after an interruption.

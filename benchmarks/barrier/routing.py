@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,16 @@ BALANCER = "vllm"
 
 ARMS: dict[str, dict[str, Any] | None] = {
     BALANCER: None,
+    "in_turns": None,
     "vllm_score": {"name": "vllm"},
     "jsq_load": {"name": "jsq_load"},
     "bfio": {"name": "bfio", "horizon": 0},
 }
-"""What `headway serve` routes by, if it serves; once by the balancer's own score."""
+"""What `headway serve` routes by, if it serves; once by the balancer's own score.
+
+Without it requests go to the one server, or to the two ranks' servers in turns, which shows what a
+second server costs on the same cores.
+"""
 
 AT_ONCE = 20
 """Requests under way: the ranks decode twelve, the others wait."""
@@ -54,23 +60,24 @@ def served_by(engines: Engines, arm: str, asks: Sequence[Ask], folder: Path) -> 
     """
     routing = ARMS[arm]
     if routing is None:
-        return asyncio.run(_serve(engines, engines.urls[0], asks))
+        return asyncio.run(_serve(engines, engines.urls, asks))
     deployment = patient(replace(engines.deployment, routing=routing, migration=None))
     with proxy(deployment, folder):
-        return asyncio.run(_serve(engines, deployment.proxy_url, asks))
+        return asyncio.run(_serve(engines, [deployment.proxy_url], asks))
 
 
-async def _serve(engines: Engines, url: str, asks: Sequence[Ask]) -> dict[str, float]:
-    """Keep so many requests under way until none are left."""
+async def _serve(engines: Engines, urls: Sequence[str], asks: Sequence[Ask]) -> dict[str, float]:
+    """Keep so many requests under way until none are left; they go to the servers in turns."""
     gate = asyncio.Semaphore(AT_ONCE)
     streams = [Stream(ask, 0.0) for ask in asks]
 
-    async def serve(client: aiohttp.ClientSession, stream: Stream) -> None:
+    async def serve(client: aiohttp.ClientSession, url: str, stream: Stream) -> None:
         async with gate:
             await read(client, url, stream)
 
     async with session() as client:
-        await asyncio.gather(*(serve(client, stream) for stream in streams))
+        turns = zip(cycle(urls), streams, strict=False)
+        await asyncio.gather(*(serve(client, url, stream) for url, stream in turns))
     return _figures(engines, streams)
 
 
