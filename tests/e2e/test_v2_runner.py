@@ -68,6 +68,38 @@ def compared(engines: V2Engines) -> Compared:
     return run(lambda both: there_and_back(both))  # type: ignore[no-any-return]
 
 
+def test_transcripts_are_replayed_as_prefills(
+    smollm2: Path, headway_command: list[str], tmp_path: Path
+) -> None:
+    """In parts, several requests a step, while the step before is in flight.
+
+    First in this file: the engines of the other tests would take the memory meanwhile.
+    """
+    reports, out, some = tmp_path / "what-runs", tmp_path / "dataset", tmp_path / "some.parquet"
+    reports.mkdir()
+    shipped = pq.read_table(TRANSCRIPTS)
+    tokens = pc.list_value_length(shipped["output_token_ids"])
+    long = pc.and_(pc.greater(tokens, BATCHED_TOKENS), pc.less(tokens, 3 * BATCHED_TOKENS))
+    pq.write_table(shipped.filter(long)[:REQUESTS], some)
+    options = {"max_num_batched_tokens": BATCHED_TOKENS, "async_scheduling": True}
+    collect = [
+        *(*headway_command, "collect", str(out), "--transcripts", str(some)),
+        *("--record.k", "5", "--record.dtype", "float32"),
+        *("--engine.dtype", "float32", "--engine.max_model_len", "1300"),
+        *("--engine.extra", json.dumps(options)),
+    ]
+    done = subprocess.run(
+        collect, env=os.environ | v2_environment(reports), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runners, steps_in_flight = what_ran(reports)
+    assert runners == [V2_RUNNER] and steps_in_flight == [1]
+    rows = load_rows(out)
+    assert rows.session.runner == "V2" and len(rows.requests) == REQUESTS
+    assert len(rows) == sum(-(-total // 5) for total in rows.requests.total_tokens)
+    assert compare_vectors(rows, smollm2).least_cosine >= 0.99999
+
+
 def test_what_is_captured_and_forecast_is_right(
     engines: V2Engines, listening: Listener, on_engines: Run, smollm2: Path
 ) -> None:
@@ -106,35 +138,6 @@ def test_a_request_goes_there_and_back_unchanged(
 ) -> None:
     assert_unchanged(compared, name, CASES[name])
     engines.assert_v2_with_steps_in_flight()
-
-
-def test_transcripts_are_replayed_as_prefills(
-    smollm2: Path, headway_command: list[str], tmp_path: Path
-) -> None:
-    """In parts, several requests a step, while the step before is in flight."""
-    reports, out, some = tmp_path / "what-runs", tmp_path / "dataset", tmp_path / "some.parquet"
-    reports.mkdir()
-    shipped = pq.read_table(TRANSCRIPTS)
-    tokens = pc.list_value_length(shipped["output_token_ids"])
-    long = pc.and_(pc.greater(tokens, BATCHED_TOKENS), pc.less(tokens, 3 * BATCHED_TOKENS))
-    pq.write_table(shipped.filter(long)[:REQUESTS], some)
-    options = {"max_num_batched_tokens": BATCHED_TOKENS, "async_scheduling": True}
-    collect = [
-        *(*headway_command, "collect", str(out), "--transcripts", str(some)),
-        *("--record.k", "5", "--record.dtype", "float32"),
-        *("--engine.dtype", "float32", "--engine.max_model_len", "1300"),
-        *("--engine.extra", json.dumps(options)),
-    ]
-    done = subprocess.run(
-        collect, env=os.environ | v2_environment(reports), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    runners, steps_in_flight = what_ran(reports)
-    assert runners == [V2_RUNNER] and steps_in_flight == [1]
-    rows = load_rows(out)
-    assert rows.session.runner == "V2" and len(rows.requests) == REQUESTS
-    assert len(rows) == sum(-(-total // 5) for total in rows.requests.total_tokens)
-    assert compare_vectors(rows, smollm2).least_cosine >= 0.99999
 
 
 def test_fifty_moves_in_both_directions_leave_nothing_behind(
