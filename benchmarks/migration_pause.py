@@ -275,7 +275,7 @@ async def _move(
         request = next((one for one in movable if one.instance is crowded), movable[0])
         todo.discard(request.name)
         target = free if request.instance is crowded else crowded
-        outcome = await proxy.migrator.move(request, target, "benchmark")
+        outcome = (await proxy.migrator.move(request, target, "benchmark")).outcome
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         stream = streams[int(request.name)]
         if outcome == "moved":

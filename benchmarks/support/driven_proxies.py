@@ -15,6 +15,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.move_outcome import MoveOutcome
 
 __all__ = ["DrivenProxies", "DrivenProxy", "Lengths", "driven_proxies"]
 
@@ -267,7 +268,7 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
 
 
 class _NoMoves:
-    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> str:
+    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> MoveOutcome:
         raise AssertionError("nothing plans moves here")
 
 

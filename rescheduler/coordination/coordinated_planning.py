@@ -17,6 +17,7 @@ from rescheduler.placement.ejections import Ejections
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.placeable import Mover
 from rescheduler.placement.placements import Placements
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
@@ -138,9 +139,9 @@ class CoordinatedPlanning:
         self._background(self._move(request, target, why))
 
     async def _move(self, request: LiveRequest, target: InstanceState, why: str) -> None:
-        outcome = "gone"
+        ended = MoveOutcome("gone")
         try:
             assert self._mover is not None
-            outcome = await self._mover.move(request, target, why)
+            ended = await self._mover.move(request, target, why)
         finally:
-            self.link.moved(request, outcome)
+            self.link.moved(request, ended)

@@ -25,6 +25,7 @@ from rescheduler.coordination.numbering import Arrival, Numbering
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.request_state import Prefilling, Waiting
 
 __all__ = ["CoordinatorSilentError", "Link"]
@@ -181,12 +182,12 @@ class Link:
         self._failures.append(Failure(self._index[instance], certain))
         self._wake()
 
-    def moved(self, request: LiveRequest, outcome: str) -> None:
+    def moved(self, request: LiveRequest, ended: MoveOutcome) -> None:
         """Note how an order to move a request ended."""
         hop = self._moving.pop(request)
         handle = self._requests.get(request)
         if handle is not None:
-            self._moves.append(MoveEnded(handle, hop, outcome))
+            self._moves.append(MoveEnded(handle, hop, ended.outcome, ended.pause))
             self.changed(request)
 
     def receive(self, notice: Notice) -> None:

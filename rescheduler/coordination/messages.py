@@ -124,11 +124,13 @@ class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
         handle: of its record.
         hop: that the order named.
         outcome: ``moved``, or why it stays.
+        pause: seconds from the last token at the source to the first at the target, if it moved.
     """
 
     handle: Count
     hop: Index
     outcome: str
+    pause: Duration | None = None
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,11 +17,14 @@ from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.bound_addresses import bound_address
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placements import Placements
 from rescheduler.proxy.engine_key import engine_key
+from rescheduler.proxy.move_history import EndedMove
 from rescheduler.proxy.planning import Planning
 from rescheduler.proxy.prober import Prober
 from rescheduler.proxy.upstream import Upstream
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Coordinator"]
@@ -36,8 +39,11 @@ class Coordinator:
         deployment: which instances, and how.
 
     Attributes:
+        deployment: as given.
+        options: of the deployment.
         instances: all, by name.
         placements: which requests are on which instance, as proxies report them.
+        dispatcher: chooses instances.
         sessions: with the proxies, by name.
         drainer: empties instances.
         metrics: counts and times.
@@ -55,7 +61,7 @@ class Coordinator:
                 "tcp://127.0.0.1:5700, which its proxies connect to"
             )
         keys, proxy = deployment.keys_folder, deployment.proxy
-        self.options = options
+        self.deployment, self.options = deployment, options
         self._stack = AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
         self.instances: dict[str, InstanceState] = {}
@@ -73,18 +79,18 @@ class Coordinator:
         self.sessions = sessions.by_name
         self._reception = Reception(endpoint, keys, sessions)
         self._stack.callback(self._reception.close)
-        placer = self._planning.placer
-        self.metrics = CoordinatorMetrics(self.placements, states, placer, self.sessions)
+        self.dispatcher = self._planning.placer
+        self.metrics = CoordinatorMetrics(self.placements, states, self.dispatcher, self.sessions)
         self._orders = Orders(self.sessions, self.metrics)
         self.drainer = self._planning.drainer(self._orders)
         upstream = Upstream(proxy, engine_key(proxy))
         self._stack.push_async_callback(upstream.close)
-        self._prober = Prober(upstream, placer.wake, proxy, deployment.served_name)
+        self._prober = Prober(upstream, self.dispatcher.wake, proxy, deployment.served_name)
         self._shared = Shared(
             incarnation=uuid.uuid4().hex,
             instances=states,
             placements=self.placements,
-            dispatcher=placer,
+            dispatcher=self.dispatcher,
             forecasts=self._planning.forecasts,
             failed=self._planning.failed,
             background=self._background,
@@ -97,6 +103,21 @@ class Coordinator:
     def endpoint(self) -> str:
         """Where proxies connect."""
         return self._reception.endpoint
+
+    @property
+    def forecasts(self) -> LiveForecasts | None:
+        """Of remaining lengths; None if no engine publishes them."""
+        return self._planning.forecasts
+
+    @property
+    def telemetry(self) -> TelemetrySubscriber | None:
+        """What the engines publish; None if none does."""
+        return self._planning.telemetry
+
+    @property
+    def latest_moves(self) -> Sequence[EndedMove]:
+        """The latest moves that have ended, oldest first."""
+        return self._orders.history.latest
 
     @property
     def ready(self) -> bool:

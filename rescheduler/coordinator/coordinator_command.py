@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+from pathlib import Path
 
 from aiohttp import web
 
@@ -11,6 +12,10 @@ from rescheduler.commands.log_format import log_serving
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.coordinator.coordinator_app import coordinator_app
 from rescheduler.engines.deployment import Deployment
+from rescheduler.page.live_snapshots import LiveSnapshots
+from rescheduler.page.log_writer import refuse_log
+from rescheduler.page.recorder import recording
+from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.serving.addresses import cannot_listen
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
@@ -18,33 +23,41 @@ from rescheduler.serving.admin_listener import AdminListener
 __all__ = ["coordinator"]
 
 
-def coordinator(config: Deployment, verbose: bool = False) -> None:
+def coordinator(config: Deployment, record: Path | None = None, verbose: bool = False) -> None:
     """Place and move the requests of many proxies, as one proxy does its own.
 
     Every proxy is a `headway serve` with the same deployment file, on any machine. The coordinator
     carries no tokens: while it is away, the proxies place requests themselves, by least KV load,
     and move none. When it is back it learns from them what runs. `headway drain` reaches it on
-    `proxy.admin_port` of its machine. Ctrl-C or SIGTERM stops it.
+    `proxy.admin_port` of its machine, and so does a browser: it prints the address of a page that
+    shows requests, forecasts and moves of all proxies live. Ctrl-C or SIGTERM stops it.
 
     Args:
         config: the deployment, with a section `coordinator`.
+        record: log twice a second what the page shows to this file, for `headway replay`; it must
+            not exist.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:
         DeploymentError: the deployment has no coordinator, or it cannot serve it.
+        OSError: the file to record to exists, or cannot be written.
     """
     log_serving(verbose)
-    run_server(_coordinate(config))
+    if record is not None:
+        refuse_log(record)
+    run_server(_coordinate(config, record))
 
 
-async def _coordinate(deployment: Deployment) -> None:
+async def _coordinate(deployment: Deployment, record: Path | None) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     coordinator = Coordinator(deployment)
+    feed = SnapshotFeed(LiveSnapshots(coordinator))
     admin = AdminListener(
         Operated(coordinator.instances, coordinator.placements, coordinator.drainer),
         deployment.proxy.admin_port,
+        feed=feed,
     )
     runner = web.AppRunner(coordinator_app(coordinator))
     options = coordinator.options
@@ -64,7 +77,9 @@ async def _coordinate(deployment: Deployment) -> None:
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"coordinating on {coordinator.endpoint}", flush=True)
-        await ending
+        print(admin.where_to_see, flush=True)
+        async with recording(feed, record):
+            await ending
     finally:
         await admin.close()
         await runner.cleanup()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rescheduler.coordination.messages import Record
 from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.placements import Placements
 
 __all__ = ["Mirror", "Order"]
@@ -27,7 +28,7 @@ class Order:
     hop: int
     number: int
     why: str
-    ended: asyncio.Future[str]
+    ended: asyncio.Future[MoveOutcome]
 
 
 class Mirror:

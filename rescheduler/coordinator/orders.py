@@ -6,6 +6,8 @@ from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.move_outcome import MoveOutcome
+from rescheduler.proxy.move_history import MoveHistory
 
 __all__ = ["Orders"]
 
@@ -16,16 +18,26 @@ class Orders:
     Args:
         sessions: of the proxies, by name.
         metrics: counts the orders.
+
+    Attributes:
+        history: of the latest moves.
     """
 
     def __init__(self, sessions: Mapping[str, Session], metrics: CoordinatorMetrics) -> None:
         self._sessions, self._metrics = sessions, metrics
+        self.history = MoveHistory()
 
-    async def move(self, request: Mirror, target: InstanceState, why: str) -> str:
+    async def move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
         """Order a request to move; return how that ended, as soon as it is known."""
         source, session = request.instance, self._sessions.get(request.session)
         if source is None or session is None:
-            return "gone"
-        outcome = await session.move(request, target, why)
-        self._metrics.moves.labels(source.name, target.name, outcome).inc()
-        return outcome
+            return MoveOutcome("gone")
+        ended = await session.move(request, target, why)
+        self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
+        if ended.pause is not None:
+            self.history.landed(request.id, ended.pause)
+        tokens = request.generated_tokens
+        self.history.ended(
+            request.id, request.name, source.name, target.name, tokens, why, ended.outcome
+        )
+        return ended

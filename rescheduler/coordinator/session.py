@@ -27,6 +27,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.placements import Placements
 
 __all__ = ["Session", "Shared"]
@@ -142,16 +143,16 @@ class Session:
             self._forget(mirror, by_itself=False)
         self._shared.dispatcher.wake()
 
-    async def move(self, mirror: Mirror, target: InstanceState, why: str) -> str:
+    async def move(self, mirror: Mirror, target: InstanceState, why: str) -> MoveOutcome:
         """Order a request to move; return how that ended, as soon as it is known."""
         if not mirror.can_move or mirror.handle not in self.mirrors:
-            return "gone"
-        ended = asyncio.get_running_loop().create_future()
+            return MoveOutcome("gone")
+        ended: asyncio.Future[MoveOutcome] = asyncio.get_running_loop().create_future()
         mirror.order = Order(target, mirror.hop, 0, why, ended)
         self._new_orders.append(mirror)
         self._orders.add(mirror)
         self._shared.wake()
-        return str(await ended)
+        return await ended
 
     def notice(self, view: View | None) -> Notice | None:
         """Return what there is to say, or None.
@@ -257,22 +258,22 @@ class Session:
     def _move_ended(self, move: MoveEnded) -> None:
         mirror = self.mirrors.get(move.handle)
         if mirror is not None and mirror.order is not None and mirror.order.hop == move.hop:
-            self._end_order(mirror, move.outcome)
+            self._end_order(mirror, MoveOutcome(move.outcome, move.pause))
 
     def _settle_orders(self, heard: int) -> None:
         """End the orders that the proxy has read, and does not carry out."""
         for mirror in list(self._orders):
             order = mirror.order
             if order is not None and 0 < order.number <= heard and not mirror.moving:
-                self._end_order(mirror, "gone")
+                self._end_order(mirror, MoveOutcome("gone"))
 
-    def _end_order(self, mirror: Mirror, outcome: str) -> None:
+    def _end_order(self, mirror: Mirror, ended: MoveOutcome) -> None:
         order, mirror.order = mirror.order, None
         self._orders.discard(mirror)
-        if outcome != "moved":
+        if ended.outcome != "moved":
             mirror.rest(self._shared.clock() + _REST_SECONDS)
         if order is not None and not order.ended.done():
-            order.ended.set_result(outcome)
+            order.ended.set_result(ended)
 
     def _take_tokens(self, report: Report) -> None:
         if len(report.handles) != len(report.tokens) or len(report.handles) % 8:
@@ -292,7 +293,7 @@ class Session:
         self._stop_asking(mirror)
         mirror.leave()
         if mirror.order is not None:
-            self._end_order(mirror, "ended")
+            self._end_order(mirror, MoveOutcome("ended"))
         if self._shared.forecasts is not None:
             self._shared.forecasts.ended(mirror, by_itself)
 

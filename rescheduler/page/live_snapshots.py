@@ -1,16 +1,18 @@
-"""Snapshots of a proxy that serves."""
+"""Snapshots of a proxy that serves, or of all proxies of a coordinator."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.engines.deployment import Deployment
 from rescheduler.page.engine_steps import EngineSteps
 from rescheduler.page.expectations import expectations, known, remaining_interval
 from rescheduler.page.live_accuracy import LiveAccuracy
@@ -26,18 +28,63 @@ from rescheduler.page.snapshot import (
 )
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import Placeable, PlacedRequests
 from rescheduler.proxy.move_history import EndedMove
-from rescheduler.proxy.proxy import Proxy
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["LiveSnapshots", "Look"]
+__all__ = ["Cluster", "LiveSnapshots", "Look"]
 
 _LONGEST_NAME = 40
+_SECONDS = 0.5
+
+
+class _Waiting(Protocol):
+    @property
+    def waiting(self) -> Collection[Placeable]: ...
+
+    @property
+    def waiting_for_prefill(self) -> int: ...
+
+    @property
+    def step_seconds(self) -> float: ...
+
+
+class Cluster(Protocol):
+    """What can be looked at: a proxy, or a coordinator, which knows the requests of many."""
+
+    @property
+    def deployment(self) -> Deployment:
+        """Which instances, and how they are used."""
+
+    @property
+    def instances(self) -> Mapping[str, InstanceState]:
+        """All, by name."""
+
+    @property
+    def placements(self) -> PlacedRequests[Placeable]:
+        """Which requests are on which instance."""
+
+    @property
+    def dispatcher(self) -> _Waiting:
+        """Which requests wait for an instance."""
+
+    @property
+    def forecasts(self) -> LiveForecasts | None:
+        """Of remaining lengths; None if no engine publishes them."""
+
+    @property
+    def telemetry(self) -> TelemetrySubscriber | None:
+        """What the engines publish; None if none does, or another process hears it."""
+
+    @property
+    def latest_moves(self) -> Sequence[EndedMove]:
+        """The latest moves that have ended, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen of a proxy at one moment; nothing of it changes any more.
+    """What was seen of a cluster at one moment; nothing of it changes any more.
 
     Attributes:
         view: of the decode instances, with what waits for one of them.
@@ -91,18 +138,18 @@ class Look:
 
 
 class LiveSnapshots:
-    """Looks at a proxy.
+    """Looks at a cluster.
 
     Args:
-        proxy: that serves.
+        cluster: that is looked at.
         seconds: between two looks, as others are told.
 
     Attributes:
         about: what is looked at.
     """
 
-    def __init__(self, proxy: Proxy, seconds: float) -> None:
-        deployment = proxy.deployment
+    def __init__(self, cluster: Cluster, seconds: float = _SECONDS) -> None:
+        deployment = cluster.deployment
         self.about = About(
             source="proxy",
             title=deployment.served_name,
@@ -110,8 +157,8 @@ class LiveSnapshots:
             migration=str((deployment.migration or {}).get("name", "")),
             seconds=seconds,
         )
-        self._proxy = proxy
-        telemetry = proxy.telemetry
+        self._cluster = cluster
+        telemetry = cluster.telemetry
         self._accuracy = None if telemetry is None else LiveAccuracy(telemetry)
         self._steps = None if telemetry is None else EngineSteps(telemetry)
         self._numbers: dict[str, int] = {}
@@ -122,39 +169,39 @@ class LiveSnapshots:
         return nullcontext() if self._accuracy is None else self._accuracy.kept()
 
     def look(self) -> Look:
-        """Look at the proxy, in its event loop."""
-        proxy = self._proxy
-        instances = list(proxy.instances.values())
+        """Look at the cluster, in its event loop."""
+        cluster = self._cluster
+        instances = list(cluster.instances.values())
         index = {instance: i for i, instance in enumerate(instances)}
         decodes = [one for one in instances if one.instance.role == "decode"]
-        running = [request for one in decodes for request in proxy.placements.on(one)]
-        waiting = list(proxy.dispatcher.waiting)
+        running = [request for one in decodes for request in cluster.placements.on(one)]
+        waiting = list(cluster.dispatcher.waiting)
         prefilling = [
             request
             for one in instances
             if one.instance.role == "prefill"
-            for request in proxy.placements.on(one)
+            for request in cluster.placements.on(one)
         ]
         requests = [*running, *waiting, *prefilling]
         numbers = {one.id: self._number(one.id) for one in requests}
         self._numbers = numbers
-        if proxy.forecasts is not None:
-            proxy.forecasts.refresh()
+        if cluster.forecasts is not None:
+            cluster.forecasts.refresh()
         steps = {} if self._steps is None else self._steps.seconds()
         return Look(
             view=cluster_view(
-                proxy.placements,
+                cluster.placements,
                 decodes,
                 waiting,
-                proxy.forecasts,
+                cluster.forecasts,
                 asyncio.get_running_loop().time(),
-                proxy.dispatcher.step_seconds,
+                cluster.dispatcher.step_seconds,
             ),
             instances=[self._instance(one, steps.get(one.name)) for one in instances],
             requests=_columns(requests, numbers, index),
             time=round(time.time(), 3),
-            further_waiting=proxy.dispatcher.waiting_for_prefill,
-            moves=[_report(move, numbers) for move in proxy.migrator.history.latest],
+            further_waiting=cluster.dispatcher.waiting_for_prefill,
+            moves=[_report(move, numbers) for move in cluster.latest_moves],
             accuracy=(lambda: None) if self._accuracy is None else self._accuracy.now,
         )
 
@@ -163,7 +210,7 @@ class LiveSnapshots:
         return next(self._next) if number is None else number
 
     def _instance(self, state: InstanceState, step_seconds: float | None) -> Instance:
-        requests = self._proxy.placements.on(state)
+        requests = self._cluster.placements.on(state)
         return Instance(
             name=state.name,
             role=state.instance.role,
@@ -177,7 +224,7 @@ class LiveSnapshots:
 
 
 def _columns(
-    requests: list[LiveRequest], numbers: dict[str, int], index: dict[InstanceState, int]
+    requests: list[Placeable], numbers: dict[str, int], index: dict[InstanceState, int]
 ) -> Requests:
     columns = Requests()
     for request in requests:
@@ -193,7 +240,7 @@ def _columns(
     return columns
 
 
-def _phase(request: LiveRequest) -> Phase:
+def _phase(request: Placeable) -> Phase:
     instance = request.instance
     if instance is None:
         return Phase.WAITING

@@ -5,6 +5,7 @@ from typing import Protocol, TypeVar
 
 from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.move_outcome import MoveOutcome
 
 __all__ = ["Counted", "Mover", "Placeable", "PlacedRequests", "R"]
 
@@ -63,6 +64,10 @@ class Placeable(Counted, Protocol):
         """What its client calls it."""
 
     @property
+    def instance(self) -> InstanceState | None:
+        """Instance that it is on; None while it waits for one."""
+
+    @property
     def movable(self) -> bool:
         """Whether it can ever move."""
 
@@ -117,5 +122,5 @@ class PlacedRequests(Protocol[_On]):
 class Mover(Protocol[_Moved]):
     """Carries moves out."""
 
-    async def move(self, request: _Moved, target: InstanceState, why: str) -> str:
+    async def move(self, request: _Moved, target: InstanceState, why: str) -> MoveOutcome:
         """Move a request; return how that ended once it runs at its target, or stays."""

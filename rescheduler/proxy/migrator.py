@@ -11,6 +11,7 @@ from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.request_state import Kept, Move
 from rescheduler.proxy.move_history import EndedMove, MoveHistory
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
@@ -61,23 +62,23 @@ class Migrator:
         self._at_a_time = asyncio.Semaphore(options.concurrent_migrations)
         self.history = MoveHistory()
 
-    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> str:
+    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> MoveOutcome:
         """Move a request; return when it runs at its target, or stays.
 
         Returns:
             How it ended: ``moved``, ``rolled_back``, ``not_copied``, ``not_frozen``, ``ended``,
-            ``no_room``, ``no_answer``, or ``gone``.
+            ``no_room``, ``no_answer``, or ``gone``; and the pause.
         """
         source = request.instance
         if source is None or source is target or not request.can_move:
-            return "gone"
+            return MoveOutcome("gone")
         with request.trace.span("move", source=source.name, target=target.name, reason=why) as span:
             ended = await self._tried(request, source, target, why, span)
             pause = ended.pause
             span.set(outcome=ended.outcome, pause_ms=None if pause is None else 1e3 * pause)
             if ended.outcome not in _NO_FAILURE:
                 span.fail(ended.outcome)
-        return ended.outcome
+        return MoveOutcome(ended.outcome, pause)
 
     def release(self, kept: Kept, id: str) -> None:
         """Free, in the background, what an instance keeps of a request in vain."""
@@ -103,7 +104,9 @@ class Migrator:
             request.rest(loop.time() + _REST_SECONDS)
         self._metrics.migrations.labels(source.name, target.name, outcome).inc()
         tokens = request.generated_tokens
-        ended = self.history.ended(request.id, request.name, move, tokens, why, outcome)
+        ended = self.history.ended(
+            request.id, request.name, source.name, target.name, tokens, why, outcome
+        )
         logger.info(
             "request %s, %d tokens: %s to %s: %s after %.3f s (%s)",
             request.id,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from rescheduler.placement.placer import Placer
 from rescheduler.proxy.engine_key import engine_key
 from rescheduler.proxy.loop_monitor import watch_loop
 from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.move_history import EndedMove
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.planning import Planning
@@ -130,6 +131,11 @@ class Proxy:
     def telemetry(self) -> TelemetrySubscriber | None:
         """What the engines publish; None if none does, or the coordinator hears it."""
         return self._planning.telemetry
+
+    @property
+    def latest_moves(self) -> Sequence[EndedMove]:
+        """The latest moves that have ended, oldest first."""
+        return self.migrator.history.latest
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from typing import Generic
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.placeable import R
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated, admin_app
-from rescheduler.serving.admin_token import create_admin_token
+from rescheduler.serving.admin_token import admin_token_place, create_admin_token
 from rescheduler.serving.connection import Connection, refuse_expectations
 
 __all__ = ["AdminListener"]
@@ -73,6 +74,19 @@ class AdminListener(Generic[R]):
             lambda: Connection(served, loop=loop), sock=listening
         )
         self.url = url_of(_HOST, port)
+
+    @property
+    def page_url(self) -> str:
+        """Address of the page; what follows the # stays in the browser."""
+        return f"{self.url}/ui#token={self.token}"
+
+    @property
+    def where_to_see(self) -> str:
+        """Where the page is; with the token on a terminal only, since others keep logs."""
+        if sys.stdout.isatty():
+            return f"see it live: {self.page_url}"
+        place = admin_token_place(int(self.url.rpartition(":")[2]))
+        return f"see it live: {self.url}/ui (its token: {place})"
 
     async def close(self) -> None:
         """Close every connection."""

@@ -13,7 +13,6 @@ from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
-from rescheduler.serving.admin_token import admin_token_place
 from rescheduler.serving.connection import Connection, refuse_expectations
 from rescheduler.serving.http_app import http_app
 
@@ -25,7 +24,6 @@ _CLEANUP_SECONDS = 2.0
 _BACKLOG = 1024
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
-_SNAPSHOT_SECONDS = 0.5
 
 
 class Listeners:
@@ -42,7 +40,7 @@ class Listeners:
 
     def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
-        self.feed = SnapshotFeed(LiveSnapshots(proxy, _SNAPSHOT_SECONDS))
+        self.feed = SnapshotFeed(LiveSnapshots(proxy))
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=_CLEANUP_SECONDS
@@ -65,13 +63,13 @@ class Listeners:
 
     @property
     def page_url(self) -> str:
-        """Address of the page; what follows the # stays in the browser."""
-        return f"{self.admin_url}/ui#token={self.admin_token}"
+        """Address of the page; empty where the coordinator has it."""
+        return self._admin.page_url if self._admin is not None else ""
 
     @property
-    def token_place(self) -> str:
-        """Where the operator finds the token."""
-        return admin_token_place(int(self.admin_url.rpartition(":")[2]))
+    def where_to_see(self) -> str:
+        """Where the page is, in words; empty where the coordinator has it."""
+        return self._admin.where_to_see if self._admin is not None else ""
 
     @property
     def connections(self) -> int:

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -20,7 +19,7 @@ from rescheduler.page.recorder import recording
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.listeners import Listeners
 
-__all__ = ["load_tokenizer", "serve", "where_to_see"]
+__all__ = ["load_tokenizer", "serve"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -38,7 +37,7 @@ def serve(
     machine that shows requests, forecasts and moves live.
 
     One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
-    like, and one `headway coordinator`, which decides for all of them.
+    like, and one `headway coordinator`, which decides for all of them and has the page.
 
     Args:
         config: the deployment.
@@ -94,21 +93,14 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | No
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"serving on {listeners.url}", flush=True)
-        if listeners.admin_url:
-            print(where_to_see(listeners), flush=True)
+        if listeners.where_to_see:
+            print(listeners.where_to_see, flush=True)
         async with recording(listeners.feed, record):
             await ended.wait()
             await _finish(proxy, listeners)
     finally:
         await listeners.close()
         await proxy.close()
-
-
-def where_to_see(listeners: Listeners) -> str:
-    """Return where the page is; with the token on a terminal only, since others keep logs."""
-    if sys.stdout.isatty():
-        return f"see it live: {listeners.page_url}"
-    return f"see it live: {listeners.admin_url}/ui (its token: {listeners.token_place})"
 
 
 async def _finish(proxy: Proxy, listeners: Listeners) -> None:

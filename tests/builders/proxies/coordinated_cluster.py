@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
+from rescheduler.page.live_snapshots import LiveSnapshots
+from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
@@ -90,7 +92,8 @@ async def _coordinator(deployment: Deployment) -> tuple[Coordinator, AdminListen
     coordinator = Coordinator(deployment)
     await coordinator.start()
     operated = Operated(coordinator.instances, coordinator.placements, coordinator.drainer)
-    admin: AdminListener[Any] = AdminListener(operated, 0)
+    feed = SnapshotFeed(LiveSnapshots(coordinator, 0.05))
+    admin: AdminListener[Any] = AdminListener(operated, 0, feed=feed)
     await admin.start()
     return coordinator, admin
 

@@ -114,7 +114,7 @@ class Cluster:
             for instance in self.proxy.instances.values()
             if instance.instance.role == "decode" and instance is not request.instance
         )
-        return await self.proxy.migrator.move(request, target, "test")
+        return (await self.proxy.migrator.move(request, target, "test")).outcome
 
     async def admin(self, method: str, path: str) -> Any:
         """What the operator's listener answers."""

@@ -14,6 +14,7 @@ import pytest
 from chosen_ports import free_port
 
 from rescheduler.commands.command_line import main
+from rescheduler.page.log_reader import read_log
 
 DEPLOYMENT = """\
 model: smollm2
@@ -34,8 +35,10 @@ def written(folder: Path, more: str = COORDINATOR, **ports: int) -> Path:
 
 
 @contextmanager
-def running(command: list[str], verb: str, config: Path) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [*command, verb, "--config", str(config)]
+def running(
+    command: list[str], verb: str, config: Path, *more: str
+) -> Iterator["subprocess.Popen[str]"]:
+    arguments = [*command, verb, "--config", str(config), *more]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -67,13 +70,18 @@ def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
     headway_command: list[str], smollm2: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     del smollm2  # is prepared
-    endpoint, port = free_port(), free_port()
-    config = written(tmp_path, endpoint=endpoint, port=port)
+    endpoint, port, admin = free_port(), free_port(), free_port()
+    config, log = written(tmp_path, endpoint=endpoint, port=port, admin=admin), tmp_path / "log.gz"
     with ExitStack() as stack:
-        coordinator = stack.enter_context(running(headway_command, "coordinator", config))
+        coordinator = stack.enter_context(
+            running(headway_command, "coordinator", config, "--record", str(log))
+        )
         assert coordinator.stdout is not None
         first = coordinator.stdout.readline()
         assert first == f"coordinating on tcp://127.0.0.1:{endpoint}\n"
+        page = f"http://127.0.0.1:{admin}/ui"
+        assert coordinator.stdout.readline().startswith(f"see it live: {page} (its token: ")
+        assert "<title>" in answer(page)[1]
         url = f"http://127.0.0.1:{port}"
         assert answer(f"{url}/health")[0] == 200
         proxies = [stack.enter_context(running(headway_command, "serve", config)) for _ in range(2)]
@@ -87,6 +95,18 @@ def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
         for proxy in proxies:
             proxy.send_signal(number)
             assert proxy.wait(timeout=120) == 0
+    recorded = read_log(log)
+    assert recorded.about.routing == "jsq_load"
+    assert recorded.times
+
+
+def test_a_log_that_exists_is_not_overwritten(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (log := tmp_path / "log.gz").write_bytes(b"mine")
+    assert main(["coordinator", "--config", str(written(tmp_path)), "--record", str(log)]) == 1
+    assert str(log) in capfd.readouterr().err
+    assert log.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(

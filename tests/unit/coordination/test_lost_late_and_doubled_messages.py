@@ -26,6 +26,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_r
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.placement.placements import Placements
 from rescheduler.placement.request_state import (
     Copying,
@@ -176,7 +177,7 @@ class Model(RuleBasedStateMachine):
             self.placed, states[:1], states[1:], JSQLoad(), None, None, OPTIONS, self.clock
         )
         self.sessions = Sessions(DIGEST, LOST)
-        self.ordered: list[asyncio.Task[str]] = []
+        self.ordered: list[asyncio.Task[MoveOutcome]] = []
         self.shared = Shared(
             f"c{next(self.names)}",
             states,
@@ -257,7 +258,7 @@ class Model(RuleBasedStateMachine):
         await asyncio.gather(flow, return_exceptions=True)
         request.finish()
         if proxy.moves.pop(request, None) is not None:
-            proxy.link.moved(request, "ended")
+            proxy.link.moved(request, MoveOutcome("ended"))
         proxy.link.ended(request, by_itself=True)
 
     @rule(p=st.integers(0, 1), data=st.data(), lands=st.booleans())
@@ -278,7 +279,7 @@ class Model(RuleBasedStateMachine):
             assert request.instance is target
         else:
             request.not_copied()
-        proxy.link.moved(request, "moved" if lands else "no_room")
+        proxy.link.moved(request, MoveOutcome("moved" if lands else "no_room"))
 
     @rule(data=st.data())
     @in_loop
@@ -593,6 +594,6 @@ def test_an_order_that_is_given_last_of_all_is_carried_out() -> None:
         model.all_agree_in_the_end()
         assert request.instance is not None
         assert request.instance.name == target.name
-        assert model.ordered[0].result() == "moved"
+        assert model.ordered[0].result().outcome == "moved"
     finally:
         model.teardown()

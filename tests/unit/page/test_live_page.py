@@ -4,56 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import msgspec
 from made_up_cluster import MadeUpCluster
 from page_server import TOKEN, page_served
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
+from watched_page import Stream, stream
 
 from rescheduler.demo.demo_proxy import proxy_running
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.page.snapshot import About, Phase, Snapshot
+from rescheduler.page.snapshot import About, Phase
 from rescheduler.page.snapshot_feed import SnapshotFeed
-
-SECONDS = 60
-
-
-class Stream:
-    """A stream of snapshots, as the page reads it."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    async def event(self) -> tuple[str, bytes]:
-        """Its next event."""
-        kind, data = "message", b""
-        async with asyncio.timeout(SECONDS):
-            while line := (await self._response.content.readline()).rstrip(b"\n"):
-                name, _, value = line.partition(b": ")
-                if name == b"event":
-                    kind = value.decode()
-                else:
-                    data = value
-        return kind, data
-
-    async def snapshot(self) -> Snapshot:
-        kind, data = await self.event()
-        assert kind == "message"
-        return msgspec.json.decode(data, type=Snapshot)
-
-
-@asynccontextmanager
-async def stream(url: str, token: str) -> AsyncIterator[Stream]:
-    headers = {"Authorization": f"Bearer {token}"}
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session,
-        session.get(f"{url}/admin/snapshots", headers=headers) as response,
-    ):
-        assert response.status == 200
-        assert response.content_type == "text/event-stream"
-        yield Stream(response)
 
 
 @asynccontextmanager
@@ -176,7 +137,7 @@ async def test_a_stream_ends_with_the_proxy(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it, watching(it) as read:
         await read.snapshot()
         await it.listeners.close()
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(60):
             while (await read.event())[1]:
                 pass  # what was on its way
 

@@ -183,7 +183,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
                 target = next(
                     i for i in instances if i is not on[other] and i.instance.role == "decode"
                 )
-                return await it.proxy.migrator.move(other, target, "test")
+                return (await it.proxy.migrator.move(other, target, "test")).outcome
 
             async def at(tokens: int) -> None:
                 """Once more if it was just being written to: then it cannot move."""

@@ -1,0 +1,53 @@
+"""The stream that the page reads, as a client of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+
+from rescheduler.page.snapshot import Snapshot
+
+__all__ = ["Stream", "stream"]
+
+_SECONDS = 60
+
+
+class Stream:
+    """A stream of snapshots, as the page reads it."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    async def event(self) -> tuple[str, bytes]:
+        """Its next event."""
+        kind, data = "message", b""
+        async with asyncio.timeout(_SECONDS):
+            while line := (await self._response.content.readline()).rstrip(b"\n"):
+                name, _, value = line.partition(b": ")
+                if name == b"event":
+                    kind = value.decode()
+                else:
+                    data = value
+        return kind, data
+
+    async def snapshot(self) -> Snapshot:
+        """Its next snapshot."""
+        kind, data = await self.event()
+        assert kind == "message"
+        return msgspec.json.decode(data, type=Snapshot)
+
+
+@asynccontextmanager
+async def stream(url: str, token: str) -> AsyncIterator[Stream]:
+    """Watch a proxy, or a coordinator."""
+    headers = {"Authorization": f"Bearer {token}"}
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session,
+        session.get(f"{url}/admin/snapshots", headers=headers) as response,
+    ):
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        yield Stream(response)

@@ -1,0 +1,106 @@
+"""The page of a coordinator: the requests of all of its proxies."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from chosen_ports import free_port
+from coordinated_cluster import Coordinated, coordinated_cluster
+from scripted_cluster import PROMPT
+from tokenizers import Tokenizer
+from watched_page import Stream, stream
+
+from rescheduler.page.snapshot import About, Phase, Snapshot
+
+LONG = {"prompt": PROMPT, "max_tokens": 400}
+
+
+@pytest.fixture
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+@asynccontextmanager
+async def watching(it: Coordinated) -> AsyncIterator[Stream]:
+    async with stream(it.admin.url, it.admin.token) as read:
+        kind, data = await read.event()
+        assert kind == "about"
+        about = msgspec.json.decode(data, type=About)
+        assert (about.source, about.title, about.migration) == ("proxy", "m", "")
+        yield read
+
+
+async def seen(read: Stream, condition: Callable[[Snapshot], bool]) -> Snapshot:
+    """Return the first snapshot that meets a condition."""
+    async with asyncio.timeout(60):
+        while not condition(snapshot := await read.snapshot()):
+            pass
+    return snapshot
+
+
+def decoding(snapshot: Snapshot) -> int:
+    return snapshot.requests.phase.count(Phase.DECODING)
+
+
+async def test_it_shows_the_requests_of_every_proxy(tokenizer: Tokenizer) -> None:
+    async with coordinated_cluster(tokenizer, free_port()) as it:
+        with it.unhurried():
+            tasks = [
+                asyncio.create_task(proxy.stream({**LONG, "prompt": f"{PROMPT} {i}"}))
+                for proxy in it.proxies
+                for i in range(2)
+            ]
+            async with watching(it) as read:
+                snapshot = await seen(read, lambda one: decoding(one) == 4)
+                columns = snapshot.requests
+                assert len(set(columns.number)) == 4
+                held = dict.fromkeys(range(len(snapshot.instances)), 0)
+                for on, prompt, generated in zip(
+                    columns.instance, columns.prompt, columns.generated, strict=True
+                ):
+                    assert prompt > 1
+                    held[on] += prompt + generated
+                assert [one.kv_tokens for one in snapshot.instances] == list(held.values())
+                assert [one.name for one in snapshot.instances if one.role == "decode"] == [
+                    "decode-0",
+                    "decode-1",
+                ]
+        await asyncio.gather(*tasks)
+
+
+async def test_moves_come_with_the_pause_that_their_proxy_measured(tokenizer: Tokenizer) -> None:
+    async with coordinated_cluster(tokenizer, free_port(), prefix_caching=False) as it:
+        with it.unhurried():
+            tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in it.proxies]
+            async with watching(it) as read:
+                before = await seen(read, lambda one: decoding(one) == 2)
+                status, _ = await it.ask("POST", "drain/decode-0")
+                assert status == 200
+                after = await seen(read, lambda one: len(one.moves) == 1)
+                (move,) = after.moves
+                assert (move.source, move.target) == ("decode-0", "decode-1")
+                assert (move.outcome, move.reason) == ("moved", "drain")
+                assert move.pause is not None
+                assert move.pause > 0
+                assert move.tokens > 0
+                names = dict(zip(before.requests.number, before.requests.name, strict=True))
+                assert names[move.number] == move.name
+                (drained,) = [one for one in after.instances if one.draining]
+                assert (drained.name, drained.kv_tokens) == ("decode-0", 0)
+        await asyncio.gather(*tasks)
+
+
+async def test_a_new_coordinator_shows_what_proxies_report(tokenizer: Tokenizer) -> None:
+    async with coordinated_cluster(tokenizer, free_port()) as it:
+        with it.unhurried():
+            tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in it.proxies]
+            async with watching(it) as read:
+                await seen(read, lambda one: decoding(one) == 2)
+                await it.stop_coordinator()
+            await it.start_coordinator()
+            async with watching(it) as read:
+                await seen(read, lambda one: decoding(one) == 2)
+        await asyncio.gather(*tasks)
