@@ -141,6 +141,8 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
 
 _VERBS = {name: verb for group in _GROUPS.values() for name, verb in group.items()}
 
+_HELP = ("-h", "--help", "help")
+
 _OWN_COMMAND_LINES = ("train",)
 """Verbs whose functions take the command line: Lightning builds its parser."""
 
@@ -177,14 +179,11 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    if verb in ("-h", "--help", "help"):
-        print(_usage())
-        return 0
-    if verb not in _VERBS:
+    if verb not in (*_HELP, *_VERBS):
         return _unknown("headway", "verb", verb, _VERBS)
     quieten(verbose="--verbose" in rest)
     try:
-        result = _run(verb, rest)
+        result = _printed(verb, rest)
     except KeyboardInterrupt:
         print("headway: interrupted", file=sys.stderr)
         return 130
@@ -205,7 +204,17 @@ def _usage() -> str:
     return _USAGE.format(verbs="\n\n".join(groups))
 
 
+def _printed(verb: str, rest: list[str]) -> Any:
+    try:
+        return _run(verb, rest)
+    finally:
+        sys.stdout.flush()  # not only as the interpreter ends, where no error can be caught
+
+
 def _run(verb: str, rest: list[str]) -> Any:
+    if verb in _HELP:
+        print(_usage())
+        return 0
     found = _VERBS[verb]
     if verb in _OWN_COMMAND_LINES:
         run = _load(found.function)

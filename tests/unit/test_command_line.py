@@ -1,5 +1,6 @@
 """The command ``headway``: help, configuration files, and one line for each mistake."""
 
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,18 @@ def exit_status(*arguments: str) -> int:
         return main(list(arguments))
     except SystemExit as end:  # jsonargparse ends the process itself
         return int(end.code or 0)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["drain", "--help"], ["dataset", "--help"]])
+def test_whoever_reads_the_output_may_have_read_enough(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rescheduler", *arguments]
+    with os.fdopen(writing, "wb") as closed:
+        ended = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
