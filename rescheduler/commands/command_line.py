@@ -208,7 +208,20 @@ def _printed(verb: str, rest: list[str]) -> Any:
     try:
         return _run(verb, rest)
     finally:
-        sys.stdout.flush()  # not only as the interpreter ends, where no error can be caught
+        _flush()
+
+
+def _flush() -> None:
+    """Write out what was printed, before the interpreter does where no error can be caught."""
+    if sys.stdout is None:  # closed by the shell
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; the exit status says how the verb ended
+        sys.stdout = None
+    except OSError:  # a full disk; what is left is not tried again
+        sys.stdout = None
+        raise
 
 
 def _run(verb: str, rest: list[str]) -> Any:

@@ -29,8 +29,8 @@ def coordinator(config: Deployment, record: Path | None = None, verbose: bool = 
     Every proxy is a `headway serve` with the same deployment file, on any machine. The coordinator
     carries no tokens: while it is away, the proxies place requests themselves, by least KV load,
     and move none. When it is back it learns from them what runs. `headway drain` reaches it on
-    `proxy.admin_port` of its machine, and so does a browser: it prints the address of a page that
-    shows requests, forecasts and moves of all proxies live. Ctrl-C or SIGTERM stops it.
+    `proxy.admin_port` of its machine, where it also serves a page that shows requests, forecasts
+    and moves of all proxies live: it prints the address. Ctrl-C or SIGTERM stops it.
 
     Args:
         config: the deployment, with a section `coordinator`.

@@ -1,5 +1,6 @@
 """Orders to move requests, sent to the proxies that carry their streams."""
 
+import logging
 from collections.abc import Mapping
 
 from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
@@ -10,6 +11,8 @@ from rescheduler.placement.move_outcome import MoveOutcome
 from rescheduler.proxy.move_history import MoveHistory
 
 __all__ = ["Orders"]
+
+logger = logging.getLogger("headway.serve")
 
 
 class Orders:
@@ -30,7 +33,7 @@ class Orders:
     async def move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
         """Order a request to move; return how that ended, as soon as it is known."""
         source, session = request.instance, self._sessions.get(request.session)
-        if source is None or session is None:
+        if source is None or session is None or not request.can_move:
             return MoveOutcome("gone")
         ended = await session.move(request, target, why)
         self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
@@ -39,5 +42,14 @@ class Orders:
         tokens = request.generated_tokens
         self.history.ended(
             request.id, request.name, source.name, target.name, tokens, why, ended.outcome
+        )
+        logger.info(
+            "request %s, %d tokens: %s to %s: %s (%s)",
+            request.id,
+            request.context_tokens,
+            source.name,
+            target.name,
+            ended.outcome,
+            why,
         )
         return ended

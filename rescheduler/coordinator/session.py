@@ -140,6 +140,8 @@ class Session:
         """Forget all of its requests: the proxy is gone, or has to report them anew."""
         self.known = False
         for mirror in list(self.mirrors.values()):
+            if mirror.order is not None:
+                self._end_order(mirror, MoveOutcome("gone"))
             self._forget(mirror, by_itself=False)
         self._shared.dispatcher.wake()
 
@@ -265,7 +267,9 @@ class Session:
         for mirror in list(self._orders):
             order = mirror.order
             if order is not None and 0 < order.number <= heard and not mirror.moving:
-                self._end_order(mirror, MoveOutcome("gone"))
+                arrived = mirror.instance is order.target and mirror.hop > order.hop
+                landed = arrived and mirror.generating  # and what said so was lost
+                self._end_order(mirror, MoveOutcome("moved" if landed else "gone"))
 
     def _end_order(self, mirror: Mirror, ended: MoveOutcome) -> None:
         order, mirror.order = mirror.order, None

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 from typing import Generic
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -78,12 +79,12 @@ class AdminListener(Generic[R]):
     @property
     def page_url(self) -> str:
         """Address of the page; what follows the # stays in the browser."""
-        return f"{self.url}/ui#token={self.token}"
+        return f"{self.url}/ui#token={quote(self.token, safe='')}"
 
     @property
     def where_to_see(self) -> str:
         """Where the page is; with the token on a terminal only, since others keep logs."""
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             return f"see it live: {self.page_url}"
         place = admin_token_place(int(self.url.rpartition(":")[2]))
         return f"see it live: {self.url}/ui (its token: {place})"

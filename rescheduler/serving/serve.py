@@ -37,7 +37,7 @@ def serve(
     machine that shows requests, forecasts and moves live.
 
     One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
-    like, and one `headway coordinator`, which decides for all of them and has the page.
+    like, and one `headway coordinator`, which decides for all of them and serves the page.
 
     Args:
         config: the deployment.

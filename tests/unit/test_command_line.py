@@ -44,6 +44,24 @@ def test_whoever_reads_the_output_may_have_read_enough(arguments: list[str]) -> 
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "rescheduler", "--help"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "headway --help: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [("--help", 0), ("drain --help", 0), ("drain", 2), ("doctr", 2)]
+)
+def test_a_closed_output_changes_no_exit_status(arguments: str, status: int) -> None:
+    shell = f"{sys.executable} -m rescheduler {arguments} >&-"
+    ended = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ended.returncode == status
+    assert "Traceback" not in ended.stderr
+
+
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out

@@ -33,7 +33,7 @@ function unlockWith(why) {
   panels.replaceChildren();
   unlock.hidden = false;
   if (why) {
-    const where = "a proxy has a new one after each start, unless HEADWAY_ADMIN_TOKEN is set";
+    const where = "there is a new one after each start, unless HEADWAY_ADMIN_TOKEN is set";
     say(document.getElementById("unlock-why"), `Not accepted: ${why} (${where}). Paste its token.`);
   }
   document.getElementById("token").focus();

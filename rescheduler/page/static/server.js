@@ -5,7 +5,7 @@ export class RefusedError extends Error {}
 export async function ask(path, token, options = {}) {
   const headers = { Authorization: `Bearer ${token}` };
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (response.status === 401) throw new RefusedError("the token is not that of this proxy");
+  if (response.status === 401) throw new RefusedError("the token is not that of this server");
   if (!response.ok) throw new Error(await reason(response));
   return response;
 }

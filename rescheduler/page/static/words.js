@@ -40,5 +40,5 @@ export const OUTCOMES = {
   gone: "stayed: no longer possible",
   no_answer: "stayed: the source did not answer",
   rolled_back: "returned to its source",
-  refused: "stayed: no longer possible",
+  refused: "stayed: refused by its proxy",
 };

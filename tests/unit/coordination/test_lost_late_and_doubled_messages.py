@@ -597,3 +597,28 @@ def test_an_order_that_is_given_last_of_all_is_carried_out() -> None:
         assert model.ordered[0].result().outcome == "moved"
     finally:
         model.teardown()
+
+
+def test_a_move_is_known_to_have_landed_though_what_said_so_was_lost() -> None:
+    model = Model()
+    try:
+        model.start()
+        model.generating(p=0)
+        proxy = model.proxies[0]
+        session = model.sessions.by_name[proxy.link.session]
+        (mirror,) = session.mirrors.values()
+        target = next(one for one in model.shared.instances[1:] if one is not mirror.instance)
+        ordered = []
+
+        def order() -> None:
+            ordered.append(model.loop.create_task(session.move(mirror, target, "test")))
+
+        model.do(action=order)
+        model.converse(beats=1)
+        (request,) = proxy.moves
+        model.do(action=lambda: model._end_move(proxy, request, lands=True))
+        proxy.link._moves.clear()
+        model.all_agree_in_the_end()
+        assert ordered[0].result() == MoveOutcome("moved"), "and nobody knows its pause"
+    finally:
+        model.teardown()
