@@ -38,7 +38,7 @@ class LastHour:
 
         Empty when they have not: the median's error in the last quarter of an hour is at most one
         and a half times that of the time before. None while either has too few requests, or the
-        time before is no quarter of an hour: the first requests to end are the short ones.
+        time before is less than a quarter of an hour: the first requests to end are the short ones.
         """
         self._forget(now)
         split = _minute(now) - _RECENT_MINUTES

@@ -135,7 +135,7 @@ class _Full(asyncio.Protocol):
     )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say so, and close."""
+        """Refuse the client, and close."""
         assert isinstance(transport, asyncio.WriteTransport)
         transport.write(self._ANSWER)
         transport.close()

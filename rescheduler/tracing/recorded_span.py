@@ -48,7 +48,7 @@ class RecordedSpan(Span):
         span.end(ended)
 
     def set(self, **attributes: Attribute) -> None:
-        """Say something about it."""
+        """Set attributes."""
         self._span.set_attributes(named(attributes))
 
     def event(self, name: str) -> None:
