@@ -46,7 +46,7 @@ class Span:
         """Note a span within this one that is over: from when to when, ns since 1970."""
 
     def set(self, **attributes: Attribute) -> None:
-        """Say something about it."""
+        """Set attributes."""
 
     def event(self, name: str) -> None:
         """Note that something happens now."""
