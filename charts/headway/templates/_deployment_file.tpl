@@ -71,7 +71,9 @@ telemetry: 8102
 {{- end -}}
 {{- end -}}
 {{- $_ := set $file "instances" $instances -}}
+{{- if .Values.routing -}}
 {{- $_ := set $file "routing" .Values.routing -}}
+{{- end -}}
 {{- if .Values.migration -}}
 {{- $_ := set $file "migration" .Values.migration -}}
 {{- end -}}

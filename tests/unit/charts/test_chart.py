@@ -96,7 +96,7 @@ def test_engines_can_be_commanded_with_keys_only() -> None:
 def test_options_reach_the_deployment_file() -> None:
     deployment = rendered("everything").deployment
     assert (deployment.model, deployment.served_name) == ("me/mine", "mine")
-    assert deployment.routing == {"name": "headroom"}
+    assert deployment.routing == {"name": "headroom"}, "and nothing of the default"
     assert deployment.migration == VALUES["everything"]["migration"]
     assert deployment.engine == msgspec.convert(VALUES["everything"]["engine"], EngineOptions)
     assert deployment.proxy == ProxyOptions(host="0.0.0.0", shutdown_seconds=60.5, pool=64)

@@ -27,6 +27,7 @@ from rescheduler.engines.trace_options import TraceOptions
         ({"engine": {"k": 0}}, "at '/engine/k': minimum: got 0, want 1"),
         ({"proxy": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
         ({"routing": None}, "missing property 'routing'"),
+        ({"routing": {"reserve": 0.1}}, "at '/routing': missing property 'name'"),
         ({"migration": {"prediction": False}}, "at '/migration': missing property 'name'"),
         ({"keys": {"existingSecret": "My keys"}}, "at '/keys/existingSecret': 'My keys' does not"),
         ({"networkPolicy": {"clients": {}}}, "at '/networkPolicy/clients': got object, want array"),
