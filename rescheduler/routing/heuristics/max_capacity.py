@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.routing.heuristics.fcfs import UNBOUNDED
 from rescheduler.routing.inputs import RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -26,6 +27,7 @@ def max_capacity(
     capacity, load = inputs.capacity, inputs.load
     slots, room = inputs.slots, inputs.room
     reserve = parameters[0]
+    known = bool(np.all(capacity < UNBOUNDED))
     for i in range(len(inputs.size)):
         size = inputs.size[i]
         best, most = -1, 0
@@ -36,8 +38,9 @@ def max_capacity(
             kept = reserve * capacity[g]
             if reserve > 0 and load[g] > 0 and min(room[g], free) - size < kept:
                 continue
-            if best < 0 or free > most or (free == most and load[g] < load[best]):
-                best, most = g, free
+            rank = free if known else -load[g]
+            if best < 0 or rank > most or (rank == most and load[g] < load[best]):
+                best, most = g, rank
         if best >= 0:
             place(inputs, target, i, best)
         elif passable(inputs, i, held_back, parameters[1]):
@@ -54,9 +57,10 @@ class MaxCapacity(RoutingPolicy):
     .. math:: g = \arg\max_g \; (K_g - L_g)
 
     A request at the front that fits nowhere blocks those behind it. Ties go to the lowest load,
-    then to the lowest index; where capacities are alike, unlimited ones included, this is the
-    least load. The paper decides once a second, ``every: 1``; one request a second would never
-    serve 20, so that here as many as fit are placed then.
+    then to the lowest index; where capacities are alike, this is the least load, as it is while
+    any is unknown, which would otherwise seem to have the most room. The paper decides once a
+    second, ``every: 1``; one request a second would never serve 20, so that here as many as fit
+    are placed then.
 
     Ours are ``reserve`` and ``starvation``. Running requests grow, and one for which there is no
     room is preempted. An instance that has requests takes another one only if this share of its

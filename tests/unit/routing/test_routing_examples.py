@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_views import cluster, placed
 
-from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BRH, FastPhi, Headroom, Overflow, create_policy
 from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
 from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
@@ -117,6 +117,12 @@ def test_max_capacity_takes_most_free_tokens_for_the_front_only() -> None:
     assert placed("max_capacity", view) == [0, -1, -1]  # 90 and 50 free; then 45 and 50
     unlimited = cluster([[(10, 9)], [(9, 9)]], [(5, 1), (5, 1)])
     assert placed("max_capacity", unlimited) == [1, 0]
+
+
+def test_max_capacity_goes_by_load_while_a_capacity_is_unknown() -> None:
+    view = cluster([[(50, 9)], [(20, 9)]], [(20, 1)] * 3, capacity=[100, UNLIMITED])
+    assert placed("max_capacity", view) == [1, 1, 0], "not all to the unknown one"
+    assert placed("max_capacity", view, reserve=0.05, starvation=1000) == [1, 1, 0]
 
 
 def test_max_capacity_keeps_a_reserve_except_on_an_empty_instance() -> None:
