@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
+from rescheduler.routing.heuristics.fcfs import UNBOUNDED
 from rescheduler.routing.inputs import RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
@@ -27,6 +28,7 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
     """
     held_back = 0
     slots, room, load, running = inputs.slots, inputs.room, inputs.load, inputs.running
+    known = bool(np.all(inputs.capacity < UNBOUNDED))  # else an unknown one would get everything
     for i in range(len(inputs.size)):
         best, least = -1, np.inf
         for g in range(len(load)):
@@ -35,8 +37,9 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
             risk = _lost(inputs, i, g) * parameters[1] * (running[g] + 1)
             if risk > parameters[0] and running[g] > 0:
                 continue
-            if risk < least or (risk == least and load[g] < load[best]):
-                best, least = g, risk
+            rank = risk if known else float(load[g])
+            if rank < least or (rank == least and load[g] < load[best]):
+                best, least = g, rank
         if best >= 0:
             place(inputs, target, i, best)
             continue
@@ -88,7 +91,8 @@ class Headroom(RoutingPolicy):
     ``tests/unit/routing/test_headroom.py``). Of the instances where the condition holds, the one
     that fulfils it best takes the request. If it holds nowhere, the request waits, and those
     behind pass it where they fit; once it has waited for ``starvation`` steps, they wait, too. An
-    empty instance takes whatever fits.
+    empty instance takes whatever fits. While the capacity of any instance is unknown, the least
+    load decides among those where it holds: the unknown one would always fulfil it best.
 
     The horizon of an instance ends where the expected load is half of what it would be if no
     request ended, :math:`\Lambda_g(h) < \tfrac12 \sum_i (c_i + h)`: what threatens later

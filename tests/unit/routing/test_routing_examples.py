@@ -326,6 +326,8 @@ def test_headroom_places_where_an_overflow_is_least_likely() -> None:
         assert placed("headroom", cluster(growing, [(50, left)], capacity=2000)) == [expected]
     without_limit = cluster([[(80, 9)], [(70, 9)]], [(50, 9)])
     assert placed("headroom", without_limit) == [1]  # no difference but the load
+    unknown = cluster([[(300, 500)], [(600, 500)]], [(50, 500)], capacity=[5000, UNLIMITED])
+    assert placed("headroom", unknown) == [0], "not all to the one whose capacity is unknown"
 
 
 def test_headroom_lets_requests_wait_where_the_cache_would_overflow() -> None:
