@@ -25,8 +25,6 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 
-_LEAVE_ROOM = {"name": "max_capacity", "reserve": 0.05, "starvation": 1000}
-
 
 class DeploymentError(ValueError):
     """A deployment file that cannot be used; the message names the field."""
@@ -215,9 +213,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         served_model_name: what clients call it; empty: ``model``.
         instances: at least one decode instance; without prefill instances they prefill too.
         keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
-        routing: name and options of a routing policy; left out, the most free KV cache, of which
-            a twentieth is kept free: nowhere slower than the least load in
-            ``benchmarks/results/room.json``, and much faster where memory binds.
+        routing: name and options of a routing policy.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
         coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
@@ -230,7 +226,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     instances: list[Instance]
     served_model_name: str = ""
     keys: str | None = None
-    routing: dict[str, Any] = msgspec.field(default_factory=lambda: dict(_LEAVE_ROOM))
+    routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
     migration: dict[str, Any] | None = None
     coordinator: CoordinatorOptions | None = None
     proxy: ProxyOptions = ProxyOptions()

@@ -57,10 +57,10 @@ class MaxCapacity(RoutingPolicy):
     .. math:: g = \arg\max_g \; (K_g - L_g)
 
     A request at the front that fits nowhere blocks those behind it. Ties go to the lowest load,
-    then to the lowest index; where capacities are alike, this is the least load, as it is while
-    any is unknown, which would otherwise seem to have the most room. The paper decides once a
-    second, ``every: 1``; one request a second would never serve 20, so that here as many as fit
-    are placed then.
+    then to the lowest index; where capacities are alike, this is the least load. That is also
+    used while any capacity is unknown, since that instance would seem to have the most room. The
+    paper decides once a second, ``every: 1``; one request a second would never serve 20, so that
+    here as many as fit are placed then.
 
     Ours are ``reserve`` and ``starvation``. Running requests grow, and one for which there is no
     room is preempted. An instance that has requests takes another one only if this share of its

@@ -40,7 +40,7 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     path = write(tmp_path, f"model: smollm2\ninstances: [{PREFILL}, {DECODE}]")
     deployment = read_deployment(path)
     assert deployment.served_name == "smollm2"
-    assert deployment.routing == {"name": "max_capacity", "reserve": 0.05, "starvation": 1000}
+    assert deployment.routing == {"name": "jsq_load"}
     assert deployment.migration is None
     assert deployment.proxy.pool == 256
 
