@@ -13,7 +13,8 @@ from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 __all__ = ["FCFS", "UNBOUNDED", "fcfs"]
 
 UNBOUNDED = UNLIMITED // 2
-"""Free slots from which on an instance takes whatever is sent, and lets it queue."""
+"""Slots or tokens from which on nothing limits an instance: it lets requests queue, or has not
+reported its KV capacity."""
 
 
 @compiled
