@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,13 +11,32 @@ from predictor.live.curve_keys import is_loopback
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.trace_options import TraceOptions
 
-__all__ = ["EngineCommand", "engine_command", "lone_engine_command", "side_channel_port"]
+__all__ = [
+    "IN_PROCESS",
+    "EngineCommand",
+    "engine_command",
+    "lone_engine_command",
+    "side_channel_port",
+]
+
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The executor that runs a model in its engine's process, by its path.
+
+vLLM's CPU platform replaces it where it is asked for as ``uni``, lest OpenMP start before its
+environment is set; an engine that Headway starts has that environment from the beginning. The
+multiprocessing executor spins on a core while its worker computes, see `benchmarks.cpu_executor`.
+"""
 
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
+_PROCESSES = {
+    *("--distributed-executor-backend", "--tensor-parallel-size", "-tp"),
+    *("--pipeline-parallel-size", "-pp", "--config"),
+}
+"""Flags that choose an executor, or may need one with several processes."""
 _KEPT_SECONDS = 15.0
 """Seconds for which an engine keeps the blocks of a frozen request that is not fetched."""
 
@@ -79,7 +99,8 @@ def engine_command(
         arguments += ["--additional-config", json.dumps({"headway": section})]
     if deployment.proxy.traces is not None:
         arguments += ["--otlp-traces-endpoint", deployment.proxy.traces.endpoint]
-    arguments += [*options.arguments, *instance.arguments]
+    further = [*options.arguments, *instance.arguments]
+    arguments += [*_executor(further, python), *further]
     return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
 
 
@@ -98,7 +119,8 @@ def lone_engine_command(
     where = urlsplit(url)
     arguments = _flags(options, model, served_name, where.hostname or "", where.port or 80, python)
     environment = _cpu_environment(options) if python is not None else {}
-    return EngineCommand([*arguments, *options.arguments], environment | options.environment)
+    arguments += [*_executor(options.arguments, python), *options.arguments]
+    return EngineCommand(arguments, environment | options.environment)
 
 
 def side_channel_port(deployment: Deployment, instance: Instance) -> int:
@@ -126,6 +148,14 @@ def _flags(
     if options.enforce_eager:
         arguments.append("--enforce-eager")
     return arguments
+
+
+def _executor(further: Sequence[str], python: str | None) -> list[str]:
+    """Return the flag that keeps a CPU engine and its model in one process, where none objects."""
+    named = {flag.partition("=")[0].replace("_", "-") for flag in further}
+    if python is None or named & _PROCESSES:
+        return []
+    return ["--distributed-executor-backend", IN_PROCESS]
 
 
 def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from rescheduler.engines.deployment import (
     ProxyOptions,
     read_deployment,
 )
-from rescheduler.engines.engine_command import EngineCommand, engine_command
+from rescheduler.engines.engine_command import (
+    IN_PROCESS,
+    EngineCommand,
+    engine_command,
+    lone_engine_command,
+)
 from rescheduler.engines.trace_options import TraceOptions
 
 PREFILL = Instance("prefill-0", "prefill", "http://127.0.0.1:8100")
@@ -62,6 +67,7 @@ def test_a_prefill_engine_on_a_cpu() -> None:
         *("--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"),
         *("--scheduler-cls", "predictor.live.vllm_scheduler.LiveHeadwayScheduler"),
         *("--additional-config", json.dumps({"headway": forecasts})),
+        *("--distributed-executor-backend", IN_PROCESS),
     ]
     assert command.environment == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -103,6 +109,30 @@ def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts() -> None:
         "keys": None,
     }
     assert command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--distributed-executor-backend", "mp"],
+        ["--distributed_executor_backend=mp"],
+        ["--tensor-parallel-size", "2"],
+        ["-pp", "2"],
+    ],
+)
+def test_a_cpu_engine_runs_its_model_itself_unless_a_flag_may_need_more(flags: list[str]) -> None:
+    def executors(engine: EngineOptions, decode: Instance = DECODE) -> list[bool]:
+        url = "http://127.0.0.1:8100"
+        commands = (
+            engine_command(deployment(PREFILL, decode, engine=engine), decode, "m", "python"),
+            lone_engine_command(engine, "m", "m", url, "python"),
+        )
+        return [IN_PROCESS in command.arguments for command in commands]
+
+    assert executors(ON_CPU) == [True, True]
+    assert executors(replace(ON_CPU, arguments=flags)) == [False, False]
+    assert executors(ON_CPU, replace(DECODE, arguments=flags)) == [False, True]
+    assert IN_PROCESS not in engine_command(deployment(), DECODE, "m", None).arguments
 
 
 def test_keys_reach_the_control_socket_and_telemetry() -> None:

@@ -88,7 +88,7 @@ def report_what_runs() -> None:
 
     Also how many steps were in flight while it scheduled another, at most.
 
-    The scheduler's process and the workers each write a file into the folder that
+    Each process, of a scheduler or a worker or both, writes a file into the folder that
     ``HEADWAY_WHAT_RUNS`` names, from inside a step.
     """
     folder = os.environ.get("HEADWAY_WHAT_RUNS")
@@ -103,10 +103,10 @@ def report_what_runs() -> None:
     step, execute = EngineCore.step_with_batch_queue, CPUWorker.execute_model
 
     def report(**facts: Any) -> None:
-        before = EngineCore.reported
-        if before != facts:
-            EngineCore.reported = facts
-            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(facts))
+        known = EngineCore.reported | facts
+        if known != EngineCore.reported:
+            EngineCore.reported = known
+            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(known))
 
     def step_and_report(self: Any) -> Any:
         most = max(EngineCore.reported.get("steps_in_flight", 0), len(self.batch_queue))
