@@ -236,7 +236,7 @@ def simulate(found: LiveRound, arm: str, machine: Machine, fit: StepFit) -> RunR
     if settings["migration"] is not None:
         options = dict(settings["migration"])
         interval = max(1, round(options.pop("interval_seconds", 1.0) / mean_step))
-        planner = create_migration_policy(**options)
+        planner = create_migration_policy(**options, step_seconds=mean_step)
     config = SimulationConfig(
         cluster=ClusterConfig(
             instances=2,

@@ -12,7 +12,8 @@ __all__ = ["StepFit", "fitted_steps", "step_samples"]
 FloatArray = npt.NDArray[np.float64]
 
 _EVERY = 8  # tokens of a request that one sample spans, since they come in bursts
-_PAUSE = 30.0  # medians; what takes longer has a pause in it, as of a preemption
+_BURST = 1.0  # tokens by which a request may seem behind because they come in bursts
+_PAUSE = 30.0  # medians; what takes longer has a pause in it, as of a recomputed prompt
 
 
 class StepFit(NamedTuple):
@@ -34,7 +35,9 @@ class StepFit(NamedTuple):
 def step_samples(result: Mapping[str, Any]) -> FloatArray:
     """Return running requests, context tokens and seconds of steps, [n, 3], of one live run.
 
-    From when tokens came, and from where the proxy had placed and moved their requests.
+    From when tokens came, and from where the proxy had placed and moved their requests. While
+    a request gets its next few tokens, as many steps pass, unless others got further: then it
+    was preempted or waited itself, and says nothing of a step. Whoever got tokens meanwhile ran.
 
     Args:
         result: of a run, see `benchmarks.support.live_runs`.
@@ -48,14 +51,18 @@ def step_samples(result: Mapping[str, Any]) -> FloatArray:
             times, tokens = stay.times[inside], stay.tokens[inside]
             if len(times) <= _EVERY:
                 continue
-            middle = (times[_EVERY:] + times[:-_EVERY]) / 2
-            running, context = np.zeros(len(middle)), np.zeros(len(middle))
+            begin, end = times[:-_EVERY], times[_EVERY:]
+            steps = tokens[_EVERY:] - tokens[:-_EVERY]
+            running, context, most = np.zeros((3, len(begin)))
             for other in here:
-                there = (other.begin <= middle) & (middle <= other.end)
-                running += there
-                context += there * other.context_at(middle)
-            seconds = (times[_EVERY:] - times[:-_EVERY]) / (tokens[_EVERY:] - tokens[:-_EVERY])
-            found.append(np.column_stack([running, context, seconds]))
+                gained = other.gained(begin, end)
+                part = np.minimum(gained / steps, 1.0)
+                running += part
+                context += part * other.context_at((begin + end) / 2)
+                most = np.maximum(most, gained)
+            keeps_pace = (steps >= most - _BURST) & (end > begin)
+            samples = np.column_stack([running, context, (end - begin) / steps])
+            found.append(samples[keeps_pace])
     return np.concatenate(found) if found else np.empty((0, 3))
 
 
@@ -85,8 +92,16 @@ class _Stay(NamedTuple):
 
     def context_at(self, seconds: FloatArray) -> FloatArray:
         """Return its context tokens at some times."""
+        return self.prompt + self._tokens_at(seconds)
+
+    def gained(self, begin: FloatArray, end: FloatArray) -> FloatArray:
+        """Return the tokens that came on this instance within some intervals."""
+        low, high = np.clip([begin, end], self.begin, self.end)
+        return self._tokens_at(high) - self._tokens_at(low)
+
+    def _tokens_at(self, seconds: FloatArray) -> FloatArray:
         after = np.searchsorted(self.times, seconds, "right")
-        return np.asarray(self.prompt + np.append(0.0, self.tokens)[after])
+        return np.asarray(np.append(0.0, self.tokens)[after])
 
 
 def _stays(result: Mapping[str, Any]) -> list[_Stay]:

@@ -19,8 +19,13 @@ MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 FIT = StepFit(0.02, 0.006, 2e-5, 1.0)
 
 
-def served(requests: int = 24, moves: bool = True) -> dict[str, Any]:
-    """What two engines whose steps take as long as `FIT` says leave behind, some requests moved."""
+def served(
+    requests: int = 24, moves: bool = True, preempted_seconds: float = 0.0
+) -> dict[str, Any]:
+    """What two engines whose steps take as long as `FIT` says leave behind.
+
+    Some requests are moved after 40 tokens, and others are preempted after 60.
+    """
     generator = np.random.default_rng(3)
     rows = [
         {
@@ -42,6 +47,7 @@ def served(requests: int = 24, moves: bool = True) -> dict[str, Any]:
     ]
     where = {one["request"]: one["target"] for one in placements}
     moved, clocks = [], {"decode-0": 0.0, "decode-1": 0.0}
+    preempted_until = {one["name"]: 0.0 for one in rows}
     while any(one["times"][-1:] == [] or one["times"][-1][0] < one["tokens"] for one in rows):
         engine = min(clocks, key=clocks.__getitem__)
         now = clocks[engine]
@@ -49,7 +55,7 @@ def served(requests: int = 24, moves: bool = True) -> dict[str, Any]:
             one
             for one in rows
             if where[one["name"]] == engine
-            and one["arrives"] <= now
+            and max(one["arrives"], preempted_until[one["name"]]) <= now
             and len(one["times"]) < one["tokens"]
         ]
         context = sum(one["prompt"] + len(one["times"]) for one in here)
@@ -57,6 +63,8 @@ def served(requests: int = 24, moves: bool = True) -> dict[str, Any]:
         clocks[engine] = now + seconds
         for one in here:
             one["times"].append([len(one["times"]) + 1, now + seconds])
+            if len(one["times"]) == 60 and int(one["name"][1:]) % 3 == 1:
+                preempted_until[one["name"]] = now + seconds + preempted_seconds
             if moves and len(one["times"]) == 40 and int(one["name"][1:]) % 3 == 0:
                 other = "decode-1" if engine == "decode-0" else "decode-0"
                 where[one["name"]] = other
@@ -88,8 +96,11 @@ def served(requests: int = 24, moves: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_the_fit_finds_the_steps_of_the_engines_again(moves: bool) -> None:
-    found = fitted_steps(step_samples(served(moves=moves)))
+@pytest.mark.parametrize("preempted_seconds", [0.0, 3.0])
+def test_the_fit_finds_the_steps_of_the_engines_again(
+    moves: bool, preempted_seconds: float
+) -> None:
+    found = fitted_steps(step_samples(served(24, moves, preempted_seconds)))
     for context, running in ((200, 2), (600, 6)):
         true = FIT.a + FIT.b * running + FIT.c * context
         assert found.a + found.b * running + found.c * context == pytest.approx(true, rel=0.1)
@@ -155,6 +166,7 @@ def test_every_arm_is_simulated_on_the_requests_that_were_served(tmp_path: Path)
     assert moved["jsq_load"] == moved["reserve"] == moved["headroom"] == 0
     assert moved["star_no_prediction"] > 0
     assert moved["star"] > 0
+    assert moved["survival"] > 0
     live, values = fitted_rescheduling.values_of([found], MACHINE, FIT)
     assert live.keys() == values.keys()
     latency = fitted_rescheduling.reserve_latencies([found], MACHINE, FIT)
