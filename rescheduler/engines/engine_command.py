@@ -23,8 +23,9 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that runs a model in its engine's process, by its path.
 
 vLLM's CPU platform replaces it where it is asked for as ``uni``, lest OpenMP start before its
-environment is set; an engine that Headway starts has that environment from the beginning. The
-multiprocessing executor spins on a core while its worker computes, see `benchmarks.cpu_executor`.
+environment is set; an engine that Headway starts has that environment from the beginning. An
+engine with the multiprocessing executor spins on a core while its worker computes, see
+`benchmarks.cpu_executor`.
 """
 
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
@@ -32,11 +33,13 @@ _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
-_PROCESSES = {
-    *("--distributed-executor-backend", "--tensor-parallel-size", "-tp"),
-    *("--pipeline-parallel-size", "-pp", "--config"),
-}
+_PROCESSES = (
+    *("--distributed-executor-backend", "--tensor-parallel-size", "--pipeline-parallel-size"),
+    *("--prefill-context-parallel-size", "--data-parallel-backend", "--nnodes", "--config"),
+    *("-tp", "-pp", "-pcp", "-dpb", "-n"),
+)
 """Flags that choose an executor, or may need one with several processes."""
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _KEPT_SECONDS = 15.0
 """Seconds for which an engine keeps the blocks of a frozen request that is not fetched."""
 
@@ -100,7 +103,7 @@ def engine_command(
     if deployment.proxy.traces is not None:
         arguments += ["--otlp-traces-endpoint", deployment.proxy.traces.endpoint]
     further = [*options.arguments, *instance.arguments]
-    arguments += [*_executor(further, python), *further]
+    arguments += [*_executor(options, further, python), *further]
     return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
 
 
@@ -119,7 +122,7 @@ def lone_engine_command(
     where = urlsplit(url)
     arguments = _flags(options, model, served_name, where.hostname or "", where.port or 80, python)
     environment = _cpu_environment(options) if python is not None else {}
-    arguments += [*_executor(options.arguments, python), *options.arguments]
+    arguments += [*_executor(options, options.arguments, python), *options.arguments]
     return EngineCommand(arguments, environment | options.environment)
 
 
@@ -150,12 +153,17 @@ def _flags(
     return arguments
 
 
-def _executor(further: Sequence[str], python: str | None) -> list[str]:
-    """Return the flag that keeps a CPU engine and its model in one process, where none objects."""
-    named = {flag.partition("=")[0].replace("_", "-") for flag in further}
-    if python is None or named & _PROCESSES:
-        return []
-    return ["--distributed-executor-backend", IN_PROCESS]
+def _executor(options: EngineOptions, further: Sequence[str], python: str | None) -> list[str]:
+    """Return the flag that keeps a CPU engine and its model in one process, unless one objects.
+
+    vLLM takes a flag's beginning for the flag, and binds threads of worker processes only.
+    """
+    named = [flag.partition("=")[0].replace("_", "-") for flag in further if flag.startswith("-")]
+    chosen = any(full.startswith(flag) for full in _PROCESSES for flag in named)
+    bound = options.environment.get(_BIND, "nobind") != "nobind"
+    return (
+        [] if python is None or chosen or bound else ["--distributed-executor-backend", IN_PROCESS]
+    )
 
 
 def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def _trace_environment(traces: TraceOptions, instance: Instance) -> dict[str, st
 def _cpu_environment(options: EngineOptions) -> dict[str, str]:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gb),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
+        _BIND: "nobind",  # else every engine takes the same cores
         "OMP_NUM_THREADS": str(options.threads),
     }
     if options.enforce_eager:

@@ -117,7 +117,10 @@ def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts() -> None:
         ["--distributed-executor-backend", "mp"],
         ["--distributed_executor_backend=mp"],
         ["--tensor-parallel-size", "2"],
+        ["--tensor-parallel", "2"],
+        ["--data-parallel-backend", "ray"],
         ["-pp", "2"],
+        ["-tp=2"],
     ],
 )
 def test_a_cpu_engine_runs_its_model_itself_unless_a_flag_may_need_more(flags: list[str]) -> None:
@@ -130,6 +133,9 @@ def test_a_cpu_engine_runs_its_model_itself_unless_a_flag_may_need_more(flags: l
         return [IN_PROCESS in command.arguments for command in commands]
 
     assert executors(ON_CPU) == [True, True]
+    assert executors(replace(ON_CPU, arguments=["--enable-prefix-caching", "-q"])) == [True, True]
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0-15"}  # vLLM binds worker processes only
+    assert executors(replace(ON_CPU, environment=bound)) == [False, False]
     assert executors(replace(ON_CPU, arguments=flags)) == [False, False]
     assert executors(ON_CPU, replace(DECODE, arguments=flags)) == [False, True]
     assert IN_PROCESS not in engine_command(deployment(), DECODE, "m", None).arguments
