@@ -36,8 +36,9 @@ def step_samples(result: Mapping[str, Any]) -> FloatArray:
     """Return running requests, context tokens and seconds of steps, [n, 3], of one live run.
 
     From when tokens came, and from where the proxy had placed and moved their requests. While
-    a request gets its next few tokens, as many steps pass, unless others got further: then it
-    was preempted or waited itself, and says nothing of a step. Whoever got tokens meanwhile ran.
+    a request gets its next few tokens, as many steps pass, unless another gets further: then
+    this one was preempted or waited, and says nothing about a step. Requests that got tokens
+    meanwhile count as running.
 
     Args:
         result: of a run, see `benchmarks.support.live_runs`.
@@ -48,11 +49,12 @@ def step_samples(result: Mapping[str, Any]) -> FloatArray:
         here = [stay for stay in stays if stay.instance == instance]
         for stay in here:
             inside = (stay.times >= stay.begin) & (stay.times <= stay.end)
-            times, tokens = stay.times[inside], stay.tokens[inside]
+            times = stay.times[inside]
             if len(times) <= _EVERY:
                 continue
             begin, end = times[:-_EVERY], times[_EVERY:]
-            steps = tokens[_EVERY:] - tokens[:-_EVERY]
+            begin, end = begin[end > begin], end[end > begin]
+            steps = stay.gained(begin, end)
             running, context, most = np.zeros((3, len(begin)))
             for other in here:
                 gained = other.gained(begin, end)
@@ -60,9 +62,8 @@ def step_samples(result: Mapping[str, Any]) -> FloatArray:
                 running += part
                 context += part * other.context_at((begin + end) / 2)
                 most = np.maximum(most, gained)
-            keeps_pace = (steps >= most - _BURST) & (end > begin)
             samples = np.column_stack([running, context, (end - begin) / steps])
-            found.append(samples[keeps_pace])
+            found.append(samples[steps >= most - _BURST])
     return np.concatenate(found) if found else np.empty((0, 3))
 
 
@@ -71,7 +72,12 @@ def fitted_steps(samples: FloatArray) -> StepFit:
 
     Args:
         samples: [n, 3] as `step_samples` returns them, of one or more runs.
+
+    Raises:
+        ValueError: there are none.
     """
+    if len(samples) == 0:
+        raise ValueError("no request got enough tokens on one engine to time its steps")
     seconds = samples[:, 2]
     steps = samples[seconds < _PAUSE * np.median(seconds)]
     design = np.column_stack([np.ones(len(steps)), steps[:, 0], steps[:, 1]])
@@ -117,7 +123,7 @@ def _stays(result: Mapping[str, Any]) -> list[_Stay]:
         found.sort()
         request = known[name]
         tokens, times = np.array(request["times"], dtype=np.float64).reshape(-1, 2).T
-        ends = [*(at for at, _ in found[1:]), request["ended"]]
+        ends = [*(at for at, _ in found[1:]), np.inf]
         for (begin, instance), end in zip(found, ends, strict=True):
             stays.append(_Stay(instance, begin, end, request["prompt"], tokens, times))
     return stays
