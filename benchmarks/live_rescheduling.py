@@ -44,6 +44,7 @@ from benchmarks.support.rescheduling_figures import Rounds, draw, print_tables, 
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.engine_command import IN_PROCESS
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.engines.launch_progress import LaunchProgress
@@ -56,6 +57,7 @@ ENGINE = EngineOptions(
     enforce_eager=True,
     checkpoint="checkpoints/smollm2-135m-instruct",
     k=10,
+    arguments=["--distributed-executor-backend", IN_PROCESS],  # as without; results depend on it
 )
 KV_BYTES_PER_TOKEN = 46_080  # 30 layers, 3 heads of 64, keys and values, float32
 REQUESTS, MAX_TOKENS = 36, 300
