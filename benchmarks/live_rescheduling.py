@@ -63,6 +63,7 @@ KV_BYTES_PER_TOKEN = 46_080  # 30 layers, 3 heads of 64, keys and values, float3
 REQUESTS, MAX_TOKENS = 36, 300
 LOADS = (0.8, 1.0, 1.2)
 RESERVE = 0.1
+_RESUMED = "The same command goes on with what is missing."
 ARMS = (
     "jsq_load",
     "reserve",
@@ -121,7 +122,9 @@ def main() -> None:
     try:
         machine = run_missing(options.out, runs, requests, options.reserve)
     except RuntimeError as error:
-        sys.exit(f"{error}\nThe same command goes on with what is missing.")
+        sys.exit(f"{error}\n{_RESUMED}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted\n{_RESUMED}")
     except ValueError as error:
         sys.exit(str(error))
     rounds = {
