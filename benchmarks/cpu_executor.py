@@ -1,4 +1,4 @@
-"""What it costs CPU engines to run their model in a process of its own.
+"""What CPU engines gain from running their model in their own process.
 
     python -m benchmarks.cpu_executor [--quick] [--rounds N] [--json OUT]
 
@@ -44,6 +44,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 2
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2: of one round there is no interval")
     deployment = local_deployment("smollm2", ENGINE, decode=4, prefill=0)
     kinds = {name: deployment.instances[2 * i : 2 * i + 2] for i, name in enumerate(EXECUTORS)}
     instances = [
@@ -90,9 +92,7 @@ async def served(instances: list[Instance], number: int, requests: int) -> list[
         LoadRun(
             instance.url,
             "smollm2",
-            round_load(10 * (number + 1) + i, requests + requests % 2, math.inf, MAX_TOKENS)[
-                :requests
-            ],
+            round_load(10 * (number + 1) + i, REQUESTS, math.inf, MAX_TOKENS)[:requests],
             salt=f"{number}-{requests}",
         )
         for i, instance in enumerate(instances)
@@ -121,11 +121,8 @@ def printed(values: Values) -> dict[str, float]:
         cells = [f"{scale * mean:.3g}" for mean in means.values()]
         print(f"| {name} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
         figures |= {f"{name}, {kind}": scale * mean for kind, mean in means.items()}
-        figures |= {
-            f"{name}, ratio": middle,
-            f"{name}, ratio low": low,
-            f"{name}, ratio high": high,
-        }
+        figures |= {f"{name}, ratio": middle, f"{name}, ratio low": low}
+        figures |= {f"{name}, ratio high": high}
     return figures
 
 

@@ -106,11 +106,10 @@ def main() -> None:
                 f"{options.live}: no live measurement; run `python -m benchmarks.live_rescheduling`"
             )
         rounds = read_rounds(options.live, options.arms)
+        runs = [one for found in rounds for one in found.results.values()]
+        fit = fitted_steps(np.concatenate([step_samples(one) for one in runs]))
     except ValueError as error:
         sys.exit(str(error))
-    fit = fitted_steps(
-        np.concatenate([step_samples(one) for found in rounds for one in found.results.values()])
-    )
     print(f"steps: {fit}\nmoves: a pause of {machine.pause:.3f} s")
     latency = reserve_latencies(rounds, machine, fit)
     best = min(latency, key=latency.__getitem__)

@@ -57,7 +57,8 @@ ENGINE = EngineOptions(
     enforce_eager=True,
     checkpoint="checkpoints/smollm2-135m-instruct",
     k=10,
-    arguments=["--distributed-executor-backend", IN_PROCESS],  # as without; results depend on it
+    # What launched CPU engines have anyway: named, so that results of others are run again.
+    arguments=["--distributed-executor-backend", IN_PROCESS],
 )
 KV_BYTES_PER_TOKEN = 46_080  # 30 layers, 3 heads of 64, keys and values, float32
 REQUESTS, MAX_TOKENS = 36, 300

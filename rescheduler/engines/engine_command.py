@@ -161,9 +161,9 @@ def _executor(options: EngineOptions, further: Sequence[str], python: str | None
     named = [flag.partition("=")[0].replace("_", "-") for flag in further if flag.startswith("-")]
     chosen = any(full.startswith(flag) for full in _PROCESSES for flag in named)
     bound = options.environment.get(_BIND, "nobind") != "nobind"
-    return (
-        [] if python is None or chosen or bound else ["--distributed-executor-backend", IN_PROCESS]
-    )
+    if python is None or chosen or bound:
+        return []
+    return ["--distributed-executor-backend", IN_PROCESS]
 
 
 def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:

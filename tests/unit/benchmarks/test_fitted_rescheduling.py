@@ -112,6 +112,11 @@ def test_the_fit_finds_the_steps_of_the_engines_again(
     assert found.explained > 0.8
 
 
+def test_runs_too_short_to_time_a_step_are_named() -> None:
+    with pytest.raises(ValueError, match="no request got enough tokens on one engine"):
+        fitted_steps(step_samples({"requests": [], "placements": [], "moves": []}))
+
+
 def recording(folder: Path, requests: list[dict[str, Any]]) -> None:
     """Forecasts every 7 tokens of each request, but for the shortest: none came in time."""
     edges = (0, 10, 100, 400)
