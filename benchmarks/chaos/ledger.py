@@ -7,9 +7,44 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Ledger", "Outage"]
+__all__ = ["COUNTED", "Ledger", "Outage"]
 
 Outage = Literal["proxy", "engine"]
+
+COUNTED = (
+    "blocks_leaked",
+    "clients_left",
+    "clients_stalled",
+    "cut_by_proxy_restart",
+    "fills",
+    "garbage",
+    "honest_429",
+    "honest_4xx",
+    "honest_5xx",
+    "honest_5xx_at_a_kill",
+    "kills",
+    "loop_stall_ms",
+    "lost",
+    "moves",
+    "moves_ended",
+    "moves_gone",
+    "moves_no_answer",
+    "moves_no_room",
+    "moves_not_copied",
+    "moves_not_frozen",
+    "moves_rolled_back",
+    "poison",
+    "poison_5xx",
+    "poison_answered",
+    "poison_unanswered",
+    "proxy_restarts",
+    "refused_at_proxy_restart",
+    "requests",
+    "resumed_elsewhere",
+    "stops",
+    "tokens_changed",
+)
+"""What is counted: reported also where it is zero, since that is what most of it should be."""
 _AFTERWARDS = 2.0
 """Seconds for which the end of an outage still counts as one: clients learn of it late."""
 
@@ -23,7 +58,7 @@ class Ledger:
         notes: what went wrong with honest requests, for whoever looks into it.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     notes: list[str] = field(default_factory=list)
     _outages: list[tuple[Outage, float, float | None]] = field(default_factory=list)
 

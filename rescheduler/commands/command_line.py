@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from importlib import metadata
 from typing import Any, NamedTuple
 
 from rescheduler.commands.quiet import quieten, quieten_loggers
@@ -142,6 +143,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
 _VERBS = {name: verb for group in _GROUPS.values() for name, verb in group.items()}
 
 _HELP = ("-h", "--help", "help")
+_VERSION = ("-V", "--version")
 
 _OWN_COMMAND_LINES = ("train",)
 """Verbs whose functions take the command line: Lightning builds its parser."""
@@ -165,7 +167,8 @@ Routing policies on a simulated cluster:
 Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):
   headway watch --connect tcp://127.0.0.1:5557
 
-Every verb takes --help, --config FILE.yaml, --print-config and --verbose.
+Every verb takes --help, --config FILE.yaml, --print-config and --verbose; headway --version prints
+the version.
 """
 
 
@@ -179,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    if verb not in (*_HELP, *_VERBS):
+    if verb not in (*_HELP, *_VERSION, *_VERBS):
         return _unknown("headway", "verb", verb, _VERBS)
     quieten(verbose="--verbose" in rest)
     try:
@@ -227,6 +230,9 @@ def _flush() -> None:
 def _run(verb: str, rest: list[str]) -> Any:
     if verb in _HELP:
         print(_usage())
+        return 0
+    if verb in _VERSION:
+        print(f"headway {metadata.version('headway')}")
         return 0
     found = _VERBS[verb]
     if verb in _OWN_COMMAND_LINES:

@@ -220,10 +220,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             `headway serve` places and moves by itself, and must be the only proxy.
         proxy: options of `headway serve`.
         engine: options of `headway launch`.
+        ray: of a deployment that `headway launch --on ray` starts, with counts in place of
+            addresses.
     """
 
     model: str
-    instances: list[Instance]
+    instances: list[Instance] = []
     served_model_name: str = ""
     keys: str | None = None
     routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
@@ -231,6 +233,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     coordinator: CoordinatorOptions | None = None
     proxy: ProxyOptions = ProxyOptions()
     engine: EngineOptions = EngineOptions()
+    ray: Any = None
 
     @classmethod
     def from_values(cls, values: Any) -> Self:
@@ -252,6 +255,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             DeploymentError: names the field, and what it should be.
         """
+        if self.ray is not None:
+            raise DeploymentError(
+                "ray: this deployment has counts, not addresses: `headway launch --on ray` starts "
+                "its engines, proxies and coordinator"
+            )
         _check_addresses(self)
         self.check_policies()
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
+from rescheduler.engines.deployment import Deployment, DeploymentError
 
 __all__ = ["RayDeployment", "RayInstances", "RayOptions", "cluster_of"]
 
@@ -83,7 +83,6 @@ class RayDeployment(Deployment, frozen=True, forbid_unknown_fields=True, kw_only
         ray: how much to start on which Ray cluster, for ``--on ray``.
     """
 
-    instances: list[Instance] = msgspec.field(default_factory=list)
     ray: RayOptions | None = None
 
     def check(self) -> None:

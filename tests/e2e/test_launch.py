@@ -1,5 +1,7 @@
 """`headway launch` with real engines: ready, dying, stopped without a trace."""
 
+import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -39,17 +41,22 @@ def read_until(process: Any, words: str) -> str:
 
 
 @pytest.mark.timeout(1200)
-def test_an_engine_that_dies_is_reported_and_sigterm_stops_the_rest(
+def test_engines_and_proxy_serve_until_one_dies_and_sigterm_stops_the_rest(
     headway_command: list[str], tmp_path: Path
 ) -> None:
     described = local_deployment("smollm2", ENGINE)
     config = tmp_path / "deployment.yaml"
     write_deployment(described, config)
-    with launch(headway_command, config, "--only", "prefill-0", "decode-0") as process:
+    with launch(headway_command, config, "--serve", "--only", "prefill-0", "decode-0") as process:
         printed = read_until(process, "Ctrl-C stops them")
-        assert "prefill-0, decode-0: ready" in printed
+        assert "prefill-0, decode-0, proxy: ready" in printed
+        shown = re.search(r"(curl http.*?)\nsee it live", printed, re.DOTALL)
+        assert shown is not None
+        answer = subprocess.run(shown[1], shell=True, capture_output=True, text=True, check=True)
+        assert json.loads(answer.stdout)["choices"][0]["text"]
         engines = psutil.Process(process.pid).children()
-        assert len(engines) == 2
+        assert len(engines) == 3
+        engines = [one for one in engines if "serve" not in one.cmdline()]
         groups = {engine.pid: processes_in(engine.pid) for engine in engines}
         assert all(len(group) > 1 for group in groups.values())
         dying = next(e for e in engines if str(described.decode[0].port) in e.cmdline())

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -191,6 +192,14 @@ def test_options_are_spelt_with_dashes_or_underscores(capsys: pytest.CaptureFixt
     assert printed["at_once"] == 2 and printed["serve"] is True
     assert printed["migration"] == {"name": "survival", "interval_seconds": 3}
     assert printed["only"] == ["decode-0", "decode-1"]
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_that_of_the_installation(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([flag]) == 0
+    assert capsys.readouterr().out == f"headway {metadata.version('headway')}\n"
 
 
 def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,14 @@ def test_without_a_cluster_it_is_said_how_to_start_one(
     assert "no Ray cluster at '127.0.0.2:" in error and "ray start --head" in error
 
 
+@pytest.mark.parametrize("verb", [["serve"], ["coordinator"], ["drain", "decode-0"]], ids=repr)
+def test_what_ray_starts_is_not_started_by_hand(
+    verb: list[str], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb, "--config", config]) == 1
+    assert "`headway launch --on ray` starts its engines" in capsys.readouterr().err
+
+
 def test_counts_need_ray_and_addresses_need_none(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

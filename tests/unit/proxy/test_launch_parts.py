@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from data_collection.versions import installed_version
@@ -24,6 +26,7 @@ from rescheduler.engines.launch_engines import Launched, chosen
 from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.engines.server_group import Stage
+from rescheduler.on_ray.ray_deployment import RayDeployment
 
 SERVER = """
 import http.server, os, subprocess, sys
@@ -229,6 +232,31 @@ def test_a_written_deployment_is_read_back(tmp_path: Path) -> None:
     deployment = local_deployment("smollm2", EngineOptions(k=7), migration={"name": "star"})
     write_deployment(deployment, tmp_path / "deployment.yaml")
     assert read_deployment(tmp_path / "deployment.yaml") == deployment
+
+
+READERS = ("launch", "serve", "coordinator", "picker")
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_every_verb_reads_the_deployment_that_launch_writes(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = RayDeployment.from_values(
+        msgspec.to_builtins(local_deployment("smollm2", EngineOptions(k=7)))
+    )
+    file = tmp_path / "deployment.yaml"
+    write_deployment(written, file)
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--config", str(file), "--print-config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert [one["url"] for one in printed["instances"]] == [one.url for one in written.instances]
+    again = tmp_path / "printed.yaml"
+    again.write_text(yaml.safe_dump(printed))
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--config", str(again), "--print-config"])
+    assert ended.value.code == 0, "what a verb prints as its configuration, it reads"
+    assert yaml.safe_load(capsys.readouterr().out) == printed
 
 
 def test_commands_are_printed_and_nothing_is_started(
