@@ -9,13 +9,25 @@ from tokenizers import Tokenizer
 from rescheduler.openai.continued_text import ContinuedText, TextRules
 from rescheduler.openai.openai_request import ClientRequest
 
-__all__ = ["DONE", "Chunk", "EventReader", "StreamSplicer", "event", "read_chunk"]
+__all__ = [
+    "DONE",
+    "Chunk",
+    "EventReader",
+    "Signs",
+    "StreamSplicer",
+    "event",
+    "read_chunk",
+    "read_signs",
+]
 
 DONE = b"[DONE]"
 
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[0-9,\s]*\]')
 _encode = msgspec.json.encode
+_DATA = b"data: "
+_LARGEST_EVENT = 8 << 20
+"""Bytes of an engine's event: the first one may hold a million ids of a prompt's tokens."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -85,6 +97,62 @@ def read_chunk(data: bytes) -> Chunk:
         raise msgspec.DecodeError(str(error)) from error
 
 
+class Signs(msgspec.Struct):
+    """What an event of any endpoint's stream is.
+
+    Attributes:
+        error: that it reports.
+        output: it brings something that the model has generated.
+    """
+
+    error: dict[str, Any] | None
+    output: bool
+
+
+class _AnyChoice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, msgspec.Raw] | None = None
+    finish_reason: str | None = None
+
+
+class _AnyEvent(msgspec.Struct):
+    error: Any = None
+    type: str = ""
+    choices: list[_AnyChoice] | None = None
+
+
+_any_events = msgspec.json.Decoder(_AnyEvent)
+_NOTHING = (b"null", b'""', b"[]")
+_NO_OUTPUT = ("ping", "message_start", "response.created", "response.in_progress")
+"""Types of events of `/v1/messages` and `/v1/responses` that come without a token."""
+
+
+def read_signs(data: bytes) -> Signs:
+    """Return what an event is, as far as can be told without knowing its endpoint.
+
+    Raises:
+        msgspec.DecodeError: it is no JSON object.
+    """
+    if data == DONE:
+        return Signs(None, False)
+    try:
+        read = _any_events.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+    if read.error is not None:
+        return Signs(read.error if isinstance(read.error, dict) else {"message": read.error}, False)
+    if read.choices is None:
+        return Signs(None, read.type not in _NO_OUTPUT)
+    return Signs(None, any(map(_brings_output, read.choices)))
+
+
+def _brings_output(choice: _AnyChoice) -> bool:
+    delta = choice.delta or {}
+    return bool(choice.text or choice.finish_reason) or any(
+        name != "role" and bytes(value) not in _NOTHING for name, value in delta.items()
+    )
+
+
 def event(data: bytes) -> bytes:
     """Return a server-sent event."""
     return b"data: " + data + b"\n\n"
@@ -94,12 +162,36 @@ class EventReader:
     """Cuts a byte stream into server-sent events, wherever its packets end."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that are complete by now."""
-        *whole, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
-        return [part[6:] for part in whole if part.startswith(b"data: ")]
+        """Return the data of the events that are complete by now; comments are none.
+
+        Raises:
+            msgspec.DecodeError: an event does not end.
+        """
+        rest = self._rest
+        if rest:
+            at = len(rest) - 1
+            rest += data
+            if rest.find(b"\n\n", at) < 0:
+                self._check_size()
+                return []
+            data = bytes(rest)
+        *whole, left = data.split(b"\n\n")
+        self._rest = bytearray(left)
+        self._check_size()
+        found = []
+        for part in whole:
+            if part.startswith(_DATA):
+                found.append(part[len(_DATA) :])
+            elif (at := part.find(b"\n" + _DATA)) >= 0:  # after the name of an event
+                found.append(part[at + 1 + len(_DATA) :])
+        return found
+
+    def _check_size(self) -> None:
+        if len(self._rest) > _LARGEST_EVENT:
+            raise msgspec.DecodeError(f"an event of more than {_LARGEST_EVENT >> 20} MiB")
 
 
 class StreamSplicer:

@@ -250,10 +250,19 @@ class LiveRequest:
     def accepted(self) -> None:
         """Note that its instance has accepted it, and so sees to the blocks kept elsewhere."""
         state, self.on_its_way = self._state, False
-        if isinstance(state, Landing):
+        if not isinstance(state, (Placed, Landing)):
+            self._expect(Returned)
+        else:
             self._enter(replace(state, accepted=True))
-        elif not isinstance(state, Returned):
-            self._enter(replace(self._expect(Placed), prefill=None))
+
+    def declined(self) -> None:
+        """Note that its instance refuses it after all: an error is the first that it says.
+
+        vLLM begins the answer of a stream before it looks at what is asked for, so that the status
+        says nothing. What is kept for the instance elsewhere, nobody pulls then.
+        """
+        if isinstance(self._state, (Placed, Landing)):
+            self._enter(replace(self._state, accepted=False))
 
     def token(self, now: float) -> TokenArrival:
         """Note that tokens come; take them into `splicer` afterwards."""
@@ -361,7 +370,7 @@ class LiveRequest:
         self.avoid |= {state.instance}
         self._enter(Waiting(state.prefill))
 
-    def fail(self, unsent: bool) -> Kept | None:
+    def fail(self, unsent: bool, answered: bool = False) -> Kept | None:
         """Leave the instance that has failed; return what another one keeps in vain.
 
         A request whose target has generated nothing goes back to its source, if that is in
@@ -369,6 +378,7 @@ class LiveRequest:
 
         Args:
             unsent: the instance has never got the request.
+            answered: it has answered with an error.
         """
         if not isinstance(self._state, (Landing, Frozen, Placed, Returned)) and not self.generating:
             raise IllegalTransitionError(f"no instance can fail a request that is {self._name}")
@@ -379,7 +389,8 @@ class LiveRequest:
             returns = source.breaker.closed
             self.hop += returns
             self._enter(Returned(source) if returns else Waiting())
-            return Kept(source, state.move.hop) if unsent and not state.accepted else None
+            vain = (unsent or answered) and not state.accepted
+            return Kept(source, state.move.hop) if vain else None
         if unsent and isinstance(state, Placed):
             self._enter(Waiting(state.prefill))
             return None
@@ -443,7 +454,7 @@ def _kept(state: RequestState) -> Kept | None:
     """
     if isinstance(state, Prefilling):
         return Kept(state.instance, state.hop)
-    if isinstance(state, (Waiting, Placed)):
+    if isinstance(state, Waiting) or (isinstance(state, Placed) and not state.accepted):
         return state.prefill.kept if state.prefill is not None else None
     if isinstance(state, (Frozen, Unanswered)) or (
         isinstance(state, Landing) and not state.accepted

@@ -112,11 +112,13 @@ class Placed:
 
     Attributes:
         instance: decode instance.
-        prefill: done on a prefill instance, until the decode instance has accepted the request.
+        prefill: done on a prefill instance; None if the decode instance computes it.
+        accepted: whether the decode instance has accepted the request, and so frees the prefill.
     """
 
     instance: InstanceState
     prefill: Prefill | None
+    accepted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

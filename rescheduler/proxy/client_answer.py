@@ -46,6 +46,7 @@ class ClientAnswer:
     ) -> None:
         self._http, self._headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
+        self._events = self._ended = False
         self._collector = None if request.stream else ResponseCollector(request)
         self._seconds = options.client_write_seconds
         if http.transport is not None:
@@ -75,10 +76,20 @@ class ClientAnswer:
         Raises:
             ClientGoneError: nobody reads them.
         """
+        self._events = True
+        await self._write(data, {"Content-Type": _EVENTS, "Cache-Control": "no-cache"})
+
+    async def write_part(self, data: bytes, kind: str) -> None:
+        """Send a part of a document, whose end is to follow.
+
+        Raises:
+            ClientGoneError: nobody reads it.
+        """
+        await self._write(data, {"Content-Type": kind})
+
+    async def _write(self, data: bytes, headers: Mapping[str, str]) -> None:
         if self._stream is None:
-            self._stream = web.StreamResponse(
-                headers={**self._headers, "Content-Type": _EVENTS, "Cache-Control": "no-cache"}
-            )
+            self._stream = web.StreamResponse(headers={**self._headers, **headers})
             await self._in_time(self._stream.prepare(self._http))
         await self._in_time(self._stream.write(data))
 
@@ -100,11 +111,18 @@ class ClientAnswer:
     async def fail(
         self, status: int, body: bytes, retry_after: int | None = None
     ) -> web.StreamResponse:
-        """Return an error: an HTTP status, or the last event of a stream that has begun."""
+        """Return an error: an HTTP status, or the last event of a stream that has begun.
+
+        A document that has begun can only be broken off.
+        """
         if self._stream is None:
             if retry_after is not None:
                 self._headers["Retry-After"] = str(retry_after)
             return await self.document(status, body)
+        if not self._events or self._ended:
+            if self._http.transport is not None and not self._ended:
+                self._http.transport.abort()
+            return self._stream
         await self.write(event(body) + event(DONE))
         return await self._end()
 
@@ -112,21 +130,23 @@ class ClientAnswer:
         """Return an error of the proxy's own."""
         return await self.fail(status, error_body(status, message))
 
-    async def document(self, status: int, body: bytes) -> web.StreamResponse:
-        """Send one JSON document.
+    async def document(
+        self, status: int, body: bytes, kind: str = "application/json"
+    ) -> web.StreamResponse:
+        """Send one document.
 
         Raises:
             ClientGoneError: nobody reads it.
         """
-        self._stream = web.Response(
-            status=status, body=body, headers=self._headers, content_type="application/json"
-        )
+        headers = {**self._headers, "Content-Type": kind}
+        self._stream = web.Response(status=status, body=body, headers=headers)
         await self._in_time(self._stream.prepare(self._http))
         return await self._end()
 
     async def _end(self) -> web.StreamResponse:
         assert self._stream is not None
         await self._in_time(self._stream.write_eof())
+        self._ended = True
         await self._flushed()
         return self._stream
 

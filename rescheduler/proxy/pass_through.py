@@ -1,30 +1,46 @@
 """Requests that stay where they are placed: handed through as they are."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.engine_body import EngineBodies
+from rescheduler.openai.openai_stream import EventReader, read_signs
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placer import Placer
 from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.request_flow import RequestFlow
-from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
+from rescheduler.proxy.upstream import (
+    EngineFullError,
+    Upstream,
+    UpstreamError,
+    reported_error,
+)
 from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]
+
+_EVENTS = "text/event-stream"
+_HELD_BYTES = 8 << 20
+"""Of an answer, until its client gets it: what fails before can start again elsewhere."""
+
+Opening = Callable[[], Awaitable[aiohttp.ClientResponse]]
 
 
 class PassThrough:
     """Takes a request to one decode instance, and its answer back byte for byte.
 
     If the instance fails before the client has got anything, the request starts again elsewhere;
-    afterwards its client gets the error, since nobody knows where it stood.
+    afterwards its client gets the error, since nobody knows where it stood. The client gets
+    nothing before the first event, which tells whether a request is served: the status of a stream
+    does not.
 
     Args:
         flow: of the requests that move, for what is the same.
@@ -71,7 +87,7 @@ class PassThrough:
                     failures += 1
                     if answer.begun or self._flow.gives_up(request, failures):
                         raise
-                    self._flow.free(request, request.fail(error.unsent))
+                    self._flow.free(request, request.fail(error.unsent, error.answered))
                     self._dispatcher.wake()
                     await self._flow.back_off(failures)
         finally:
@@ -82,67 +98,17 @@ class PassThrough:
     ) -> web.StreamResponse:
         body = self._bodies.decode(request.client, request.id, request.hop, request.transfer_params)
         headers = span.headers(request.headers)
-        response: web.StreamResponse
+        opening = partial(self._open, request, instance, body, headers)
         try:
-            if request.client.stream:
-                await self._relay(request, instance, body, headers, answer)
-                response = await answer.finish_raw()
-            else:
-                whole = await self._whole(request, instance, body, headers)
-                response = await answer.document(200, whole)
+            given = self._stream if request.client.stream else self._whole
+            response = await given(request, instance, opening, answer)
         except TimeoutError as error:
             raise UpstreamError(instance.instance, "no token in time") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
         self._outliers.succeeded(request, instance)
         return response
-
-    async def _relay(
-        self,
-        request: LiveRequest,
-        instance: InstanceState,
-        body: bytes,
-        headers: Mapping[str, str],
-        answer: ClientAnswer,
-    ) -> None:
-        """Write a stream to the client as it comes."""
-        options, loop = self._options, asyncio.get_running_loop()
-        async with asyncio.timeout(options.first_token_seconds) as time:
-            response = await self._open(request, instance, body, headers)
-            try:
-                async for data in response.content.iter_any():
-                    time.reschedule(None)  # a slow client is not the engine's fault
-                    request.untracked_tokens(data.count(b"data: "), loop.time())
-                    await answer.write(data)
-                    time.reschedule(loop.time() + options.token_seconds)
-            finally:
-                response.close()
-
-    async def _whole(
-        self,
-        request: LiveRequest,
-        instance: InstanceState,
-        body: bytes,
-        headers: Mapping[str, str],
-    ) -> bytes:
-        """Return an answer that comes as a whole.
-
-        That may take as long as it likes, while its instance is in service.
-        """
-
-        async def read() -> bytes:
-            async with await self._open(request, instance, body, headers) as response:
-                return await response.read()
-
-        reading = asyncio.create_task(read())
-        try:
-            while not (await asyncio.wait([reading], timeout=self._options.probe_seconds))[0]:
-                if not instance.breaker.closed:
-                    raise UpstreamError(instance.instance, "out of service before its answer")
-            return reading.result()
-        finally:
-            reading.cancel()
 
     async def _open(
         self,
@@ -155,3 +121,98 @@ class PassThrough:
         response = await self._upstream.open(instance.instance, path, body, headers)
         request.accepted()
         return response
+
+    async def _stream(
+        self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer
+    ) -> web.StreamResponse:
+        async with asyncio.timeout(self._options.first_token_seconds) as deadline:
+            async with await opening() as response:
+                if response.content_type != _EVENTS:
+                    deadline.reschedule(None)
+                    return await _document(response, answer)
+                failed = await self._relay(request, instance, response, deadline, answer)
+        ended = await answer.finish_raw()
+        if failed:
+            raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
+        return ended
+
+    async def _relay(
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        response: aiohttp.ClientResponse,
+        deadline: asyncio.Timeout,
+        answer: ClientAnswer,
+    ) -> bool:
+        """Write a stream to the client as it comes, once its first event has.
+
+        Its deadline moves with what the model generates only.
+
+        Returns:
+            Whether it reports an error later.
+
+        Raises:
+            EngineRefusedError: its first event refuses the request as invalid.
+            UpstreamError: its first event reports another error, or none comes.
+        """
+        loop, reader = asyncio.get_running_loop(), EventReader()
+        held, heard, failed = bytearray(), False, False
+        async for data in response.content.iter_any():
+            due = deadline.when()
+            left = self._options.token_seconds if due is None else due - loop.time()
+            deadline.reschedule(None)  # a slow client is not the engine's fault
+            signs = [read_signs(event) for event in reader.feed(data)]
+            if not heard:
+                held += data
+                if len(held) > _HELD_BYTES:
+                    raise UpstreamError(instance.instance, "no event within its first bytes")
+                if signs and signs[0].error is not None:
+                    request.declined()
+                    raise reported_error(instance.instance, signs[0].error)
+                heard, data = bool(signs), bytes(held)
+            tokens = sum(sign.output for sign in signs)
+            if tokens:
+                request.untracked_tokens(tokens, loop.time())
+                left = self._options.token_seconds
+            failed = failed or any(sign.error is not None for sign in signs)
+            if heard:
+                await answer.write(data)
+            deadline.reschedule(loop.time() + left)
+        if not heard:
+            raise UpstreamError(instance.instance, "its stream ended before its first event")
+        return failed
+
+    async def _whole(
+        self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer
+    ) -> web.StreamResponse:
+        """Hand on an answer that comes as a whole.
+
+        That may take as long as it likes, while its instance is in service.
+        """
+
+        async def copied() -> web.StreamResponse:
+            async with await opening() as response:
+                return await _document(response, answer)
+
+        copying = asyncio.create_task(copied())
+        try:
+            while not (await asyncio.wait([copying], timeout=self._options.probe_seconds))[0]:
+                if not instance.breaker.closed:
+                    raise UpstreamError(instance.instance, "out of service before its answer")
+            return copying.result()
+        finally:
+            copying.cancel()
+
+
+async def _document(response: aiohttp.ClientResponse, answer: ClientAnswer) -> web.StreamResponse:
+    """Hand on a document: as a whole if it is not too large to be kept until then."""
+    kind = response.headers.get("Content-Type", "application/json")
+    held = bytearray()
+    async for part in response.content.iter_any():
+        held += part
+        if len(held) > _HELD_BYTES or answer.begun:
+            await answer.write_part(bytes(held), kind)
+            held.clear()
+    if not answer.begun:
+        return await answer.document(200, bytes(held), kind)
+    return await answer.finish_raw()

@@ -134,9 +134,15 @@ class RequestFlow:
     def gives_up(self, request: LiveRequest, failures: int) -> bool:
         """Return whether a request that has failed so often in a row is not tried again.
 
-        One that instances answer with an error is tried twice: it may be the cause.
+        One that instances answer with an error is tried twice: it may be the cause. One that has
+        all of its tokens, but not its end, has nothing left to be asked for.
         """
-        return failures >= self._options.attempts or len(request.failed_by) > 1
+        most = request.client.max_tokens
+        return (
+            failures >= self._options.attempts
+            or len(request.failed_by) > 1
+            or (most is not None and 0 < most <= request.generated_tokens)
+        )
 
     def turned_away(
         self, request: LiveRequest, instance: InstanceState, error: EngineFullError
@@ -184,7 +190,7 @@ class RequestFlow:
     ) -> None:
         """Have a request go on after an instance failed: at the source of its move, or anywhere."""
         self._metrics.recomputed.labels(error.instance).inc()
-        self.free(request, request.fail(error.unsent))
+        self.free(request, request.fail(error.unsent, error.answered))
         if isinstance(request.state, Returned):
             return
         if request.generated_tokens:
@@ -220,7 +226,8 @@ class RequestFlow:
         except EngineRefusedError as error:
             if not request.generated_tokens:
                 raise
-            raise UpstreamError(instance.instance, f"refuses to go on: {error}") from error
+            reason = f"refuses to go on: {error}"
+            raise UpstreamError(instance.instance, reason, answered=True) from error
         except TimeoutError as error:
             if stream is not None and stream.finished:
                 return True
@@ -229,7 +236,7 @@ class RequestFlow:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             if stream is not None and stream.finished:
                 return True  # only the end of the events is missing
-            reason = f"its stream broke: {type(error).__name__}"
+            reason = f"its stream broke: {type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
 
     def _body(self, request: LiveRequest) -> bytes:

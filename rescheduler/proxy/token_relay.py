@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
-import msgspec
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
@@ -17,7 +16,7 @@ from rescheduler.placement.request_state import Frozen, Kept, Unanswered
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.outlier_detection import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
+from rescheduler.proxy.upstream import UpstreamError, reported_error
 from rescheduler.tracing.span import Span
 
 __all__ = ["EngineStream", "Send", "TokenRelay"]
@@ -38,7 +37,9 @@ class EngineStream:
         deadline: of the next token.
         response: with the events.
         span: of the request to the engine.
+        heard: an event has come that is no error.
         finished: the request's last token has come.
+        tokens: that have come.
     """
 
     request: LiveRequest
@@ -46,7 +47,9 @@ class EngineStream:
     deadline: asyncio.Timeout
     response: aiohttp.ClientResponse
     span: Span
+    heard: bool = False
     finished: bool = False
+    tokens: int = 0
 
 
 class TokenRelay:
@@ -74,14 +77,19 @@ class TokenRelay:
     async def relay(self, stream: EngineStream, send: Send) -> bool:
         """Hand a stream on; return whether the request has ended, or else goes on elsewhere.
 
+        Its deadline moves with tokens only: comments and empty events keep no engine in service.
+
         Raises:
             UpstreamError: the engine failed.
             EngineRefusedError: the engine refuses the request as invalid.
         """
         loop, reader = asyncio.get_running_loop(), EventReader()
         async for data in stream.response.content.iter_any():
+            due = stream.deadline.when()
+            left = self._options.token_seconds if due is None else due - loop.time()
             stream.deadline.reschedule(None)  # a slow client is not the engine's fault
             passed: list[bytes] = []
+            tokens, finished = stream.tokens, stream.finished
             try:
                 for payload in reader.feed(data):
                     if payload == DONE:
@@ -102,7 +110,9 @@ class TokenRelay:
                     stream.request.client_blocks = True  # while this waits
                     await send(passed)
                     stream.request.client_blocks = False
-            stream.deadline.reschedule(loop.time() + self._options.token_seconds)
+            if stream.tokens > tokens or stream.finished > finished:
+                left = self._options.token_seconds
+            stream.deadline.reschedule(loop.time() + left)
         if not stream.finished:
             raise UpstreamError(stream.instance.instance, "its stream ended before the request")
         return True
@@ -114,6 +124,7 @@ class TokenRelay:
         splicer = stream.request.splicer
         if chunk.token_ids:
             self._token(stream, len(chunk.token_ids))
+            self._check_length(stream, len(chunk.token_ids))
         out = splicer.pass_on(payload, chunk)
         if out is not None:
             passed.append(out)
@@ -128,18 +139,29 @@ class TokenRelay:
     def _check(self, stream: EngineStream, chunk: Chunk) -> None:
         """Raise if a chunk reports that the engine failed, or that the request is invalid."""
         instance = stream.instance.instance
+        failed = chunk.error is not None or chunk.finish_reason in ("abort", "error")
+        if failed and not stream.heard:
+            stream.request.declined()
+        stream.heard = True
         if chunk.error is not None:
-            code = chunk.error.get("code")
-            if isinstance(code, int) and 400 <= code < 500:
-                raise EngineRefusedError(code, msgspec.json.encode({"error": chunk.error}))
-            raise UpstreamError(instance, str(chunk.error.get("message")), answered=True)
-        if chunk.finish_reason in ("abort", "error"):
+            raise reported_error(instance, chunk.error)
+        if failed:
             reason = f"it ended the request: {chunk.finish_reason}"
             raise UpstreamError(instance, reason, answered=True)
+
+    def _check_length(self, stream: EngineStream, tokens: int) -> None:
+        """Raise if tokens are more than the request may have: its engine does not stop."""
+        request = stream.request
+        known = request.splicer.prompt_token_ids
+        limit = self._limit(request) if known else request.client.max_tokens
+        if limit is not None and request.generated_tokens + tokens > max(1, limit):
+            reason = f"it generates more than {limit} tokens"
+            raise UpstreamError(stream.instance.instance, reason, answered=True)
 
     def _token(self, stream: EngineStream, tokens: int) -> None:
         """Note that tokens came."""
         now = asyncio.get_running_loop().time()
+        stream.tokens += tokens
         arrival = stream.request.token(now)
         self._metrics.tokens.inc(tokens)
         if arrival.first:
@@ -151,7 +173,7 @@ class TokenRelay:
             self._metrics.migration_gap.observe(arrival.waited)
             self._migrator.history.landed(stream.request.id, arrival.waited)
         elif not arrival.first:
-            gap = arrival.waited / tokens
+            gap = arrival.waited / max(1, tokens)
             self._metrics.token_gap.observe(gap)
             self._dispatcher.step_took(gap)
 

@@ -9,11 +9,20 @@ import aiohttp
 import msgspec
 
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
+from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError, error_body
 
-__all__ = ["EngineFullError", "EngineRefusedError", "Upstream", "UpstreamError"]
+__all__ = [
+    "EngineFullError",
+    "EngineRefusedError",
+    "Upstream",
+    "UpstreamError",
+    "reported_error",
+]
 
 _KEPT_SECONDS = 3.0  # vLLM closes idle connections after 5
+_LARGEST_ANSWER = 8 << 20
+"""Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
+_LONGEST_RETRY = 3600
 _FULL = 429
 _RETRIED = (408, 425)  # the engine's own trouble, not the request's
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -26,6 +35,10 @@ class _Usage(msgspec.Struct):
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any]
     usage: _Usage
+
+
+class _Refused(msgspec.Struct):
+    error: dict[str, Any] | str
 
 
 class UpstreamError(Exception):
@@ -85,7 +98,8 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
-            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
         )
 
     async def close(self) -> None:
@@ -112,18 +126,29 @@ class Upstream:
         if response.status == 200:
             return response
         try:
-            answer = await response.read()
+            answer = await self._whole(instance, response)
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
         finally:
             response.release()
-        if response.status == _FULL:
-            seconds = response.headers.get("Retry-After", "")
-            raise EngineFullError(instance, int(seconds) if seconds.isdecimal() else 1)
-        if response.status >= 500 or response.status in _RETRIED:
-            reason = f"HTTP {response.status}: {answer[:300]!r}"
-            raise UpstreamError(instance, reason, answered=True)
-        raise EngineRefusedError(response.status, answer)
+        raise _refusal(instance, response.status, answer, response.headers.get("Retry-After", ""))
+
+    async def _whole(self, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of an answer that nobody expects to be large.
+
+        Raises:
+            UpstreamError: it is.
+        """
+        parts, size = [], 0
+        async for part in response.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > _LARGEST_ANSWER:
+                response.close()
+                raise UpstreamError(
+                    instance, f"an answer of more than {_LARGEST_ANSWER >> 20} MiB", answered=True
+                )
+        return b"".join(parts)
 
     async def _post(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -131,10 +156,10 @@ class Upstream:
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
         try:
-            return await self._session.post(url, data=body, headers=headers)
+            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
         except aiohttp.ServerDisconnectedError:
             # It closed a kept connection in the moment it was used again.
-            return await self._session.post(url, data=body, headers=headers)
+            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -152,7 +177,7 @@ class Upstream:
             async with asyncio.timeout(self._options.prefill_seconds):
                 response = await self.open(instance, path, body, headers)
                 async with response:
-                    answer = msgspec.json.decode(await response.read())
+                    answer = msgspec.json.decode(await self._whole(instance, response))
         except TimeoutError as error:
             seconds = self._options.prefill_seconds
             raise UpstreamError(instance, f"no prefill within {seconds:g} s") from error
@@ -180,7 +205,7 @@ class Upstream:
         try:
             async with asyncio.timeout(seconds):
                 async with await self.open(instance, COMPLETIONS, body, headers) as response:
-                    await response.read()
+                    await self._whole(instance, response)
         except TimeoutError as error:
             raise UpstreamError(instance, f"no copy within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -198,7 +223,7 @@ class Upstream:
             async with asyncio.timeout(self._options.token_seconds):
                 opened = self.open(instance, COMPLETIONS, body, self._own_headers)
                 async with await opened as response:
-                    await response.read()
+                    await self._whole(instance, response)
         except TimeoutError as error:
             raise UpstreamError(instance, "it generates no token") from error
         except EngineRefusedError as error:
@@ -229,9 +254,9 @@ class Upstream:
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.get(url, headers=headers) as response,
+                self._session.get(url, headers=headers, allow_redirects=False) as response,
             ):
-                answer = await response.read()
+                answer = await self._whole(instance, response)
         except TimeoutError as error:
             raise UpstreamError(instance, f"{path}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -243,6 +268,35 @@ class Upstream:
         if response.status != 200:
             raise UpstreamError(instance, f"{path}: HTTP {response.status}")
         return answer
+
+
+def _refusal(
+    instance: Instance, status: int, body: bytes, retry_after: str = ""
+) -> EngineRefusedError | UpstreamError:
+    """Return what an answer means whose status, or whose error's code, is not 200."""
+    if status == _FULL:
+        known = retry_after.isdecimal() and len(retry_after) < 8
+        return EngineFullError(instance, min(int(retry_after), _LONGEST_RETRY) if known else 1)
+    if not 400 <= status < 500 or status in _RETRIED:  # a redirect, or no content, is no answer
+        return UpstreamError(instance, f"HTTP {status}: {body[:300]!r}", answered=True)
+    return EngineRefusedError(status, _in_openais_shape(status, body))
+
+
+def reported_error(instance: Instance, error: dict[str, Any]) -> EngineRefusedError | UpstreamError:
+    """Return what the error means that a stream reports in an event: as that of an answer."""
+    code = error.get("code")
+    if isinstance(code, int) and 400 <= code < 500:
+        return _refusal(instance, code, msgspec.json.encode({"error": error}))
+    return UpstreamError(instance, str(error.get("message"))[:300], answered=True)
+
+
+def _in_openais_shape(status: int, body: bytes) -> bytes:
+    """Return an error as it is, if it has OpenAI's shape: not all that answers is an engine."""
+    try:
+        msgspec.json.decode(body, type=_Refused)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return error_body(status, "the engine refuses the request")
+    return body
 
 
 def _cannot_connect(

@@ -1,0 +1,424 @@
+"""What one engine, or what stands before it, answers: no other engine and no client suffers."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from scripted_cluster import PROMPT, Cluster, cluster, tokens_of
+from scripted_engine import ScriptedEngine
+from tokenizers import Tokenizer
+
+from rescheduler.openai.openai_stream import EventReader, read_signs
+
+BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
+KINDS = {
+    "moves, streamed": BODY | {"stream": True},
+    "moves, whole": BODY,
+    "pinned, streamed": BODY | TOOLS | {"stream": True},
+    "direct, streamed": BODY | {"n": 2, "stream": True},
+}
+
+Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class BrokenEngine(ScriptedEngine):
+    """Answers requests to decode with a script, where it has one.
+
+    Attributes:
+        script: in place of what engines answer.
+        prefill_script: the same for prefills.
+        asked: how many requests a script has answered.
+        pulls: what is kept elsewhere for such a request, as an engine that accepts it does.
+    """
+
+    script: Script | None = None
+    prefill_script: Script | None = None
+    asked: int = 0
+    pulls: bool = True
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        params = (await http.json()).get("kv_transfer_params") or {}
+        prefills = params.get("do_remote_decode")
+        script = self.prefill_script if prefills else self.script
+        if script is None or (params.get("headway") or {}).get("copies"):
+            return await super()._generate(http)
+        self.asked += 1
+        if self.pulls and params.get("do_remote_prefill"):
+            del self.engines[params["remote_engine_id"]].kept[params["remote_request_id"]]
+        return await script(http)
+
+
+def broken(it: Cluster, script: Script, pulls: bool = True) -> BrokenEngine:
+    """The decode engine that a lone request goes to, with a script from now on."""
+    engine = it.engines["decode-0"]
+    assert isinstance(engine, BrokenEngine)
+    engine.script, engine.pulls = script, pulls
+    return engine
+
+
+def events(*sent: bytes, pause: float = 0.0, forever: bool = False) -> Script:
+    """A stream that begins well, as vLLM's does before it has looked at the request."""
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        while True:
+            for one in sent:
+                await response.write(one)
+                await asyncio.sleep(pause)
+            if not forever:
+                return response
+
+    return script
+
+
+def reported(code: int) -> bytes:
+    error = {"message": "scripted", "type": "BadRequestError", "param": None, "code": code}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+async def ask(it: Cluster, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    """Status and whole body."""
+    async with it.session.post(it.url + path, json=body) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stream_that_begins_with_a_refusal_is_refused_and_nothing_stays_prefilled(
+    tokenizer: Tokenizer, kind: str
+) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, events(reported(400)), pulls=False)
+        status, body = await ask(it, KINDS[kind])
+        assert status == 400
+        assert json.loads(body)["error"]["message"] == "scripted"
+        await it.idle()  # what the prefill instance kept has been released
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 503])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stream_that_begins_with_an_engines_own_trouble_begins_again_elsewhere(
+    tokenizer: Tokenizer, kind: str, code: int
+) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        engine = broken(it, events(reported(code)), pulls=False)
+        status, _ = await ask(it, KINDS[kind])
+        assert status == 200 and engine.asked == 1
+        await it.idle()
+
+
+async def test_a_refusal_in_a_stream_after_a_comment_is_one(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, events(b": ping\n\n", reported(400)), pulls=False)
+        assert (await ask(it, KINDS["pinned, streamed"]))[0] == 400
+
+
+async def test_a_target_that_refuses_in_its_stream_leaves_nothing_at_the_source(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine, prefix_caching=False) as it:
+        outcome: list[str] = []
+
+        async def at(tokens: int) -> None:
+            if tokens == 3 and not outcome:
+                _, target = it.source_and_target()
+                assert isinstance(target, BrokenEngine)
+                target.script, target.pulls = events(reported(400)), False
+                outcome.append(await it.move())
+                target.script = None
+
+        chunks = await it.stream(BODY | {"max_tokens": 60}, at)
+        assert outcome == ["rolled_back"]
+        assert tokens_of(chunks) == it.expected(60)
+        await it.idle()
+
+
+async def test_an_error_late_in_a_pinned_stream_is_a_failure_and_its_last_event(
+    tokenizer: Tokenizer,
+) -> None:
+    text = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, events(text, reported(500)))
+        status, body = await ask(it, KINDS["pinned, streamed"])
+        assert status == 200
+        assert body == text + reported(500), "byte for byte, and nothing after it"
+        async with it.session.get(it.url + "/metrics") as response:
+            counted = await response.text()
+        assert 'headway_proxy_requests_total{outcome="failed",path="/v1/completions"} 1' in counted
+
+
+@pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 307, 308])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_but_200_is_an_answer_and_no_redirect_is_followed(
+    tokenizer: Tokenizer, status: int, kind: str
+) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        elsewhere = it.engines["decode-1"]
+
+        async def script(http: web.Request) -> web.StreamResponse:
+            location = f"http://127.0.0.1:{elsewhere.port}/v1/models"
+            return web.Response(status=status, headers={"Location": location})
+
+        engine = broken(it, script, pulls=False)
+        assert (await ask(it, KINDS[kind]))[0] == 200
+        assert engine.asked == 1
+
+
+async def test_a_prompt_is_not_posted_where_an_engine_redirects(tokenizer: Tokenizer) -> None:
+    posted = []
+
+    async def collect(http: web.Request) -> web.Response:
+        posted.append(await http.read())
+        return web.Response()
+
+    stranger = web.Application()
+    stranger.router.add_route("*", "/{path:.*}", collect)
+    runner = web.AppRunner(stranger)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        async with cluster(tokenizer, kind=BrokenEngine) as it:
+
+            async def script(http: web.Request) -> web.StreamResponse:
+                raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{port}/")
+
+            for engine in it.engines.values():
+                assert isinstance(engine, BrokenEngine)
+                engine.script = engine.prefill_script = script
+                engine.pulls = False
+            assert (await ask(it, BODY))[0] == 502
+            for engine in it.decodes:
+                assert isinstance(engine, BrokenEngine)
+                engine.script = None
+            assert (await ask(it, BODY))[0] == 200
+    finally:
+        await runner.cleanup()
+    assert posted == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_what_a_sidecar_compresses_is_unpacked(tokenizer: Tokenizer, path: str) -> None:
+    whole = {"choices": [{"index": 0, "text": "a"}] * 2}
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        assert http.headers["Accept-Encoding"] == "identity"
+        packed = gzip.compress(json.dumps(whole).encode())
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=packed, headers=headers)
+
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        engine = broken(it, script)
+        engine._respond = script  # type: ignore[method-assign]
+        async with it.session.post(it.url + path, json=BODY | {"n": 2}) as response:
+            assert "Content-Encoding" not in response.headers
+            if path == "/v1/completions":
+                assert await response.json() == whole
+
+
+def test_an_event_without_an_end_is_refused() -> None:
+    reader, part, fed = EventReader(), b"data: " + b"x" * 65_000, 0
+    with pytest.raises(msgspec.DecodeError, match="more than 8 MiB"):
+        while fed < 64 << 20:
+            fed += len(part)
+            assert reader.feed(part) == []
+    assert fed < 9 << 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [b"", b'data: {"choices":[]}\n\n'])
+async def test_a_stream_without_an_end_to_its_event_is_left(
+    tokenizer: Tokenizer, kind: str, first: bytes
+) -> None:
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        begun = False
+
+        async def script(http: web.Request) -> web.StreamResponse:
+            nonlocal begun
+            begun = True
+            return await events(b"x" * 65_000, forever=True)(http)
+
+        broken(it, script)
+        assert (await ask(it, KINDS[kind]))[0] == 200
+        assert begun
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_error_is_read_no_further_than_anyone_would(
+    tokenizer: Tokenizer, status: int
+) -> None:
+    sent = 0
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(status=status)
+        await response.prepare(http)
+        while True:
+            await response.write(b"x" * 65_536)
+            sent += 65_536
+
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, script)
+        assert (await ask(it, BODY))[0] == 200
+    assert sent < 32 << 20
+
+
+async def test_a_prefill_without_an_end_is_left(tokenizer: Tokenizer) -> None:
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(http)
+        while True:
+            await response.write(b" " * 65_536)
+
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        prefill = it.engines["prefill-0"]
+        assert isinstance(prefill, BrokenEngine)
+        prefill.prefill_script = script
+        assert (await ask(it, BODY))[0] == 200
+        assert prefill.asked > 0
+
+
+async def test_an_error_that_is_none_of_an_engine_still_has_openais_shape(
+    tokenizer: Tokenizer,
+) -> None:
+    async def script(http: web.Request) -> web.StreamResponse:
+        return web.Response(status=413, text="<html>nginx</html>", content_type="text/html")
+
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, script)
+        status, body = await ask(it, BODY)
+        assert status == 413
+        assert json.loads(body)["error"]["code"] == 413
+
+
+async def test_a_time_to_try_again_is_bounded(tokenizer: Tokenizer) -> None:
+    async def script(http: web.Request) -> web.StreamResponse:
+        return web.Response(status=429, headers={"Retry-After": "9" * 5000})
+
+    async with cluster(tokenizer, kind=BrokenEngine, decodes=1) as it:
+        broken(it, script)
+        async with it.session.post(it.url + "/v1/completions", json=BODY) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) <= 3600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kept_alive", [b": ping\n\n", b'data: {"choices":[]}\n\n', b'data: {"type":"ping"}\n\n']
+)
+async def test_what_is_no_token_is_no_sign_of_life(
+    tokenizer: Tokenizer, kind: str, kept_alive: bytes
+) -> None:
+    if kept_alive == b'data: {"type":"ping"}\n\n' and kind.startswith("moves"):
+        pytest.skip("no event of these endpoints")
+    async with cluster(tokenizer, kind=BrokenEngine, first_token_seconds=0.5) as it:
+        engine = broken(it, events(kept_alive, pause=0.01, forever=True))
+        status, body = await ask(it, KINDS[kind])
+        assert engine.asked == 1
+        if kept_alive.startswith(b":") or kind.startswith("moves"):
+            assert status == 200 and b"error" not in body
+        else:
+            assert b"error" in body, "it has got an event already"
+
+
+@pytest.mark.parametrize("kind", ["moves, streamed", "pinned, streamed"])
+async def test_a_stream_that_only_lives_on_after_a_token_is_left(
+    tokenizer: Tokenizer, kind: str
+) -> None:
+    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1]}
+    first = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(first)
+        while True:
+            await response.write(b": ping\n\n")
+            await asyncio.sleep(0.01)
+
+    async with cluster(tokenizer, kind=BrokenEngine, token_seconds=0.5) as it:
+        engine = broken(it, script)
+        status, body = await ask(it, KINDS[kind])
+        assert status == 200 and engine.asked == 1
+        assert (b"error" in body) is kind.startswith("pinned")
+
+
+async def test_an_engine_that_does_not_stop_is_left(tokenizer: Tokenizer) -> None:
+    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
+    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        engine = broken(it, events(one, forever=True))
+        status, body = await ask(it, KINDS["moves, streamed"])
+        assert status == 200 and engine.asked == 1
+        assert body.count(b'"text"') == BODY["max_tokens"]
+        assert b"the engines failed to serve it" in body
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_a_large_answer_passes_without_being_kept(
+    tokenizer: Tokenizer, complete: bool
+) -> None:
+    size = 20 << 20
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = size
+        await response.prepare(http)
+        for _ in range(size // (1 << 20) - (not complete)):
+            await response.write(b" " * (1 << 20))
+        if not complete:
+            assert http.transport is not None
+            http.transport.abort()
+        return response
+
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        broken(it, script)
+        if complete:
+            status, body = await ask(it, BODY | {"n": 2})
+            assert status == 200 and len(body) == size
+        else:
+            with pytest.raises(aiohttp.ClientError):
+                await ask(it, BODY | {"n": 2})
+
+
+async def test_cookies_of_engines_are_nobodys(tokenizer: Tokenizer) -> None:
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.json_response({"choices": []}, headers={"Set-Cookie": "who=first; Path=/"})
+        given.append(http.headers.get("Cookie"))
+        return response
+
+    given: list[str | None] = []
+    async with cluster(tokenizer, kind=BrokenEngine, decodes=1) as it:
+        broken(it, script)
+        for _ in range(2):
+            assert (await ask(it, BODY | {"n": 2}))[0] == 200
+    assert given == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("event", "output"),
+    [
+        (b"[DONE]", False),
+        (b'{"choices":[]}', False),
+        (b'{"choices":[{"delta":{"role":"assistant","content":""}}]}', False),
+        (b'{"choices":[{"delta":{"role":"assistant","content":"a"}}]}', True),
+        (b'{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}', True),
+        (b'{"choices":[{"text":"","finish_reason":null}]}', False),
+        (b'{"choices":[{"text":"","finish_reason":"stop"}]}', True),
+        (b'{"type":"ping"}', False),
+        (b'{"type":"response.output_text.delta","delta":"a"}', True),
+    ],
+)
+def test_which_events_bring_something_that_the_model_generated(event: bytes, output: bool) -> None:
+    assert read_signs(event).output is output
