@@ -3,9 +3,8 @@
 import asyncio
 import gc
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
-
-from aiohttp import web
 
 from rescheduler.commands.event_loop import run_server
 from rescheduler.commands.log_format import log_serving
@@ -19,6 +18,7 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.serving.addresses import cannot_listen
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
+from rescheduler.serving.connection import operators_server
 
 __all__ = ["coordinator"]
 
@@ -59,13 +59,13 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
         deployment.proxy.admin_port,
         feed=feed,
     )
-    runner = web.AppRunner(coordinator_app(coordinator))
-    options = coordinator.options
+    options, stack = coordinator.options, AsyncExitStack()
     try:
         await coordinator.start()
-        await runner.setup()
+        app = coordinator_app(coordinator)
+        server = operators_server(app, host=options.host, port=options.port)
         try:
-            await web.TCPSite(runner, options.host, options.port).start()
+            await stack.enter_async_context(server)
         except OSError as error:
             raise cannot_listen("coordinator.port", options.host, options.port, error) from error
         settled = asyncio.create_task(coordinator.settled())
@@ -82,5 +82,5 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
             await ending
     finally:
         await admin.close()
-        await runner.cleanup()
+        await stack.aclose()
         await coordinator.close()

@@ -8,8 +8,9 @@ from rescheduler.gateway.answers import body_answers, refusal, routed, unchanged
 from rescheduler.gateway.endpoints import Endpoints
 from rescheduler.gateway.engine_answer import EngineAnswer
 from rescheduler.gateway.events import Body, Event, Head, ProtocolError
-from rescheduler.gateway.request_body import RequestBodies
+from rescheduler.gateway.request_body import announced_size, read_body
 from rescheduler.gateway.running_requests import RunningRequests
+from rescheduler.openai.body_memory import BodyMemory
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -38,7 +39,8 @@ class Exchange:
         write: answers it.
         running: places requests and follows them.
         endpoints: of the engines.
-        bodies: limits what is read.
+        memory: of all bodies that are being read.
+        body_seconds: for which a body may be incomplete.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Exchange:
         write: Callable[[bytes], Awaitable[None]],
         running: RunningRequests,
         endpoints: Endpoints,
-        bodies: RequestBodies,
+        memory: BodyMemory,
+        body_seconds: float,
     ) -> None:
         self._read, self._write = read, write
-        self._running, self._endpoints, self._bodies = running, endpoints, bodies
+        self._running, self._endpoints = running, endpoints
+        self._memory, self._body_seconds = memory, body_seconds
 
     async def run(self) -> None:
         """Go on until the gateway ends the exchange.
@@ -80,13 +84,12 @@ class Exchange:
         """
         self._running.admit()
         with ExitStack() as memory, ExitStack() as stack:
-            body_is_of = memory.enter_context(self._bodies.held(head))
-            events = await self._bodies.read(head, self._read)
+            kept = memory.enter_context(self._memory.kept("", announced_size(head)))
+            events = await read_body(head, self._read, kept, self._body_seconds)
             if events is None:
                 return
             self._running.admit()  # others may have come while the body did
             raw = b"".join(event.data for event in events if isinstance(event, Body))
-            body_is_of(len(raw))
             read = read_forwarded if path in FORWARDED else read_request
             client = read(path, raw, priority=True)
             name = given_name(head.headers.get("x-request-id"), client)

@@ -12,9 +12,9 @@ from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.gateway.endpoints import Endpoints
 from rescheduler.gateway.events import Event, ProtocolError, read_event
 from rescheduler.gateway.exchange import Exchange
-from rescheduler.gateway.request_body import RequestBodies
 from rescheduler.gateway.running_requests import RunningRequests
 from rescheduler.gateway.suspects import Suspects
+from rescheduler.openai.body_memory import BodyMemory
 from rescheduler.placement.deployed_policy import deployed_policy
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
@@ -65,7 +65,8 @@ class Picker:
                 self._stack.callback(control.close)
             self.instances[instance.name] = InstanceState(instance, options, control)
         states = list(self.instances.values())
-        self._endpoints, self._bodies = Endpoints(states), RequestBodies(options)
+        self._endpoints, self._options = Endpoints(states), options
+        self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
         published = [i.telemetry for i in deployment.instances if i.telemetry is not None]
         forecasts, budgets = None, None
         if published:
@@ -113,7 +114,14 @@ class Picker:
             raw: object = await context.read()
             return read_event(raw) if isinstance(raw, bytes) else None
 
-        exchange = Exchange(read, context.write, self._running, self._endpoints, self._bodies)
+        exchange = Exchange(
+            read,
+            context.write,
+            self._running,
+            self._endpoints,
+            self.bodies,
+            self._options.body_seconds,
+        )
         try:
             await exchange.run()
         except ProtocolError as error:

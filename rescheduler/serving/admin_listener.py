@@ -1,12 +1,10 @@
 """The socket for whoever operates a proxy or a coordinator, on its own machine."""
 
-import asyncio
 import socket
 import sys
+from contextlib import AsyncExitStack
 from typing import Generic
 from urllib.parse import quote
-
-from aiohttp import web
 
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.page.snapshot_feed import SnapshotFeed
@@ -14,12 +12,11 @@ from rescheduler.placement.placeable import R
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated, admin_app
 from rescheduler.serving.admin_token import admin_token_place, create_admin_token
-from rescheduler.serving.connection import Connection, refuse_expectations
+from rescheduler.serving.connection import operators_server
 
 __all__ = ["AdminListener"]
 
 _HOST = "127.0.0.1"
-_CLEANUP_SECONDS = 2.0
 
 
 class AdminListener(Generic[R]):
@@ -45,8 +42,7 @@ class AdminListener(Generic[R]):
     ) -> None:
         self.url, self.token = "", token
         self._operated, self._port, self._feed = operated, port, feed
-        self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._stack = AsyncExitStack()
 
     async def start(self) -> None:
         """Listen.
@@ -64,16 +60,8 @@ class AdminListener(Generic[R]):
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        self._runner = web.AppRunner(
-            admin_app(self._operated, self.token, self._feed), shutdown_timeout=_CLEANUP_SECONDS
-        )
-        await self._runner.setup()
-        served, loop = self._runner.server, asyncio.get_running_loop()
-        assert served is not None
-        refuse_expectations(served)
-        self._server = await loop.create_server(
-            lambda: Connection(served, loop=loop), sock=listening
-        )
+        app = admin_app(self._operated, self.token, self._feed)
+        await self._stack.enter_async_context(operators_server(app, sock=listening))
         self.url = url_of(_HOST, port)
 
     @property
@@ -91,7 +79,4 @@ class AdminListener(Generic[R]):
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._server is not None:
-            self._server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._stack.aclose()

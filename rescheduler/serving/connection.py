@@ -1,34 +1,118 @@
-"""Connections whose errors are the proxy's own, also where nothing of a request can be read."""
+"""Connections of all our HTTP servers: how many, for how long, and with which errors."""
 
 import asyncio
 import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
+from rescheduler.openai.fair_shares import FairShares, client_of
 from rescheduler.openai.openai_request import error_body
 
-__all__ = ["Connection", "refuse_expectations"]
+__all__ = ["CLEANUP_SECONDS", "Connection", "connections", "operators_server"]
+
+_OPERATORS = 256
+"""Connections to a server that is for operators; many of them may be pages that watch."""
+_IDLE_SECONDS = 30.0
+"""For which such a connection may be idle."""
+
+CLEANUP_SECONDS = 2.0
+"""For which a connection may linger when its server ends."""
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
 
 logger = logging.getLogger("headway.serve")
+
+
+@asynccontextmanager
+async def operators_server(app: web.Application, **where: Any) -> AsyncIterator[asyncio.Server]:
+    """Serve an application that is for operators, not for clients, while the body runs.
+
+    Args:
+        app: what is served.
+        **where: as `asyncio.loop.create_server` takes it.
+
+    Raises:
+        OSError: there is no such address, or it is in use.
+    """
+    runner = web.AppRunner(app, shutdown_timeout=CLEANUP_SECONDS)
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        accept = connections(runner.server, _OPERATORS, _IDLE_SECONDS)
+        server = await asyncio.get_running_loop().create_server(accept, **where)
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
+def connections(
+    server: web.Server, most: int, idle_seconds: float, share: float = 1.0
+) -> Callable[[], "Connection"]:
+    """Return what makes the connections of a server.
+
+    Args:
+        server: that answers.
+        most: how many may be open; more are refused with 503.
+        idle_seconds: for which one may be without a request, a request's headers incomplete, or an
+            answer unread.
+        share: of them, which one client's address may have.
+    """
+    refuse_expectations(server)
+    loop, open_now = asyncio.get_running_loop(), FairShares(most, max(1, int(share * most)))
+    return lambda: Connection(server, open_now, loop=loop, keepalive_timeout=idle_seconds)
 
 
 class Connection(web.RequestHandler):
     """Answers bytes that are no HTTP in OpenAI's shape, and logs no traceback of them.
 
-    Bodies are left compressed: `RequestBodies` knows how much of one may be unpacked.
+    Bodies are left compressed: `read_body` knows how much of one may be unpacked.
 
     Args:
         server: that it belongs to.
-        loop: the running event loop.
+        open_now: how many connections there are, and whose.
         **options: of aiohttp's connections.
     """
 
-    __slots__ = ()
+    __slots__ = ("_client", "_open_now")
 
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+    def __init__(self, server: web.Server, open_now: FairShares, **options: Any) -> None:
         own: dict[str, Any] = {"access_log": None, "auto_decompress": False}
-        super().__init__(server, loop=loop, **own, **options)
+        super().__init__(server, lingering_time=CLEANUP_SECONDS, **own, **options)
+        self._client: str | None = None
+        self._open_now = open_now
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, or refuse the client where there is no room for it."""
+        assert isinstance(transport, asyncio.Transport)
+        client = client_of(transport.get_extra_info("peername"))
+        if self._open_now.take(client):
+            self._client = client
+            milliseconds = int(1000 * self.keepalive_timeout)
+            own = transport.get_extra_info("socket")
+            if own is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            super().connection_made(transport)
+        else:
+            logger.warning("refused %s: %d connections are open", client, self._open_now.held)
+            transport.set_protocol(asyncio.Protocol())
+            transport.write(_FULL)
+            transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End."""
+        if self._client is not None:
+            self._open_now.take(self._client, -1)
+            self._client = None
+        super().connection_lost(exc)
 
     def handle_error(
         self,

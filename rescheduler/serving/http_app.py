@@ -5,6 +5,8 @@ import logging
 
 from aiohttp import web
 
+from rescheduler.openai.body_memory import BodyMemory
+from rescheduler.openai.fair_shares import client_of
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -21,12 +23,14 @@ from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
 from rescheduler.serving.http_errors import answer_errors
-from rescheduler.serving.request_bodies import RequestBodies
+from rescheduler.serving.request_body import read_body
 
-__all__ = ["http_app"]
+__all__ = ["CLIENTS_SHARE", "http_app"]
 
 logger = logging.getLogger("headway.serve")
 
+CLIENTS_SHARE = 0.5
+"""Of the memory of bodies, and of the connections, for one client's address."""
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
@@ -54,7 +58,8 @@ def http_app(proxy: Proxy) -> web.Application:
 class _Endpoints:
     def __init__(self, proxy: Proxy) -> None:
         self._proxy, self._options = proxy, proxy.deployment.proxy
-        self._bodies = RequestBodies(self._options)
+        options = self._options
+        self._memory = BodyMemory(options.largest_body_mb, options.bodies_mb, CLIENTS_SHARE)
 
     async def close_when_ending(self, http: web.Request, response: web.StreamResponse) -> None:
         """Let no connection live on when the proxy does not."""
@@ -70,8 +75,9 @@ class _Endpoints:
             if self._proxy.ending:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             self._proxy.dispatcher.admit()
-            with self._bodies.held(http):
-                raw = await self._bodies.read(http)
+            peer = http.transport.get_extra_info("peername") if http.transport else None
+            with self._memory.kept(client_of(peer), http.content_length) as kept:
+                raw = await read_body(http, kept, self._options)
                 read = read_forwarded if path in FORWARDED else read_request
                 client = read(path, raw, self._options.forward_priority)
                 return await self._answered(http, client)

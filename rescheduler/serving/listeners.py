@@ -13,14 +13,13 @@ from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.addresses import cannot_listen, url_of
 from rescheduler.serving.admin_app import Operated
 from rescheduler.serving.admin_listener import AdminListener
-from rescheduler.serving.connection import Connection, refuse_expectations
-from rescheduler.serving.http_app import http_app
+from rescheduler.serving.connection import CLEANUP_SECONDS, connections
+from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 
 __all__ = ["Listeners"]
 
 logger = logging.getLogger("headway.serve")
 
-_CLEANUP_SECONDS = 2.0
 _BACKLOG = 1024
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
@@ -43,7 +42,7 @@ class Listeners:
         self.feed = SnapshotFeed(LiveSnapshots(proxy))
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
-            http_app(proxy), handler_cancellation=True, shutdown_timeout=_CLEANUP_SECONDS
+            http_app(proxy), handler_cancellation=True, shutdown_timeout=CLEANUP_SECONDS
         )
         self._server: asyncio.Server | None = None
         self._admin: AdminListener[LiveRequest] | None = None
@@ -87,21 +86,7 @@ class Listeners:
         await self._clients.setup()
         served = self._clients.server
         assert served is not None
-        refuse_expectations(served)
-
-        def accept() -> asyncio.Protocol:
-            full = self.connections >= most
-            if full:
-                logger.warning("refused a client: %d connections are open", most)
-            if full:
-                return _Full()
-            return Connection(
-                served,
-                loop=loop,
-                keepalive_timeout=self._options.idle_seconds,
-                lingering_time=_CLEANUP_SECONDS,
-            )
-
+        accept = connections(served, most, self._options.idle_seconds, CLIENTS_SHARE)
         host, port = self._options.host, self._options.port
         loop = asyncio.get_running_loop()
         try:
@@ -124,21 +109,6 @@ class Listeners:
         await self._clients.cleanup()
         if self._admin is not None:
             await self._admin.close()
-
-
-class _Full(asyncio.Protocol):
-    """A connection for which there is no room."""
-
-    _ANSWER = (
-        b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-        b"Content-Length: 0\r\n\r\n"
-    )
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse the client, and close."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._ANSWER)
-        transport.close()
 
 
 def _open_files() -> int:

@@ -7,16 +7,14 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from rescheduler.commands.event_loop import run_server
 from rescheduler.page.log_reader import Log, read_log
+from rescheduler.serving.connection import operators_server
 from rescheduler.serving.replay_app import replay_app
 
 __all__ = ["replay"]
 
 _HOST = "127.0.0.1"
-_CLEANUP_SECONDS = 2.0
 
 
 def replay(log: Path, beside: Path | None = None, port: int = 8002) -> None:
@@ -55,14 +53,7 @@ async def _show(logs: Sequence[Log], port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     token = secrets.token_urlsafe(32)
-    runner = web.AppRunner(
-        replay_app(logs, token), access_log=None, shutdown_timeout=_CLEANUP_SECONDS
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listening).start()
+    async with operators_server(replay_app(logs, token), sock=listening):
         port = listening.getsockname()[1]
         print(f"see it: http://{_HOST}:{port}/ui#token={token}", flush=True)
         await ended.wait()
-    finally:
-        await runner.cleanup()

@@ -71,6 +71,11 @@ async def begun(asked: Asked, *messages: bytes) -> Any:
 async def ended(call: Any) -> list[Any]:
     """End an exchange; return all answers."""
     await call.done_writing()
+    return await read_all(call)
+
+
+async def read_all(call: Any) -> list[Any]:
+    """Return all answers of an exchange."""
     answers = []
     while (raw := await call.read()) is not grpc.aio.EOF:
         answers.append(ProcessingResponse.FromString(raw))
@@ -87,19 +92,46 @@ async def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer)
 
 async def test_bodies_are_held_only_until_they_are_handed_on(tokenizer: Tokenizer) -> None:
     async with asked_picker(tokenizer, bodies_mb=1, largest_body_mb=1) as asked:
-        large = {"content-length": str(900 << 10)}
-        uploading = await begun(asked, head(**large))
-        await asyncio.sleep(0)
-        answers: list[Any] = []
-        while not answers or answers[0].WhichOneof("kind") != "immediate_response":
-            answers, _ = await asked.exchange([head(**large), BODY])  # until the first is held
+        first = b'{"model": "m", "prompt": [1], "suffix": "'.ljust(700 << 10, b"a")
+        large = said(request_body={"body": first}).SerializeToString()
+        rest = said(request_body={"body": b'"}', "end_of_stream": True}).SerializeToString()
+        uploading = await begun(asked, head(), large)
+        await until(lambda: asked.picker.bodies.held == 700 << 10)
+        answers, _ = await asked.exchange([head(), large])
         assert refused(answers)[0] == 503
-        await uploading.write(BODY)
+        await uploading.write(rest)
+        reading = asyncio.create_task(read_all(uploading))  # else they are not handed on
         await until(lambda: len(running(asked)) == 1)
         assert running(asked)[0].client.body == {}
-        answers, _ = await asked.exchange([head(**large), BODY])
+        await until(lambda: asked.picker.bodies.held == 0)
+        answers, _ = await asked.exchange([head(), large, rest])
         assert answers[0].WhichOneof("kind") == "request_headers"
-        assert len(await ended(uploading)) == 2
+        await uploading.done_writing()
+        assert len(await reading) > 2
+
+
+@pytest.mark.parametrize("length", ["1", str(1 << 20), None])
+async def test_memory_is_counted_as_bodies_come_whatever_they_say(
+    tokenizer: Tokenizer, length: str | None
+) -> None:
+    announced = {} if length is None else {"content-length": length}
+    async with asked_picker(tokenizer, bodies_mb=2, largest_body_mb=1) as asked:
+        silent = [await begun(asked, head(**announced)) for _ in range(4)]
+        answers, _ = await asked.exchange([head(), BODY])
+        assert answers[0].WhichOneof("kind") == "request_headers", "they have sent nothing yet"
+        part = said(request_body={"body": b" " * (900 << 10)}).SerializeToString()
+        for call in silent:
+            await call.write(part)
+        answered = [asyncio.create_task(call.read()) for call in silent]
+        await until(lambda: sum(map(asyncio.Task.done, answered)) == 2)
+        assert asked.picker.bodies.held == 2 * (900 << 10)
+        refusals = [ProcessingResponse.FromString(one.result()) for one in answered if one.done()]
+        assert [refused([answer])[0] for answer in refusals] == [503] * 2
+        for call in silent:
+            call.cancel()
+        await asyncio.gather(*answered, return_exceptions=True)
+        await asked.idle()
+        await until(lambda: asked.picker.bodies.held == 0)
 
 
 async def test_a_body_may_come_in_one_message(tokenizer: Tokenizer) -> None:
@@ -130,7 +162,7 @@ async def test_a_request_that_waits_holds_no_more_than_its_body(tokenizer: Token
             call.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
         await asked.idle()
-        assert asked.picker._bodies._held == 0
+        await until(lambda: asked.picker.bodies.held == 0)
 
 
 async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
@@ -140,8 +172,9 @@ async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
         waiting = asked.picker.dispatcher.waiting
         calls = [await begun(asked, head(), BODY)]
         await until(lambda: len(running(asked)) == 1)
-        late = [await begun(asked, head(None, **{"content-length": "1024"})) for _ in range(5)]
-        await until(lambda: asked.picker._bodies._held == 5 * 1024)
+        part = said(request_body={"body": b" "}).SerializeToString()
+        late = [await begun(asked, head(), part) for _ in range(5)]
+        await until(lambda: asked.picker.bodies.held == 5)
         for call in late:
             await call.write(BODY)
         answers = [asyncio.create_task(call.read()) for call in late]

@@ -10,7 +10,7 @@ import re
 import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rescheduler.placement.warm_up import crowded_view
 from rescheduler.proxy import upstream
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing.policy import create_policy
+from rescheduler.serving import connection
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 LONG: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5000, "stream": True}
@@ -262,7 +263,8 @@ async def test_bodies_have_a_deadline_and_a_budget(tokenizer: Tokenizer) -> None
         host, port = it.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n"
+            + b" " * 1_500_000
         )
         await writer.drain()
         await asyncio.sleep(0.1)
@@ -277,6 +279,108 @@ async def test_bodies_have_a_deadline_and_a_budget(tokenizer: Tokenizer) -> None
         assert (await it.post(BODY))[0] == 200
 
 
+async def test_small_bodies_of_unknown_length_take_no_more_than_they_have(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, bodies_mb=16) as it:
+        for engine in it.decodes:
+            engine.hangs = True
+
+        async def ask() -> int:
+            async with it.session.post(it.url + "/v1/completions", data=pieces()) as response:
+                return response.status
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield json.dumps(BODY).encode()
+
+        asked = [asyncio.create_task(ask()) for _ in range(40)]
+        await until(lambda: it.proxy.running == 40 or any(one.done() for one in asked))
+        for engine in it.decodes:
+            engine.hangs = False
+        assert await asyncio.gather(*asked) == [200] * 40
+
+
+async def test_what_is_announced_and_not_sent_takes_nothing_from_others(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, bodies_mb=16) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 8388608\r\n\r\n"
+        silent = []
+        for _ in range(8):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head)
+            await writer.drain()
+            silent.append(writer)
+        await asyncio.sleep(0.1)
+        assert (await it.post(BODY))[0] == 200
+        for writer in silent:
+            writer.close()
+
+
+async def test_no_address_holds_more_than_half_of_the_memory_or_of_the_connections(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, bodies_mb=16, largest_body_mb=4, connections=16) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4194304\r\n\r\n"
+        greedy = []
+        for _ in range(3):
+            connecting = asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
+            reader, writer = await connecting
+            writer.write(head + b" " * 4_100_000)
+            greedy.append((reader, writer))
+        refused = [asyncio.create_task(reader.readline()) for reader, _ in greedy]
+        await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        told = [one.result() for one in refused if one.done()]
+        assert len(told) == 1 and told[0].startswith(b"HTTP/1.1 503 ")
+        assert (await it.post({**BODY, "user": "a" * 30_000}))[0] == 200
+        for task in refused:
+            task.cancel()
+        for _, writer in greedy:
+            writer.close()
+        await until(lambda: it.listeners.connections <= 1)
+        many = [
+            await asyncio.open_connection(host, int(port), local_addr=("127.0.0.3", 0))
+            for _ in range(10)
+        ]
+        full = [await reader.readline() for reader, _ in many[8:]]
+        assert all(line.startswith(b"HTTP/1.1 503 ") for line in full)
+        assert (await it.post(BODY))[0] == 200
+        for _, writer in many:
+            writer.close()
+
+
+async def test_idle_connections_do_not_shut_the_operator_out(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "_OPERATORS", 8)
+    async with cluster(tokenizer) as it:
+        host, port = it.listeners.admin_url.removeprefix("http://").split(":")
+        async with asyncio.timeout(60):
+            for sent in (b"", b"GET /admin/instances HTTP/1.1\r\nX-Slow: "):
+                connected = [await asyncio.open_connection(host, int(port)) for _ in range(10)]
+                for _, writer in connected[:8]:
+                    writer.write(sent)
+                for reader, _ in connected[8:]:
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+                reader, writer = connected[0]
+                with suppress(ConnectionError):
+                    while not reader.at_eof():  # a byte of a header now and then
+                        writer.write(b"x" if sent else b"")
+                        await writer.drain()
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(reader.read(), 0.05)
+                for reader, _ in connected[1:8]:
+                    with suppress(ConnectionError):
+                        assert await reader.read() == b""
+                for _, writer in connected:
+                    writer.close()
+                await asyncio.sleep(0.05)
+            assert (await it.admin("GET", "instances"))[0] == 200
+
+
 async def test_a_connection_without_a_request_is_closed(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, idle_seconds=0.5) as it:
         host, port = it.url.removeprefix("http://").split(":")
@@ -288,7 +392,7 @@ async def test_a_connection_without_a_request_is_closed(tokenizer: Tokenizer) ->
 
 
 async def test_connections_beyond_the_most_are_refused(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, connections=2) as it:
+    async with cluster(tokenizer, connections=4) as it:  # of which one client has half
         host, port = it.url.removeprefix("http://").split(":")
         two = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
         await until(lambda: it.listeners.connections == 2)
