@@ -5,7 +5,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -92,7 +92,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, or refuse the client where there is no room for it."""
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is one but for its class
         client = client_of(transport.get_extra_info("peername"))
         if self._open_now.take(client):
             self._client = client
