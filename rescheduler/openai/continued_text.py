@@ -65,6 +65,11 @@ class ContinuedText:
             self._special = {token: entry.content for token, entry in added.items()}
         self._last_was_special = False
 
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Take tokens of an engine that has looked for stop strings itself, and found none."""
+        self.tokens += len(token_ids)
+        self.text += "".join(map(self._decoded, token_ids))
+
     def skip(self, characters: int) -> None:
         """Set how much of the text the client already has."""
         self._taken = characters

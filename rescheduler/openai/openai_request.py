@@ -52,6 +52,8 @@ NOT_SERVED = {
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 _MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20
+_MOST_STOPS = 64
+_MOST_STOP_CHARACTERS = 16 << 10
 
 
 class RequestRefusedError(Exception):
@@ -385,8 +387,15 @@ def _pinned(read: _Read, body: dict[str, Raw], chat: bool) -> str:
         "thinking_token_budget": read.thinking_token_budget is not None,
         "watermarking": read.watermarking,
         "messages": chat and _has_media(body.get("messages")),
+        "stop": _are_many(read.stop),  # after a move the proxy looks for each of them
     }
     return next((field for field, given in reasons.items() if given), "")
+
+
+def _are_many(stops: str | list[str] | None) -> bool:
+    """Return whether stop strings are too many, or too long, to look for after each token."""
+    listed = [stops] if isinstance(stops, str) else stops or []
+    return len(listed) > _MOST_STOPS or sum(map(len, listed)) > _MOST_STOP_CHARACTERS
 
 
 def _is_given(value: Raw | None) -> bool:

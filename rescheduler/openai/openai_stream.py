@@ -260,7 +260,7 @@ class StreamSplicer:
                 request.spaces_between_special_tokens,
             )
             self._text = ContinuedText(self._tokenizer, self.prompt_token_ids, rules)
-            self._text.add(self.output_token_ids)
+            self._text.follow(self.output_token_ids)
             self._text.skip(self._characters)
 
     def usage(self) -> bytes | None:

@@ -146,6 +146,24 @@ def test_some_requests_are_prefilled_elsewhere_but_do_not_move(field: str, value
     assert "return_token_ids" not in body_of(BODIES.decode(asked, "id", 0, PARAMS))
 
 
+@pytest.mark.parametrize(
+    ("stop", "pinned"),
+    [
+        (["a"] * 64, ""),
+        (["a"] * 65, "stop"),
+        ([f"s{i}" for i in range(20_000)], "stop"),
+        ("a" * (16 << 10), ""),
+        ("a" * ((16 << 10) + 1), "stop"),
+        (["a" * 9000] * 2, "stop"),
+    ],
+)
+def test_more_stop_strings_than_the_proxy_would_look_for_do_not_move(
+    stop: Any, pinned: str
+) -> None:
+    raw = json.dumps({"model": "m", "prompt": "a", "stop": stop}).encode()
+    assert read_request(COMPLETIONS, raw).pinned == pinned
+
+
 def test_ordinary_requests_move() -> None:
     text = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     for asked in (

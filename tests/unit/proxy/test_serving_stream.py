@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from serving_streams import engine_stream, whole_text
 from tokenizers import Tokenizer
 
+from rescheduler.openai.continued_text import ContinuedText, TextRules
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, read_request
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import EventReader, StreamSplicer, event, read_chunk
@@ -132,6 +133,17 @@ def test_a_stop_string_is_found_across_any_cut(
     assert splicer.output_token_ids == tokens[:done]
     last = seen[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
+def test_a_stop_string_that_begins_before_a_cut_is_found_and_none_is_looked_for_there(
+    tokenizer: Tokenizer,
+) -> None:
+    ids = tokenizer.encode("one two three four").ids
+    text = ContinuedText(tokenizer, [], TextRules(stop=("one", "o three")))
+    text.follow(ids[:2])  # its engine has looked for both, and would have stopped at the first
+    assert text.stopped is None and text.tokens == 2
+    assert text.add(ids[2:]) == 1
+    assert text.stopped == "o three" and text.text == "one tw"
 
 
 def test_nothing_of_a_stop_string_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
