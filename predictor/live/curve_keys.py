@@ -11,6 +11,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from data_collection.secret_file import warn_of_open_secret
 from predictor.live.telemetry_messages import TelemetryError
 
 __all__ = [
@@ -180,7 +181,9 @@ class _OneKey:
 
 def _pair(folder: Path | str, side: Side, peer: Side) -> tuple[bytes, bytes, bytes]:
     """Return the public and the secret key of a side, and its peer's public key."""
-    public, secret = _load(Path(folder) / f"{side}.key_secret")
+    own = Path(folder) / f"{side}.key_secret"
+    public, secret = _load(own)
+    warn_of_open_secret(own)
     if secret is None:
         raise TelemetryError(f"{folder}/{side}.key_secret: holds no secret key")
     return public, secret, public if peer == side else _load(Path(folder) / f"{peer}.key")[0]

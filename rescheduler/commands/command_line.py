@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from rescheduler.commands.log_format import escaped
 from rescheduler.commands.quiet import quieten, quieten_loggers
 
 __all__ = ["main"]
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"headway {verb}: {error}", file=sys.stderr)
+        print(escaped(f"headway {verb}: {error}"), file=sys.stderr)
         return 1
     return int(result or 0)
 

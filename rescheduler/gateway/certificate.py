@@ -5,6 +5,7 @@ from pathlib import Path
 
 import grpc
 
+from data_collection.secret_file import warn_of_open_secret
 from rescheduler.engines.deployment import DeploymentError
 
 __all__ = ["server_credentials"]
@@ -38,6 +39,7 @@ def server_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
         else:  # such as a certificate that is too weak
             raise DeploymentError(f"--certificate {certificate}: {error}") from error
         raise DeploymentError(f"--private-key {key}: {why}") from error
+    warn_of_open_secret(key)
     return grpc.ssl_server_credentials([pair])
 
 

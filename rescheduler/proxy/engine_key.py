@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from data_collection.secret_file import warn_of_open_secret
 from rescheduler.engines.deployment import DeploymentError, ProxyOptions
 
 __all__ = ["engine_key"]
@@ -18,8 +19,10 @@ def engine_key(options: ProxyOptions) -> str | None:
         key = os.environ.get("VLLM_API_KEY", "")
         _refuse_unsendable("VLLM_API_KEY", key)
         return key or None
+    path = Path(options.engine_key_file).expanduser()
     try:
-        key = Path(options.engine_key_file).expanduser().read_text(encoding="utf-8").strip()
+        key = path.read_text(encoding="utf-8").strip()
+        warn_of_open_secret(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DeploymentError(f"proxy.engine_key_file: {error}") from error
     if not key:

@@ -29,7 +29,7 @@ from benchmarks.support.move_log import (
     with_overflows,
 )
 from benchmarks.support.paired_rounds import mean_of, paired_difference
-from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME
+from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME, EscapingFormatter
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
 
 MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
@@ -148,7 +148,7 @@ def test_nobody_overflows_nothing() -> None:
 def proxy_log(path: Path) -> Iterator[None]:
     """Write what `headway serve --verbose` would."""
     logger, handler = logging.getLogger("headway.serve"), logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT, LOG_TIME))
+    handler.setFormatter(EscapingFormatter(LOG_FORMAT, LOG_TIME))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
