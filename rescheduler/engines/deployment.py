@@ -96,13 +96,14 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         concurrent_migrations: moved at the same time, at most.
         shutdown_seconds: that running requests have to end after SIGTERM; then their streams end
             with an error event.
-        connections: of clients, at most; None: as many as the limit of open files allows.
+        connections: of clients, at most, half of them for one address; None: as many as the limit
+            of open files allows.
         idle_seconds: for which a connection may be without a request, or a request's headers
             incomplete.
         body_seconds: for which a request's body may be incomplete.
         largest_body_mb: largest request body, in MiB.
-        bodies_mb: of all requests that are being served, at most, in MiB; beyond it clients get
-            503 with ``Retry-After``.
+        bodies_mb: of all requests that are being served, as far as they have arrived, at most, in
+            MiB, half of it for one address; beyond it clients get 503 with ``Retry-After``.
         client_buffer_kb: of an answer, kept for a client that reads slowly, in KiB; then its
             request waits for it.
         client_write_seconds: for which a client may take none of its answer; then it is

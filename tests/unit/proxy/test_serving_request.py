@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rescheduler.openai import openai_request
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import (
     CHAT,
@@ -217,6 +218,27 @@ def test_a_long_prompt_is_not_read_but_handed_on() -> None:
     assert body_of(BODIES.decode(asked, "id", 0, None))["prompt"] == ids
     nested = request(prompt=[[]] * 500_000)
     assert nested.direct == "prompt"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["prompt", "suffix", "tools", "user", "model", "stop"]),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+                lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+            ),
+        ),
+        max_size=8,
+    ),
+    st.integers(0, 2),
+)
+def test_a_large_body_is_read_as_a_small_one_is(fields: list[tuple[str, Any]], where: int) -> None:
+    fields.insert(min(where, len(fields)), ("messages", "a" * 300_000))
+    listed = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields]
+    raw = ("{" + ", ".join(listed) + "}").encode()
+    read = openai_request._fields_of(raw)
+    assert {name: json.loads(bytes(value)) for name, value in read.items()} == dict(fields)
 
 
 def test_more_messages_than_anyone_looks_at_do_not_move() -> None:
