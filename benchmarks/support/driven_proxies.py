@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
-from rescheduler.coordination.messages import ProxyLoad
+from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.placement.instance_state import InstanceState
@@ -121,7 +121,7 @@ class DrivenProxy:
 
     def hear_nobody(self) -> None:
         """Take no more notice of what its peers publish."""
-        self.planning.loads.peers([])
+        self.planning.loads.peers({})
         self.planning.loads.peer = _unheard  # type: ignore[method-assign]
 
 
@@ -293,5 +293,5 @@ def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:
     )
 
 
-def _unheard(load: ProxyLoad) -> None:
-    del load
+def _unheard(proxy: int, load: Load) -> None:
+    del proxy, load

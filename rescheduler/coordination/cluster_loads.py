@@ -1,18 +1,21 @@
 """What the requests of all proxies hold on each instance, as far as this one knows."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rescheduler.coordination.messages import ProxyLoad
+from rescheduler.coordination.limits import MOST, MOST_REQUESTS
+from rescheduler.coordination.messages import Load
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Counted, PlacedRequests
 
 __all__ = ["ClusterLoads"]
 
+_MOST_ELSEWHERE = 1_024  # on an instance whose slots are not known
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False, frozen=True)
 class _Elsewhere:
-    """A request of another proxy, as long as its requests there are on average."""
+    """Some of what other proxies have on an instance: it takes a slot and holds tokens."""
 
     prompt_tokens: int
     generated_tokens: int = 0
@@ -29,12 +32,15 @@ class _Elsewhere:
 
 
 class ClusterLoads:
-    """The requests on each instance: this proxy's own, and as many as its peers have there.
+    """The requests on each instance: this proxy's own, and what its peers have there.
+
+    Peers are believed in so far as this proxy is left its share: of P proxies, the others fill at
+    most (P - 1)/P of an instance's slots and of its KV cache, whatever they say. So no peer can
+    keep this proxy from placing requests, and what peers say costs as much time as slots at most.
 
     Args:
         own: this proxy's requests.
         instances: of the deployment, in its order.
-        session: of this proxy.
         lost_seconds: after which a peer from which nothing comes is taken to be gone.
         clock: seconds.
     """
@@ -43,63 +49,79 @@ class ClusterLoads:
         self,
         own: PlacedRequests[Counted],
         instances: Sequence[InstanceState],
-        session: str,
         lost_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._own, self._instances, self._session = own, instances, session
+        self._own, self._instances = own, instances
         self._lost_seconds, self._clock = lost_seconds, clock
-        self._peers: dict[str, ProxyLoad] = {}
-        self._heard_at: dict[str, float] = {}
-        self._elsewhere: dict[InstanceState, list[Counted]] = {}
+        self._peers: dict[int, Load] = {}
+        self._heard_at: dict[int, float] = {}
+        self._elsewhere: dict[InstanceState, Sequence[Counted]] = {}
 
-    def own(self, listening: str) -> ProxyLoad:
-        """Return what this proxy has, for its peers.
-
-        Args:
-            listening: endpoint at which they hear it.
-        """
+    def own(self) -> Load:
+        """Return what this proxy has, for its peers."""
         held = [self._own.on(instance) for instance in self._instances]
-        return ProxyLoad(
-            self._session,
-            listening,
-            [len(requests) for requests in held],
-            [sum(request.context_tokens for request in requests) for requests in held],
+        return Load(
+            [min(len(requests), MOST_REQUESTS) for requests in held],
+            [min(sum(one.context_tokens for one in requests), MOST) for requests in held],
         )
 
-    def peer(self, load: ProxyLoad) -> None:
-        """Take over what a peer has now."""
-        n = len(self._instances)
-        if load.session != self._session and len(load.requests) == len(load.tokens) == n:
-            self._peers[load.session] = load
-            self._heard_at[load.session] = self._clock()
+    def fits(self, load: Load) -> bool:
+        """Return whether a load is one on these instances."""
+        return len(load.requests) == len(load.tokens) == len(self._instances)
+
+    def peer(self, proxy: int, load: Load) -> None:
+        """Take over what a peer has now; a load that does not fit is left out.
+
+        Args:
+            proxy: number of the peer.
+            load: that it has.
+        """
+        if self.fits(load):
+            self._peers[proxy] = load
+            self._heard_at[proxy] = self._clock()
             self._elsewhere.clear()
 
-    def peers(self, loads: Sequence[ProxyLoad]) -> None:
-        """Take over what all peers have now: who is not among them is gone."""
+    def peers(self, loads: Mapping[int, Load]) -> None:
+        """Take over what all peers have now, by number: who is not among them is gone."""
         self._peers.clear()
         self._heard_at.clear()
         self._elsewhere.clear()
-        for load in loads:
-            self.peer(load)
+        for proxy, load in loads.items():
+            self.peer(proxy, load)
 
     def on(self, instance: InstanceState) -> Collection[Counted]:
         """Return the requests on an instance."""
         self._forget_lost()
-        if not self._elsewhere:
-            self._elsewhere = dict(zip(self._instances, self._of_peers(), strict=True))
+        if instance not in self._elsewhere:
+            self._elsewhere[instance] = self._of_peers(instance)
         return [*self._own.on(instance), *self._elsewhere[instance]]
 
     def _forget_lost(self) -> None:
         now = self._clock()
-        for session in [s for s, at in self._heard_at.items() if now - at > self._lost_seconds]:
-            del self._peers[session], self._heard_at[session]
+        for proxy in [p for p, at in self._heard_at.items() if now - at > self._lost_seconds]:
+            del self._peers[proxy], self._heard_at[proxy]
             self._elsewhere.clear()
 
-    def _of_peers(self) -> list[list[Counted]]:
-        listed: list[list[Counted]] = []
-        for g in range(len(self._instances)):
-            requests = sum(load.requests[g] for load in self._peers.values())
-            tokens = sum(load.tokens[g] for load in self._peers.values())
-            listed.append([_Elsewhere(round(tokens / requests))] * requests if requests else [])
-        return listed
+    def _of_peers(self, instance: InstanceState) -> Sequence[Counted]:
+        """Return as many requests as peers have on an instance, with as many tokens in all."""
+        g, proxies = self._instances.index(instance), len(self._peers) + 1
+        slots = instance.slots if instance.engine else proxies * _MOST_ELSEWHERE
+        n = min(
+            sum(load.requests[g] for load in self._peers.values()),
+            slots - _share(slots, proxies),
+            _MOST_ELSEWHERE,
+        )
+        if n <= 0:
+            return []
+        tokens = min(
+            sum(load.tokens[g] for load in self._peers.values()),
+            instance.kv_capacity - _share(instance.kv_capacity, proxies),
+        )
+        mean, longer = divmod(max(0, tokens), n)
+        return [_Elsewhere(mean + 1)] * longer + [_Elsewhere(mean)] * (n - longer)
+
+
+def _share(whole: int, proxies: int) -> int:
+    """Return what is left to one of several proxies, at least 1."""
+    return max(1, whole // proxies)

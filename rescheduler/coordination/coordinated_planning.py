@@ -10,6 +10,7 @@ from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.link_socket import LinkSockets
 from rescheduler.coordination.placer import CoordinatedPlacer
+from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordination.watched_placements import WatchedPlacements
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.placement.dispatcher import Dispatcher
@@ -46,6 +47,7 @@ class CoordinatedPlanning:
         placer: gives requests their places.
         link: to the coordinator.
         loads: of this proxy and its peers.
+        refused: messages of the coordinator and the other proxies.
         telemetry: None: the coordinator hears it.
         forecasts: None: the coordinator has them.
 
@@ -76,8 +78,11 @@ class CoordinatedPlanning:
             self._wake,
         )
         self.placements: Placements[LiveRequest] = WatchedPlacements(self.link.changed)
-        self.loads = ClusterLoads(self.placements, instances, session, options.lost_seconds, clock)
-        self._sockets = LinkSockets(options.endpoint, deployment.keys_folder, self.link, self.loads)
+        self.loads = ClusterLoads(self.placements, instances, options.lost_seconds, clock)
+        self.refused = RefusedMessages("headway_proxy_refused_messages", "coordinator", "proxy")
+        self._sockets = LinkSockets(
+            options.endpoint, deployment.keys_folder, self.link, self.loads, self.refused
+        )
         fallback: Dispatcher[LiveRequest] = Dispatcher(
             self.loads,
             [one for one in instances if one.instance.role == "prefill"],

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rescheduler.coordination.messages import (
-    MOST,
+from rescheduler.coordination.limits import (
+    MOST_FAILURES,
+    MOST_REQUESTS,
+    MOST_TOKENS,
     NOWHERE,
+)
+from rescheduler.coordination.messages import (
     Answer,
+    CoordinationError,
     Ended,
     Failure,
     MoveEnded,
@@ -33,6 +38,9 @@ __all__ = ["CoordinatorSilentError", "Link"]
 logger = logging.getLogger("headway.serve")
 
 _PATIENCE_SECONDS = 10.0
+_LONGEST_SECONDS = 1e6
+_LONGEST_STEP_SECONDS = 60.0
+_FULL = MOST_REQUESTS - 1024  # some may have been let in already that have not asked for a place
 
 
 class CoordinatorSilentError(RuntimeError):
@@ -57,7 +65,7 @@ class Link:
     whatever comes late, or twice, is void.
 
     Args:
-        session: name of this process among all proxies.
+        session: random name of this process, for the coordinator only.
         instances: of the deployment, in its order.
         deployment: digest of the instances' names.
         silent_seconds: without a view for this long, the coordinator is taken to be away.
@@ -67,6 +75,7 @@ class Link:
 
     Attributes:
         session: as given.
+        number: of this proxy in the view; 0: none.
         view: the coordinator's last.
         listening: endpoint at which peers hear this proxy's loads.
         refused: why the coordinator does not work with this proxy; None if it does.
@@ -84,6 +93,7 @@ class Link:
         carry_out: Callable[[LiveRequest, InstanceState, str], None],
         wake: Callable[[], None],
     ) -> None:
+        self.number = 0
         self.view: View | None = None
         self.listening = ""
         self.refused: str | None = None
@@ -126,9 +136,14 @@ class Link:
         return sum(ask.for_prefill for ask in self._asks.values())
 
     @property
+    def full(self) -> bool:
+        """Whether there are as many requests as can be reported."""
+        return len(self._requests) >= _FULL
+
+    @property
     def pending(self) -> bool:
         """Whether there is something to report at once."""
-        return bool(self._whole or self._changed or self._ended or self._moves or self._failures)
+        return bool(self._changed or self._ended or self._moves or self._failures)
 
     async def ask(self, request: LiveRequest, for_prefill: bool) -> InstanceState | None:
         """Wait for a place; the request is on the instance then.
@@ -174,7 +189,7 @@ class Link:
         self._told_movable.pop(request, None)
         if handle is not None:
             del self._by_handle[handle]
-            self._ended.append(Ended(handle, by_itself, request.generated_tokens))
+            self._ended.append(Ended(handle, by_itself, _tokens(request.generated_tokens)))
             self._wake()
 
     def failed(self, instance: InstanceState, certain: bool) -> None:
@@ -187,17 +202,28 @@ class Link:
         hop = self._moving.pop(request)
         handle = self._requests.get(request)
         if handle is not None:
-            self._moves.append(MoveEnded(handle, hop, ended.outcome, ended.pause))
+            pause = None if ended.pause is None else min(ended.pause, _LONGEST_SECONDS)
+            self._moves.append(MoveEnded(handle, hop, ended.outcome, pause))
             self.changed(request)
 
     def receive(self, notice: Notice) -> None:
-        """Act on a notice."""
+        """Act on a notice.
+
+        Raises:
+            CoordinationError: its number or the instances that it names cannot be; nothing of it
+                was taken over.
+        """
         if notice.incarnation != self._incarnation:
             self._incarnation, self._heard = notice.incarnation, Numbering()
             self._whole = True
-        arrival = self._heard.arrived(notice.number)
+        view, last = notice.view, self._heard.last
+        self._check(notice)
+        arrival = self._heard.arrived(notice.number, view is not None or bool(notice.refused))
         if arrival is Arrival.OLD:
             return
+        if arrival is Arrival.FAR:
+            self._whole = True
+            raise CoordinationError(f"notice {notice.number} after {last}", "number")
         self._whole = self._whole or notice.whole_please or arrival is Arrival.AHEAD
         if notice.refused != self.refused:
             self.refused = notice.refused
@@ -207,12 +233,13 @@ class Link:
             self._answered(answer)
         for order in notice.moves:
             self._ordered(order)
-        if notice.view is not None and len(notice.view.draining) == len(self._instances):
+        if view is not None:
             if not self.back.is_set():
                 logger.info("the coordinator places requests")
-            self.view, self._viewed, self._awaited = notice.view, self._clock(), False
+            self.number, self.view, self._viewed = notice.proxy, view, self._clock()
+            self._awaited = False
             self.back.set()
-            for instance, draining in zip(self._instances, notice.view.draining, strict=True):
+            for instance, draining in zip(self._instances, view.draining, strict=True):
                 instance.draining = draining
         if self.pending:
             self._wake()
@@ -241,10 +268,14 @@ class Link:
         """
         if not (beat or self.pending):
             return None
-        whole, self._whole = self._whole, False
+        whole = self._whole and beat  # however often it is asked for
         if beat:
+            self._whole = False
             self._note_movable()
-        changed = list(self._requests) if whole else list(self._changed)
+        changed = list(self._requests if whole else self._changed)[:MOST_REQUESTS]
+        ended, self._ended = self._ended[:MOST_REQUESTS], self._ended[MOST_REQUESTS:]
+        moves, self._moves = self._moves[:MOST_REQUESTS], self._moves[MOST_REQUESTS:]
+        failures = self._failures[-MOST_FAILURES:]  # of many, the latest count
         records = [self._record(request) for request in changed if request in self._requests]
         grown = self._grown() if beat and not whole else ([], [])
         self._sent += 1
@@ -257,16 +288,16 @@ class Link:
             listening=self.listening,
             whole=whole,
             records=records,
-            ended=self._ended,
-            moves=self._moves,
-            failures=self._failures,
+            ended=ended,
+            moves=moves,
+            failures=failures,
             handles=np.array(grown[0], dtype=np.int64).tobytes(),
             tokens=np.array(grown[1], dtype=np.int64).tobytes(),
-            step_seconds=self.step_seconds,
+            step_seconds=min(self.step_seconds, _LONGEST_STEP_SECONDS),
             draining=[g for g, one in enumerate(self._instances) if one.draining],
         )
         self._changed.clear()
-        self._ended, self._moves, self._failures = [], [], []
+        self._failures.clear()
         return report
 
     def _note_movable(self) -> None:
@@ -287,7 +318,7 @@ class Link:
         handles, tokens = [], []
         for request, handle in self._requests.items():
             if request.generating:
-                generated = request.generated_tokens
+                generated = _tokens(request.generated_tokens)
                 if self._told.get(request) != generated:
                     self._told[request] = generated
                     handles.append(handle)
@@ -306,14 +337,14 @@ class Link:
             external_id=request.external_id,
             ticket=ticket,
             for_prefill=ask is not None and ask.for_prefill,
-            waited=self._clock() - ask.since if ask is not None else 0.0,
+            waited=min(self._clock() - ask.since, _LONGEST_SECONDS) if ask is not None else 0.0,
             instance=self._where(request.instance),
             destination=self._where(request.destination),
             hop=request.hop,
-            prompt_tokens=request.prompt_tokens,
-            generated_tokens=request.generated_tokens,
-            generated_at_move=request.generated_at_move,
-            max_tokens=_bounded(request.max_tokens),
+            prompt_tokens=_tokens(request.prompt_tokens),
+            generated_tokens=_tokens(request.generated_tokens),
+            generated_at_move=_tokens_if_any(request.generated_at_move),
+            max_tokens=_tokens_if_any(request.max_tokens),
             movable=request.movable,
             several=request.several,
             can_move=can_move,
@@ -331,6 +362,15 @@ class Link:
         if self._asking.get(ask.request) == ticket:
             del self._asking[ask.request]
         self.changed(ask.request)
+
+    def _check(self, notice: Notice) -> None:
+        n = len(self._instances)
+        named = [answer.instance for answer in notice.answers]
+        named += [max(order.source, order.target) for order in notice.moves]
+        if max(named, default=NOWHERE) >= n:
+            raise CoordinationError(f"instance {max(named)} of {n}", "content")
+        if notice.view is not None and len(notice.view.draining) != n:
+            raise CoordinationError(f"{len(notice.view.draining)} instances of {n}", "content")
 
     def _answered(self, answer: Answer) -> None:
         ask = self._asks.get(answer.ticket)
@@ -379,6 +419,10 @@ class Link:
         return self._instances[index] if 0 <= index < len(self._instances) else None
 
 
-def _bounded(tokens: int | None) -> int | None:
+def _tokens(tokens: int) -> int:
     """Return as many tokens as a message can name: a client may ask for any number."""
-    return None if tokens is None else min(max(tokens, 0), MOST)
+    return min(max(tokens, 0), MOST_TOKENS)
+
+
+def _tokens_if_any(tokens: int | None) -> int | None:
+    return None if tokens is None else _tokens(tokens)

@@ -12,16 +12,20 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.curve_keys import apply_curve, is_loopback, refuse_open_endpoint
 from rescheduler.coordination.cluster_loads import ClusterLoads
+from rescheduler.coordination.limits import LARGEST_MESSAGE, MOST_UNREAD
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
     CoordinationError,
+    Load,
     ProxyLoad,
-    decode_load,
     decode_notice,
     encode,
 )
+from rescheduler.coordination.peer_endpoints import PeerEndpointError, checked_endpoint
+from rescheduler.coordination.peer_sockets import PeerSockets
+from rescheduler.coordination.refused_messages import RefusedMessages
 
 __all__ = ["BEAT_SECONDS", "LinkSockets"]
 
@@ -30,7 +34,7 @@ logger = logging.getLogger("headway.serve")
 BEAT_SECONDS = 0.25
 """Between two reports or views when nothing happens."""
 
-_LARGEST_MESSAGE = 64 << 20
+_LARGEST_SUBSCRIPTION = 1024
 _SEND_SECONDS = 1.0
 
 
@@ -45,22 +49,29 @@ class LinkSockets:
         keys: folder made by ``headway keys``, needed off the loopback.
         link: to the coordinator.
         loads: of this proxy and its peers.
+        refused: counts what is refused, from the senders ``coordinator`` and ``proxy``.
 
     Raises:
         TelemetryError: an open endpoint without keys, or keys that cannot be used.
         CoordinationError: no socket can be bound for the peers.
     """
 
-    def __init__(self, endpoint: str, keys: Path | None, link: Link, loads: ClusterLoads) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: Path | None,
+        link: Link,
+        loads: ClusterLoads,
+        refused: RefusedMessages,
+    ) -> None:
         refuse_open_endpoint(endpoint, keys)
-        self._link, self._loads = link, loads
+        self._link, self._loads, self._refused = link, loads, refused
         self._due, self._publish_due = asyncio.Event(), asyncio.Event()
-        self._heard: set[str] = set()
         self._authenticator = None
         self._contexts = [zmq.asyncio.Context() for _ in range(2)]  # one serves with keys
         connecting, serving = self._contexts
         self._dealer = connecting.socket(zmq.DEALER)
-        self._peers = connecting.socket(zmq.SUB)
+        self._peers = PeerSockets(connecting, keys, "[" in endpoint, self._heard, refused)
         self._publisher = serving.socket(zmq.PUB)
         try:
             # Nothing is kept for a coordinator that is away: reports say how things are.
@@ -69,14 +80,15 @@ class LinkSockets:
             self._dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
             self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
             self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-            self._peers.setsockopt(zmq.SUBSCRIBE, b"")
-            for each in (self._dealer, self._peers, self._publisher):
+            self._dealer.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+            self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_SUBSCRIPTION)
+            for each in (self._dealer, self._publisher):
                 each.setsockopt(zmq.LINGER, 0)
-                each.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+                each.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+                each.setsockopt(zmq.RCVHWM, MOST_UNREAD)
                 each.setsockopt(zmq.IPV6, int("[" in endpoint))
             if keys is not None:
-                for each in (self._dealer, self._peers):
-                    apply_curve(each, keys, "watcher", serves=False, peer="watcher")
+                apply_curve(self._dealer, keys, "watcher", serves=False, peer="watcher")
                 self._authenticator = apply_curve(
                     self._publisher, keys, "watcher", serves=True, peer="watcher"
                 )
@@ -98,14 +110,14 @@ class LinkSockets:
         """Send, receive and publish forever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send())
-            tasks.create_task(self._receive())
+            tasks.create_task(self._receive(tasks))
             tasks.create_task(self._publish())
-            tasks.create_task(self._hear())
 
     def close(self) -> None:
         """Close the sockets."""
-        for each in (self._dealer, self._peers, self._publisher):
-            each.close(linger=0)
+        self._peers.close()
+        self._dealer.close(linger=0)
+        self._publisher.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
         for context in self._contexts:
@@ -133,17 +145,19 @@ class LinkSockets:
                     async with asyncio.timeout(_SEND_SECONDS):
                         await self._dealer.send_multipart(frames)
 
-    async def _receive(self) -> None:
+    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             frames = await self._dealer.recv_multipart()
             try:
                 notice = decode_notice(frames)
                 self._link.receive(notice)
                 if notice.view is not None and self._link.alive:
-                    self._loads.peers(notice.view.proxies)
-                    self._connect(notice.view.proxies)
+                    others = [p for p in notice.view.proxies if p.proxy != notice.proxy]
+                    self._loads.peers({one.proxy: one.load for one in others})
+                    self._peers.connect(self._endpoints(others), tasks)
             except CoordinationError as error:
-                logger.warning("the coordinator: %s", error)
+                if self._refused.count("coordinator", error.reason):
+                    logger.warning("the coordinator: %s", error)
             except Exception:  # no notice may end the conversation
                 logger.exception("a notice of the coordinator cannot be followed")
 
@@ -153,33 +167,31 @@ class LinkSockets:
                 async with asyncio.timeout(BEAT_SECONDS):
                     await self._publish_due.wait()
             self._publish_due.clear()
-            load = self._loads.own(self._link.listening)
-            await self._publisher.send_multipart(encode(load))
+            await self._publisher.send_multipart(encode(self._loads.own()))
 
-    async def _hear(self) -> None:
-        while True:
-            frames = await self._peers.recv_multipart()
-            try:
-                load = decode_load(frames)
-            except CoordinationError as error:
-                logger.warning("another proxy: %s", error)
-                continue
-            if not self._link.alive:
-                self._loads.peer(load)
+    def _heard(self, proxy: int, load: Load) -> None:
+        """Take over what another proxy says that it has, while the coordinator does not say it."""
+        if not self._loads.fits(load):
+            self._refused.count("proxy", "content")
+        elif not self._link.alive:
+            self._loads.peer(proxy, load)
 
-    def _connect(self, proxies: Sequence[ProxyLoad]) -> None:
-        """Hear the proxies that there are, and no others."""
-        there = {one.listening for one in proxies if one.listening} - {self._link.listening}
-        for endpoint in self._heard - there:
-            self._heard.discard(endpoint)
-            self._peers.disconnect(endpoint)
-        for endpoint in there - self._heard:
+    def _endpoints(self, others: Sequence[ProxyLoad]) -> dict[str, int]:
+        """Return the number of each of the other proxies, by where it is heard.
+
+        Of several that name the same endpoint, the one that has been there for longest has it.
+        """
+        own, numbers = self._link.listening, dict[str, int]()
+        for other in sorted(others, key=lambda one: one.proxy):
             try:
-                self._peers.connect(endpoint)
-            except zmq.ZMQError as error:
-                logger.debug("another proxy: %s: %s", endpoint, error)
-            else:
-                self._heard.add(endpoint)
+                if other.listening:
+                    named = checked_endpoint(other.listening, None, is_loopback(own))
+                    numbers.setdefault(named, other.proxy)
+            except PeerEndpointError as error:
+                if self._refused.count("coordinator", "endpoint"):
+                    logger.warning("another proxy: %s: %s", other.listening, error)
+        numbers.pop(own, None)
+        return numbers
 
     def _bind(self, coordinator: str) -> str:
         """Bind the publisher to the address by which this machine reaches the coordinator."""

@@ -8,18 +8,37 @@ by a report that is whole: a report says how requests are, not what has happened
 report that comes twice, or one in place of three that are lost, leads to the same end.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from rescheduler.coordination.limits import (
+    MOST,
+    MOST_ANSWERS,
+    MOST_FAILURES,
+    MOST_INSTANCES,
+    MOST_ORDERS,
+    MOST_REQUESTS,
+    MOST_SESSIONS,
+    Count,
+    Duration,
+    Index,
+    Outcome,
+    Requests,
+    StepSeconds,
+    Text,
+    Tokens,
+    Word,
+)
+from rescheduler.coordination.refused_messages import Reason
+
 __all__ = [
-    "MOST",
-    "NOWHERE",
     "TOPIC",
     "Answer",
     "CoordinationError",
     "Ended",
     "Failure",
+    "Load",
     "MoveEnded",
     "MoveOrder",
     "Notice",
@@ -34,23 +53,27 @@ __all__ = [
     "encode",
 ]
 
-TOPIC = b"headway-coordination/1"
+TOPIC = b"headway-coordination/2"
 """The first frame of every message: name and version of the schema."""
 
-NOWHERE = -1
-"""In place of an instance's index in the deployment."""
-
-MOST = 2**40
-"""Largest number in a message; no count of requests, tokens or messages comes near it."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-Index = Annotated[int, msgspec.Meta(ge=NOWHERE, le=MOST)]
-Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # and no NaN
-Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Hop = Annotated[int, msgspec.Meta(ge=-1, le=MOST)]
+Session = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,64}\Z")]
+Listed = msgspec.Meta(max_length=MOST_REQUESTS)
+ByInstance = msgspec.Meta(max_length=MOST_INSTANCES)
+Packed = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_REQUESTS)]
 
 
 class CoordinationError(RuntimeError):
-    """A message that cannot be used."""
+    """A message that cannot be used.
+
+    Args:
+        message: what is wrong with it.
+        reason: in one word, as `refused_messages` counts it.
+    """
+
+    def __init__(self, message: str, reason: Reason = "invalid") -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -70,7 +93,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
         prompt_tokens: of its prompt, perhaps estimated.
         generated_tokens: so far.
         generated_at_move: when it last moved; None if it has not.
-        max_tokens: that it may generate, if its client said so; at most `MOST`.
+        max_tokens: that it may generate, if its client said so.
         movable: whether it can ever move.
         several: whether it asks for several answers, or has several prompts.
         can_move: whether it can move now.
@@ -81,26 +104,26 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     handle: Count
-    id: str
-    name: str
-    external_id: str
+    id: Word
+    name: Word
+    external_id: Word
     ticket: Count
     for_prefill: bool
     waited: Duration
     instance: Index
     destination: Index
-    hop: Index
-    prompt_tokens: Count
-    generated_tokens: Count
-    generated_at_move: Count | None
-    max_tokens: Count | None
+    hop: Hop
+    prompt_tokens: Tokens
+    generated_tokens: Tokens
+    generated_at_move: Tokens | None
+    max_tokens: Tokens | None
     movable: bool
     several: bool
     can_move: bool
     moving: bool
     generating: bool
     on_its_way: bool
-    avoid: list[Count]
+    avoid: Annotated[list[Index], ByInstance]
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -114,7 +137,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     handle: Count
     by_itself: bool
-    generated_tokens: Count
+    generated_tokens: Tokens
 
 
 class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -128,8 +151,8 @@ class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     handle: Count
-    hop: Index
-    outcome: str
+    hop: Hop
+    outcome: Outcome
     pause: Duration | None = None
 
 
@@ -141,7 +164,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, gc=False):
         certain: nothing listens there.
     """
 
-    instance: Count
+    instance: Index
     certain: bool
 
 
@@ -149,7 +172,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     """What a proxy says.
 
     Attributes:
-        session: of the proxy's process.
+        session: random name of the proxy's process, which it tells to nobody else.
         number: of this report in the session, from 1.
         incarnation: of the session with the coordinator, as it heard last.
         heard: number of the last notice from it.
@@ -168,19 +191,19 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
     session: Session
     number: Count
-    incarnation: str
+    incarnation: Word
     heard: Count
-    deployment: str
-    listening: str
+    deployment: Word
+    listening: Word
     whole: bool = False
-    records: list[Record] = []
-    ended: list[Ended] = []
-    moves: list[MoveEnded] = []
-    failures: list[Failure] = []
-    handles: bytes = b""
-    tokens: bytes = b""
-    step_seconds: Duration = 0.0
-    draining: list[Count] = []
+    records: Annotated[list[Record], Listed] = []
+    ended: Annotated[list[Ended], Listed] = []
+    moves: Annotated[list[MoveEnded], Listed] = []
+    failures: Annotated[list[Failure], msgspec.Meta(max_length=MOST_FAILURES)] = []
+    handles: Packed = b""
+    tokens: Packed = b""
+    step_seconds: StepSeconds = 0.0
+    draining: Annotated[list[Index], ByInstance] = []
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -192,9 +215,9 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
         retry_after: seconds.
     """
 
-    status: int
-    message: str
-    retry_after: int | None
+    status: Literal[429, 503]
+    message: Text
+    retry_after: Annotated[int, msgspec.Meta(ge=0, le=3600)] | None
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -223,26 +246,38 @@ class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     handle: Count
-    hop: Index
-    source: Count
-    target: Count
-    why: str
+    hop: Hop
+    source: Index
+    target: Index
+    why: Text
 
 
-class ProxyLoad(msgspec.Struct, array_like=True, frozen=True):
+class Load(msgspec.Struct, array_like=True, frozen=True):
     """What one proxy has on each instance, in the order of the deployment.
 
+    It does not say whose it is: that is known by the connection through which it comes.
+
     Attributes:
-        session: of the proxy.
-        listening: endpoint at which its peers hear it.
         requests: [n_instances].
         tokens: [n_instances] of their contexts.
     """
 
-    session: Session
-    listening: str
-    requests: list[Count]
-    tokens: list[Count]
+    requests: Annotated[list[Requests], ByInstance]
+    tokens: Annotated[list[Count], ByInstance]
+
+
+class ProxyLoad(msgspec.Struct, array_like=True, frozen=True):
+    """A proxy, as the coordinator tells the others of it.
+
+    Attributes:
+        proxy: its number; what it calls its session, nobody else is told.
+        listening: endpoint at which its peers hear it; empty if there is none.
+        load: what it has on each instance.
+    """
+
+    proxy: Count
+    listening: Word
+    load: Load
 
 
 class View(msgspec.Struct, array_like=True, frozen=True):
@@ -254,9 +289,9 @@ class View(msgspec.Struct, array_like=True, frozen=True):
         proxies: all that it knows.
     """
 
-    draining: list[bool]
+    draining: Annotated[list[bool], ByInstance]
     waiting: Count
-    proxies: list[ProxyLoad]
+    proxies: Annotated[list[ProxyLoad], msgspec.Meta(max_length=MOST_SESSIONS)]
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
@@ -265,6 +300,7 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         incarnation: of the coordinator's session with this proxy.
         number: of this notice in the session, from 1.
+        proxy: number of this proxy in the view; 0: none.
         whole_please: it has missed a report.
         answers: places.
         moves: orders.
@@ -272,22 +308,23 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
         refused: why it does not work with this proxy; None if it does.
     """
 
-    incarnation: str
+    incarnation: Word
     number: Count
+    proxy: Count = 0
     whole_please: bool = False
-    answers: list[Answer] = []
-    moves: list[MoveOrder] = []
+    answers: Annotated[list[Answer], msgspec.Meta(max_length=MOST_ANSWERS)] = []
+    moves: Annotated[list[MoveOrder], msgspec.Meta(max_length=MOST_ORDERS)] = []
     view: View | None = None
-    refused: str | None = None
+    refused: Text | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
 _reports = msgspec.msgpack.Decoder(Report)
 _notices = msgspec.msgpack.Decoder(Notice)
-_loads = msgspec.msgpack.Decoder(ProxyLoad)
+_loads = msgspec.msgpack.Decoder(Load)
 
 
-def encode(message: Report | Notice | ProxyLoad) -> list[bytes]:
+def encode(message: Report | Notice | Load) -> list[bytes]:
     """Return the frames of a message."""
     return [TOPIC, _encoder.encode(message)]
 
@@ -312,13 +349,13 @@ def decode_notice(frames: list[bytes]) -> Notice:
     return notice
 
 
-def decode_load(frames: list[bytes]) -> ProxyLoad:
+def decode_load(frames: list[bytes]) -> Load:
     """Read what a peer has on the instances.
 
     Raises:
         CoordinationError: another version of the schema, or no load.
     """
-    load: ProxyLoad = _decoded(frames, _loads)
+    load: Load = _decoded(frames, _loads)
     return load
 
 
@@ -327,7 +364,8 @@ def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
         raise CoordinationError(f"{len(frames)} frames, not a topic and a message")
     if frames[0] != TOPIC:
         raise CoordinationError(
-            f"the other side speaks {frames[0][:40]!r}, this one {TOPIC.decode()}: update one"
+            f"the other side speaks {frames[0][:40]!r}, this one {TOPIC.decode()}: update one",
+            "version",
         )
     try:
         return decoder.decode(frames[1])

@@ -2,7 +2,10 @@
 
 from enum import Enum
 
-__all__ = ["Arrival", "Numbering"]
+__all__ = ["FAR", "Arrival", "Numbering"]
+
+FAR = 4_096
+"""From the last number, a number that is not to be believed."""
 
 
 class Arrival(Enum):
@@ -14,22 +17,35 @@ class Arrival(Enum):
     """Before one that is lost or late."""
     OLD = "old"
     """Again, or after one that was sent later."""
+    FAR = "far"
+    """With a number that no few lost messages explain: only a whole one is taken over."""
 
 
 class Numbering:
     """The numbers of one sender's messages.
 
+    A number that is far from the last one, on either side, is not taken over from a message that
+    tells of changes only: whoever were believed a number far ahead would be heard no more. One
+    that says how everything is begins the count anew.
+
     Attributes:
-        last: the highest that has come.
+        last: of the latest message.
     """
 
     def __init__(self) -> None:
         self.last = 0
 
-    def arrived(self, number: int) -> Arrival:
-        """Note a message; return how it comes."""
-        if number <= self.last:
+    def arrived(self, number: int, whole: bool) -> Arrival:
+        """Note a message; return how it comes.
+
+        Args:
+            number: of the message.
+            whole: whether it says how everything is.
+        """
+        ahead = number - self.last
+        if abs(ahead) > FAR and not whole:
+            return Arrival.FAR
+        if -FAR <= ahead <= 0:
             return Arrival.OLD
-        arrival = Arrival.NEXT if number == self.last + 1 else Arrival.AHEAD
         self.last = number
-        return arrival
+        return Arrival.NEXT if ahead == 1 else Arrival.AHEAD

@@ -63,14 +63,22 @@ class CoordinatedPlacer:
         """Refuse a new request when there is no room for it, here or in the whole cluster.
 
         Raises:
-            RequestRefusedError: 503 if no decode instance is in service, 429 if too many wait.
+            RequestRefusedError: 503 if no decode instance is in service, 429 if too many wait, or
+                this proxy has as many requests as the coordinator hears of.
         """
         self._fallback.admit()
-        view = self._link.view
-        waiting = view.waiting if view is not None and self._link.alive else 0
-        if waiting >= self._options.pool:
+        if self._link.full:
             raise RequestRefusedError(
-                429, f"{waiting} requests wait already; try again later", retry_after=1
+                429, "this proxy has too many requests; try another one", retry_after=1
+            )
+        view = self._link.view if self._link.alive else None
+        if view is None or view.waiting < self._options.pool:
+            return
+        # However many wait, the coordinator lets each proxy have its share of them.
+        share = max(1, self._options.pool // max(1, len(view.proxies)))
+        if len(self._link.asked) + self._link.asked_for_prefill >= share:
+            raise RequestRefusedError(
+                429, f"{view.waiting} requests wait already; try again later", retry_after=1
             )
 
     async def take_prefill(self, request: LiveRequest) -> InstanceState | None:

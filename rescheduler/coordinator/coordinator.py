@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from rescheduler.coordination.coordinated_planning import instances_digest
+from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
+from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.orders import Orders
 from rescheduler.coordinator.reception import Reception
@@ -75,12 +78,15 @@ class Coordinator:
         self._stack.callback(self._planning.close)
         self.placements: Placements[Mirror] = self._planning.placements
         endpoint = bound_address(options.endpoint, "coordinator.endpoint")
-        sessions = Sessions(instances_digest(deployment), options.lost_seconds)
+        refused = RefusedMessages("headway_coordinator_refused_messages", "proxy")
+        sessions = Sessions(instances_digest(deployment), options.lost_seconds, refused)
         self.sessions = sessions.by_name
-        self._reception = Reception(endpoint, keys, sessions)
+        self._reception = Reception(endpoint, keys, sessions, refused)
         self._stack.callback(self._reception.close)
         self.dispatcher = self._planning.placer
-        self.metrics = CoordinatorMetrics(self.placements, states, self.dispatcher, self.sessions)
+        self.metrics = CoordinatorMetrics(
+            self.placements, states, self.dispatcher, self.sessions, refused
+        )
         self._orders = Orders(self.sessions, self.metrics)
         self.drainer = self._planning.drainer(self._orders)
         upstream = Upstream(proxy, engine_key(proxy))
@@ -91,8 +97,11 @@ class Coordinator:
             instances=states,
             placements=self.placements,
             dispatcher=self.dispatcher,
+            prefill_pool=FairPool(proxy.pool),
+            decode_pool=FairPool(proxy.pool),
+            names=Counter(),
             forecasts=self._planning.forecasts,
-            failed=self._planning.failed,
+            failed=self._failed,
             background=self._background,
             clock=asyncio.get_running_loop().time,
             wake=self._reception.wake,
@@ -152,6 +161,17 @@ class Coordinator:
         """Place nothing before the proxies have reported what runs: it would count for nothing."""
         await asyncio.sleep(self.options.settle_seconds)
         self._shared.settled.set()
+
+    def _failed(self, instance: InstanceState, certain: bool) -> None:
+        """Count a failure that a proxy reports.
+
+        On the word of proxies, at least half of a role's instances stay in service, however certain
+        they are: more than that the coordinator takes out only by its own probes.
+        """
+        role = instance.instance.role
+        peers = [one for one in self.instances.values() if one.instance.role == role]
+        out = sum(not one.breaker.closed for one in peers if one is not instance)
+        self._planning.failed(instance, certain and 2 * (out + 1) <= len(peers))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session
 from rescheduler.placement.dispatcher import Dispatcher
@@ -23,6 +24,7 @@ class CoordinatorMetrics(Collector):
         instances: all of the deployment.
         dispatcher: with the two pools.
         sessions: of the proxies.
+        refused: messages of theirs.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class CoordinatorMetrics(Collector):
         instances: Sequence[InstanceState],
         dispatcher: Dispatcher[Mirror],
         sessions: Mapping[str, Session],
+        refused: RefusedMessages,
     ) -> None:
         self._placements, self._instances = placements, instances
         self._dispatcher, self._sessions = dispatcher, sessions
@@ -47,6 +50,7 @@ class CoordinatorMetrics(Collector):
             registry=registry,
         )
         registry.register(self)
+        registry.register(refused)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges as they are now."""

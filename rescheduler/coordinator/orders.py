@@ -14,6 +14,11 @@ __all__ = ["Orders"]
 
 logger = logging.getLogger("headway.serve")
 
+_OUTCOMES = frozenset(
+    ("moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer")
+    + ("gone", "refused")
+)
+
 
 class Orders:
     """Has proxies move requests.
@@ -36,6 +41,8 @@ class Orders:
         if source is None or session is None or not request.can_move:
             return MoveOutcome("gone")
         ended = await session.move(request, target, why)
+        if ended.outcome not in _OUTCOMES:  # a metric must not get labels without end
+            ended = MoveOutcome("other", ended.pause)
         self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
         if ended.pause is not None:
             self.history.landed(request.id, ended.pause)

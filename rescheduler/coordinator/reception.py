@@ -1,6 +1,7 @@
 """The coordinator's socket: what proxies say comes in here, and what it says goes out."""
 
 import asyncio
+import errno
 import logging
 import math
 from contextlib import suppress
@@ -10,8 +11,10 @@ import zmq
 import zmq.asyncio
 
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from rescheduler.coordination.limits import LARGEST_MESSAGE, MOST_UNREAD
 from rescheduler.coordination.link_socket import BEAT_SECONDS
-from rescheduler.coordination.messages import CoordinationError, decode_report, encode
+from rescheduler.coordination.messages import CoordinationError, Notice, decode_report, encode
+from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.session import Shared
 from rescheduler.coordinator.sessions import Sessions
 
@@ -19,7 +22,7 @@ __all__ = ["Reception"]
 
 logger = logging.getLogger("headway.serve")
 
-_LARGEST_MESSAGE = 64 << 20
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 4_000
 
 
 class Reception:
@@ -29,6 +32,7 @@ class Reception:
         endpoint: that it binds; port 0 takes a free one.
         keys: folder made by ``headway keys``, needed off the loopback.
         sessions: with the proxies.
+        refused: counts what is refused, from the sender ``proxy``.
 
     Attributes:
         endpoint: that it has bound.
@@ -38,17 +42,26 @@ class Reception:
         CoordinationError: the endpoint cannot be bound.
     """
 
-    def __init__(self, endpoint: str, keys: Path | None, sessions: Sessions) -> None:
+    def __init__(
+        self, endpoint: str, keys: Path | None, sessions: Sessions, refused: RefusedMessages
+    ) -> None:
         refuse_open_endpoint(endpoint, keys)
-        self._sessions = sessions
+        self._sessions, self._refused = sessions, refused
         self._due = asyncio.Event()
-        self._peers: dict[str, bytes] = {}
         self._authenticator = None
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         try:
             self._router.setsockopt(zmq.LINGER, 0)
-            self._router.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+            self._router.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+            self._router.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+            self._router.setsockopt(zmq.RCVHWM, MOST_UNREAD)
+            # Sessions belong to connections: no peer may take one over by its routing id, and
+            # one that is gone has to be noticed.
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 0)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
             self._router.setsockopt(zmq.IPV6, int("[" in endpoint))
             if keys is not None:
                 self._authenticator = apply_curve(
@@ -92,17 +105,17 @@ class Reception:
 
     async def _receive(self, shared: Shared) -> None:
         while True:
-            peer, *frames = await self._router.recv_multipart()
+            first, *rest = await self._router.recv_multipart(copy=False)
+            peer, address = first.bytes, _address(first)
             try:
-                report = decode_report(frames)
+                report = decode_report([frame.bytes for frame in rest])
+                refusal = await self._sessions.receive(report, peer, address, shared)
             except CoordinationError as error:
-                logger.warning("a proxy: %s", error)
+                if self._refused.count("proxy", error.reason):
+                    logger.warning("a proxy (%s): %s", address, error)
                 continue
-            refusal = self._sessions.receive(report, shared)
             if refusal is not None:
-                await self._router.send_multipart([peer, *encode(refusal)])
-            else:
-                self._peers[report.session] = peer
+                await self._told(peer, refusal)
 
     async def _send(self, shared: Shared) -> None:
         loop, beat = asyncio.get_running_loop(), -math.inf
@@ -115,10 +128,29 @@ class Reception:
             if beats:
                 beat = loop.time() + BEAT_SECONDS
             try:
-                for name, notice in self._sessions.notices(beats, shared):
-                    await self._router.send_multipart([self._peers[name], *encode(notice)])
+                async for session, notice in self._sessions.notices(beats, shared):
+                    peer = session.peer
+                    if peer is not None and not await self._told(peer, notice):
+                        self._sessions.disconnected(session)
             except Exception:  # nothing that one proxy says may end the conversation with all
                 logger.exception("not all proxies were told what there is to say")
-            if beats:
-                there = self._sessions.by_name
-                self._peers = {name: peer for name, peer in self._peers.items() if name in there}
+
+    async def _told(self, peer: bytes, notice: Notice) -> bool:
+        """Send a notice, which is lost if nobody reads it; return whether the peer is there."""
+        try:
+            await self._router.send_multipart([peer, *encode(notice)], flags=zmq.DONTWAIT)
+        except zmq.Again:
+            pass
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+def _address(frame: zmq.Frame) -> str | None:
+    """Return the address that a message comes from, if ZMQ knows it."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return None

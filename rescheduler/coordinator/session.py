@@ -1,27 +1,35 @@
 """The coordinator's end of its conversation with one proxy, without the socket."""
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from rescheduler.coordination.messages import (
-    MOST,
+from rescheduler.coordination.limits import (
+    MOST_ANSWERS,
+    MOST_ORDERS,
+    MOST_REQUESTS,
+    MOST_TOKENS,
     NOWHERE,
+)
+from rescheduler.coordination.messages import (
     Answer,
+    CoordinationError,
+    Ended,
+    Load,
     MoveEnded,
     MoveOrder,
     Notice,
-    ProxyLoad,
     Record,
     Refusal,
     Report,
     View,
 )
 from rescheduler.coordination.numbering import Arrival, Numbering
+from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror, Order
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
@@ -32,9 +40,8 @@ from rescheduler.placement.placements import Placements
 
 __all__ = ["Session", "Shared"]
 
-logger = logging.getLogger("headway.serve")
-
 _REST_SECONDS = 5.0
+_SLICE = 256  # requests that are looked at in one turn of the event loop
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class Shared:
         instances: of the deployment, in its order.
         placements: which requests are on which instance.
         dispatcher: chooses instances.
+        prefill_pool: of requests that wait for a prefill instance.
+        decode_pool: of those that wait for a decode instance.
+        names: how many requests engines call so: clients of two proxies may choose the same.
         forecasts: of remaining lengths; None if no engine publishes them.
         failed: counts a failure against an instance; the flag: nothing listens there.
         background: runs something, and returns its task.
@@ -58,6 +68,9 @@ class Shared:
     instances: list[InstanceState]
     placements: Placements[Mirror]
     dispatcher: Dispatcher[Mirror]
+    prefill_pool: FairPool
+    decode_pool: FairPool
+    names: Counter[str]
     forecasts: LiveForecasts | None
     failed: Callable[[InstanceState, bool], None]
     background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -70,76 +83,111 @@ class Session:
     """One proxy's requests, places for them, and orders to move them.
 
     Args:
-        name: of the proxy's process.
-        incarnation: of this session, whose notices are numbered from 1.
+        name: that the proxy's process gives itself, which only the two sides know.
+        number: by which everybody else knows it.
+        peer: its connection.
+        address: that it connects from; None if that is not known.
         shared: with the sessions of other proxies.
 
     Attributes:
         name: as given.
+        number: as given.
+        peer: its connection; None while it has none.
+        address: as given.
         mirrors: its requests, by handle.
         heard_at: when its last report came.
-        listening: endpoint at which its peers hear its loads.
+        listening: endpoint at which its peers hear its loads; empty if there is none.
+        named: endpoint that it names as such.
         step_seconds: mean time between two tokens of its requests.
         known: whether its requests are: a whole report has come, and none was missed since.
     """
 
-    def __init__(self, name: str, incarnation: str, shared: Shared) -> None:
-        self.name, self._incarnation, self._shared = name, incarnation, shared
+    def __init__(
+        self, name: str, number: int, peer: bytes, address: str | None, shared: Shared
+    ) -> None:
+        self.name, self.number, self.address = name, number, address
+        self.peer: bytes | None = peer
+        # A proxy that was only silent for long must not take its numbers for earlier ones.
+        self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared
         self.mirrors: dict[int, Mirror] = {}
         self.heard_at = shared.clock()
-        self.listening = ""
+        self.listening = self.named = ""
         self.step_seconds = 0.0
-        self.known = False
+        self.known = self._closed = False
         self._heard = Numbering()
         self._sent = 0
         self._answers: list[Answer] = []
-        self._booked: list[Mirror] = []
+        self._booked: list[Mirror | None] = []  # to whom each answer gives a place
         self._new_orders: list[Mirror] = []
         self._orders: set[Mirror] = set()
+
+    def __str__(self) -> str:
+        """Return what to call it in a log."""
+        return f"proxy {self.number} ({self.address or 'of an unknown address'})"
 
     @property
     def pending(self) -> bool:
         """Whether there is something to say at once."""
         return bool(self._answers or self._new_orders or not self.known)
 
-    def receive(self, report: Report) -> None:
-        """Take over what the proxy says."""
-        arrival = self._heard.arrived(report.number)
+    async def receive(self, report: Report) -> None:
+        """Take over what the proxy says, in slices, between which others have their turn.
+
+        Raises:
+            CoordinationError: it is of instances or requests that cannot be, or its number cannot.
+        """
+        arrival = self._heard.arrived(report.number, report.whole)
         self.heard_at = self._shared.clock()
         if arrival is Arrival.OLD:
             return
         self.known = report.whole or (self.known and arrival is Arrival.NEXT)
-        self.listening, self.step_seconds = report.listening, report.step_seconds
         if not self.known:
             self._shared.wake()
+            if arrival is Arrival.FAR:
+                raise CoordinationError(
+                    f"report {report.number} after {self._heard.last}", "number"
+                )
             return
+        self.step_seconds = report.step_seconds
         here = report.heard if report.incarnation == self._incarnation else 0
         if report.whole:
             listed = {record.handle for record in report.records}
-            for mirror in [one for one in self.mirrors.values() if one.handle not in listed]:
+            gone = [one for one in self.mirrors.values() if one.handle not in listed]
+            for i, mirror in enumerate(gone):
+                if not await self._goes_on(i):
+                    return
                 self._forget(mirror, by_itself=False)
-        for record in report.records:
+        for i, record in enumerate(report.records):
+            if not await self._goes_on(i):
+                return
             self._take(record, here, report.whole)
         self._take_tokens(report)
         for failure in report.failures:
-            if failure.instance < len(self._shared.instances):
-                self._shared.failed(self._shared.instances[failure.instance], failure.certain)
+            if not 0 <= failure.instance < len(self._shared.instances):
+                raise _nowhere(failure.instance, len(self._shared.instances))
+            self._shared.failed(self._shared.instances[failure.instance], failure.certain)
         for move in report.moves:
             self._move_ended(move)
-        for ended in report.ended:
-            over = self.mirrors.get(ended.handle)
-            if over is not None:
-                # Of an answer that comes as a whole only its engine knows, by telemetry.
-                over.generated_tokens = max(over.generated_tokens, ended.generated_tokens)
-                self._forget(over, ended.by_itself)
+        for i, ended in enumerate(report.ended):
+            if not await self._goes_on(i):
+                return
+            self._end(ended)
         self._settle_orders(here)
+        self.heard_at = self._shared.clock()
         if report.records or report.ended:
             self._shared.dispatcher.wake()
 
-    def close(self) -> None:
-        """Forget all of its requests: the proxy is gone, or has to report them anew."""
+    async def close(self) -> None:
+        """Forget the proxy and all of its requests: it is gone."""
+        self._closed = True
+        await self.forget_all()
+
+    async def forget_all(self) -> None:
+        """Forget all of its requests: the proxy has to report them anew."""
         self.known = False
-        for mirror in list(self.mirrors.values()):
+        for i, mirror in enumerate(list(self.mirrors.values())):
+            if i and i % _SLICE == 0:
+                await asyncio.sleep(0)
             if mirror.order is not None:
                 self._end_order(mirror, MoveOutcome("gone"))
             self._forget(mirror, by_itself=False)
@@ -165,21 +213,25 @@ class Session:
         if view is None and not self.pending:
             return None
         self._sent += 1
-        for mirror in self._booked:
-            mirror.booked_in = self._sent
-        orders = [self._order(mirror) for mirror in self._new_orders if mirror.order is not None]
+        answers, self._answers = self._answers[:MOST_ANSWERS], self._answers[MOST_ANSWERS:]
+        ordered, self._new_orders = self._new_orders[:MOST_ORDERS], self._new_orders[MOST_ORDERS:]
+        orders = [self._order(mirror) for mirror in ordered if mirror.order is not None]
         notice = Notice(
             incarnation=self._incarnation,
             number=self._sent,
+            proxy=self.number,
             whole_please=not self.known,
-            answers=self._answers,
+            answers=answers,
             moves=[order for order in orders if order is not None],
             view=view,
         )
-        self._answers, self._booked, self._new_orders = [], [], []
+        booked, self._booked = self._booked[: len(answers)], self._booked[len(answers) :]
+        for mirror in booked:
+            if mirror is not None:
+                mirror.booked_in = self._sent
         return notice
 
-    def load(self) -> ProxyLoad:
+    def load(self) -> Load:
         """Return what its requests hold on each instance."""
         index = {instance: g for g, instance in enumerate(self._shared.instances)}
         requests, tokens = [0] * len(index), [0] * len(index)
@@ -188,20 +240,17 @@ class Session:
                 g = index[mirror.instance]
                 requests[g] += 1
                 tokens[g] += mirror.context_tokens
-        return ProxyLoad(self.name, self.listening, requests, tokens)
+        return Load(requests, tokens)
 
     def _take(self, record: Record, heard: int, whole: bool) -> None:
         """Have a request be as reported, unless it is about to get the place that it waits for."""
         n = len(self._shared.instances)
-        if max(record.instance, record.destination, *record.avoid, NOWHERE) >= n:
-            raise ValueError(f"instance {max(record.instance, record.destination)} of {n}")
+        named = (record.instance, record.destination, *record.avoid)
+        if max(named) >= n or min(record.avoid, default=0) < 0 or len(record.avoid) > n:
+            raise _nowhere(max(named), n)
         mirror = self.mirrors.get(record.handle)
         if mirror is None:
-            mirror = self.mirrors[record.handle] = Mirror(
-                record, self.name, self._shared.placements
-            )
-            if self._shared.forecasts is not None:
-                self._shared.forecasts.began(mirror)
+            mirror = self._begin(record)
         if record.ticket and record.ticket == mirror.booked:
             mirror.count(record)
             if whole and 0 < mirror.booked_in <= heard:  # what said so was lost
@@ -214,31 +263,60 @@ class Session:
         self._stop_asking(mirror)
         mirror.booked = mirror.booked_in = 0
         mirror.be(record, self._shared.instances)
-        if mirror.generating and not generated and mirror.instance is not None:
-            mirror.instance.breaker.succeeded()
+        instance = mirror.instance
+        if mirror.generating and not generated and instance and instance.breaker.closed:
+            instance.breaker.succeeded()
         mirror.ticket = record.ticket
         if record.ticket:
             mirror.asking = self._shared.background(self._get_place(mirror, record.for_prefill))
+
+    def _begin(self, record: Record) -> Mirror:
+        if len(self.mirrors) >= MOST_REQUESTS:
+            raise CoordinationError(f"more than {MOST_REQUESTS} requests", "content")
+        mirror = Mirror(record, self.name, self._shared.placements)
+        self.mirrors[record.handle] = mirror
+        self._shared.names[mirror.external_id] += 1
+        if self._shared.forecasts is not None and self._shared.names[mirror.external_id] == 1:
+            self._shared.forecasts.began(mirror)
+        return mirror
+
+    async def _goes_on(self, i: int) -> bool:
+        """Let others have their turn after a slice; return whether the proxy is still there."""
+        if i and i % _SLICE == 0:
+            await asyncio.sleep(0)
+        return not self._closed
 
     async def _get_place(self, mirror: Mirror, for_prefill: bool) -> None:
         """Get a place for a request, and book it."""
         dispatcher, ticket = self._shared.dispatcher, mirror.ticket
         await self._shared.settled.wait()
         try:
+            pool = self._shared.prefill_pool if for_prefill else self._shared.decode_pool
             if not mirror.admitted:
-                dispatcher.admit()
+                self._admit(pool)
                 mirror.admitted = True
             place = dispatcher.take_prefill if for_prefill else dispatcher.place
-            instance = await place(mirror)
+            async with pool.waiting(self.number):
+                instance = await place(mirror)
         except RequestRefusedError as error:
-            refusal = Refusal(error.status, str(error), error.retry_after)
+            status: Literal[429, 503] = 429 if error.status == 429 else 503
+            refusal = Refusal(status, str(error), error.retry_after)
             mirror.asking = None
             self._answers.append(Answer(ticket, NOWHERE, refusal))
+            self._booked.append(None)
             self._shared.wake()
             return
         mirror.asking = None
         mirror.booked = ticket
         self._answer(mirror, instance)
+
+    def _admit(self, pool: FairPool) -> None:
+        """Refuse a new request that there is no room for, unless its proxy is below its share."""
+        try:
+            self._shared.dispatcher.admit()
+        except RequestRefusedError as error:
+            if error.status != 429 or not pool.below_share(self.number):
+                raise
 
     def _answer(self, mirror: Mirror, instance: InstanceState | None) -> None:
         at = NOWHERE if instance is None else self._shared.instances.index(instance)
@@ -281,27 +359,45 @@ class Session:
 
     def _take_tokens(self, report: Report) -> None:
         if len(report.handles) != len(report.tokens) or len(report.handles) % 8:
-            raise ValueError("handles and tokens of different lengths")
+            raise CoordinationError("handles and tokens of different lengths", "content")
         handles = np.frombuffer(report.handles, dtype=np.int64).tolist()
         tokens = np.frombuffer(report.tokens, dtype=np.int64)
-        if ((tokens < 0) | (tokens > MOST)).any():
-            raise ValueError("tokens that nothing has generated")
+        if ((tokens < 0) | (tokens > MOST_TOKENS)).any():
+            raise CoordinationError("tokens that nothing has generated", "content")
         mirrors = self.mirrors
         for handle, generated in zip(handles, tokens.tolist(), strict=True):
             mirror = mirrors.get(handle)
             if mirror is not None:
                 mirror.generated_tokens = generated
 
+    def _end(self, ended: Ended) -> None:
+        mirror = self.mirrors.get(ended.handle)
+        if mirror is not None:
+            # Of an answer that comes as a whole only its engine knows, by telemetry.
+            mirror.generated_tokens = max(mirror.generated_tokens, ended.generated_tokens)
+            engines = [one.engine for one in self._shared.instances if one.engine is not None]
+            longest = max((engine.max_model_len for engine in engines), default=MOST_TOKENS)
+            self._forget(mirror, ended.by_itself and mirror.generated_tokens <= longest)
+
     def _forget(self, mirror: Mirror, by_itself: bool) -> None:
-        del self.mirrors[mirror.handle]
+        if self.mirrors.pop(mirror.handle, None) is None:
+            return
         self._stop_asking(mirror)
         mirror.leave()
         if mirror.order is not None:
             self._end_order(mirror, MoveOutcome("ended"))
-        if self._shared.forecasts is not None:
-            self._shared.forecasts.ended(mirror, by_itself)
+        names = self._shared.names
+        names[mirror.external_id] -= 1
+        if not names[mirror.external_id]:  # else what is forecast is of the other one, too
+            del names[mirror.external_id]
+            if self._shared.forecasts is not None:
+                self._shared.forecasts.ended(mirror, by_itself)
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None
         if asking is not None:
             asking.cancel()
+
+
+def _nowhere(instance: int, n: int) -> CoordinationError:
+    return CoordinationError(f"instance {instance} of {n}", "content")

@@ -99,7 +99,8 @@ class Proxy:
         self._stack.push_async_callback(self._tracer.close)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
-        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool)
+        others = [planning.refused] if isinstance(planning, CoordinatedPlanning) else []
+        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool, others)
         self.migrator = Migrator(self.upstream, bodies, options, self.metrics, self.background)
         outliers = OutlierDetection(planning.failed, self.metrics)
         self.flow = RequestFlow(

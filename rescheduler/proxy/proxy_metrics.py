@@ -27,6 +27,7 @@ class ProxyMetrics(Collector):
         instances: all of the deployment.
         dispatcher: with the two pools.
         pool: requests that may wait for an instance.
+        others: of the same process.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ProxyMetrics(Collector):
         instances: Sequence[InstanceState],
         dispatcher: Placer,
         pool: int,
+        others: Sequence[Collector] = (),
     ) -> None:
         self._placements, self._instances, self._dispatcher = placements, instances, dispatcher
         self._pool = pool
@@ -118,7 +120,8 @@ class ProxyMetrics(Collector):
         for instance in instances:
             for counter in (self.recomputed, self.failures, self.turned_away):
                 counter.labels(instance.name)
-        registry.register(self)
+        for collector in (self, *others):
+            registry.register(collector)
 
     def loop_late(self, late: float, computed: float) -> None:
         """Note by how many seconds the event loop was late, and how long it computed until then."""

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -15,9 +16,12 @@ from tokenizers.models import WordLevel
 
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import Link
-from rescheduler.coordination.messages import Notice, Report
+from rescheduler.coordination.messages import CoordinationError, Notice, Report
+from rescheduler.coordination.numbering import FAR
 from rescheduler.coordination.placer import CoordinatedPlacer
+from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordination.watched_placements import WatchedPlacements
+from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
 from rescheduler.coordinator.sessions import Sessions
@@ -61,6 +65,7 @@ class Proxy:
 
     def __init__(self, name: str, model: "Model") -> None:
         self.model, self.instances = model, instances()
+        self.connection = name.encode()
         self.up: list[Report] = []
         self.down: list[Notice] = []
         self.flows: dict[LiveRequest, asyncio.Task[None]] = {}
@@ -72,7 +77,7 @@ class Proxy:
         self.link.listening = f"tcp://{name}:1"
         self.placements = WatchedPlacements(self.link.changed)
         fallback: Dispatcher[LiveRequest] = Dispatcher(
-            ClusterLoads(self.placements, self.instances, name, LOST, model.clock),
+            ClusterLoads(self.placements, self.instances, LOST, model.clock),
             self.instances[:1],
             self.instances[1:],
             JSQLoad(),
@@ -176,13 +181,17 @@ class Model(RuleBasedStateMachine):
         dispatcher: Dispatcher[Mirror] = Dispatcher(
             self.placed, states[:1], states[1:], JSQLoad(), None, None, OPTIONS, self.clock
         )
-        self.sessions = Sessions(DIGEST, LOST)
+        refused = RefusedMessages("refused", "proxy", clock=self.clock)
+        self.sessions = Sessions(DIGEST, LOST, refused)
         self.ordered: list[asyncio.Task[MoveOutcome]] = []
         self.shared = Shared(
             f"c{next(self.names)}",
             states,
             self.placed,
             dispatcher,
+            FairPool(OPTIONS.pool),
+            FairPool(OPTIONS.pool),
+            Counter(),
             None,
             lambda instance, certain: None,
             self.background,
@@ -307,12 +316,12 @@ class Model(RuleBasedStateMachine):
     @rule(beat=st.booleans())
     @in_loop
     async def coordinator_sends(self, beat: bool) -> None:
-        self._coordinator_sends(beat)
+        await self._coordinator_sends(beat)
 
-    def _coordinator_sends(self, beat: bool) -> None:
-        for name, notice in self.sessions.notices(beat, self.shared):
+    async def _coordinator_sends(self, beat: bool) -> None:
+        async for session, notice in self.sessions.notices(beat, self.shared):
             for proxy in self.proxies:
-                if proxy.link.session == name:
+                if proxy.connection == session.peer:
                     proxy.down.append(notice)
 
     @rule(p=st.integers(0, 1), data=st.data(), keep=st.booleans())
@@ -323,11 +332,15 @@ class Model(RuleBasedStateMachine):
         if waiting:
             at = data.draw(st.integers(0, len(waiting) - 1))
             report = waiting[at] if keep else waiting.pop(at)
-            assert self.sessions.receive(report, self.shared) is None
+            await self._hears(self.proxies[p], report)
 
     @in_loop
     async def report_comes_first(self, p: int) -> None:
-        assert self.sessions.receive(self.proxies[p].up.pop(0), self.shared) is None
+        await self._hears(self.proxies[p], self.proxies[p].up.pop(0))
+
+    async def _hears(self, proxy: Proxy, report: Report) -> None:
+        heard = self.sessions.receive(report, proxy.connection, None, self.shared)
+        assert await heard is None
 
     @rule(p=st.integers(0, 1), data=st.data(), keep=st.booleans())
     @in_loop
@@ -349,6 +362,47 @@ class Model(RuleBasedStateMachine):
     async def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
+    # What a peer does that lies.
+
+    @rule(p=st.integers(0, 1), ahead=st.sampled_from([1, 100, 2**20, 2**39]), whole=st.booleans())
+    @in_loop
+    async def another_connection_speaks_for_a_proxy(self, p: int, ahead: int, whole: bool) -> None:
+        """Even if it knew what only the proxy knows, the name of its session."""
+        proxy = self.proxies[p]
+        if proxy.link.session not in self.sessions.by_name:
+            return
+        forged = Report(proxy.link.session, ahead, "", 0, DIGEST, "", whole)
+        assert await self.sessions.receive(forged, b"forger", None, self.shared) is None
+        assert self.sessions.by_name[proxy.link.session].peer == proxy.connection
+
+    @rule(p=st.integers(0, 1), far=st.integers(FAR + 1, 2**39), whole=st.booleans())
+    @in_loop
+    async def a_number_jumps(self, p: int, far: int, whole: bool) -> None:
+        """As of a proxy out of its mind: what it says next is heard nevertheless."""
+        session = self.sessions.by_name.get(self.proxies[p].link.session)
+        if session is not None:
+            jumped = Report(session.name, session.number + far, "", 0, DIGEST, "", whole)
+            await self._hears(self.proxies[p], jumped)
+
+    @rule(p=st.integers(0, 1), far=st.integers(FAR + 1, 2**39))
+    @in_loop
+    async def a_notice_jumps(self, p: int, far: int) -> None:
+        link = self.proxies[p].link
+        with pytest.raises(CoordinationError, match=f"notice {far + link._heard.last} after"):
+            link.receive(Notice(link._incarnation, link._heard.last + far))
+
+    @rule(p=st.integers(0, 1))
+    @in_loop
+    async def a_connection_is_lost(self, p: int) -> None:
+        """The proxy comes back on another one, which has to wait until the first is gone."""
+        proxy = self.proxies[p]
+        session = self.sessions.by_name.get(proxy.link.session)
+        proxy.connection = f"{proxy.link.session}#{next(self.names)}".encode()
+        if session is not None:
+            await self._hears(proxy, Report(session.name, 2**39, "", 0, DIGEST, "", True))
+            assert session.peer != proxy.connection
+            self.sessions.disconnected(session)
+
     # What happens to processes.
 
     @rule()
@@ -357,7 +411,7 @@ class Model(RuleBasedStateMachine):
         for task in self.ordered:
             task.cancel()
         for session in self.sessions.by_name.values():
-            session.close()
+            await session.close()
         self.start_coordinator()
 
     @rule(p=st.integers(0, 1))
@@ -434,7 +488,7 @@ class Model(RuleBasedStateMachine):
         for proxy in self.proxies:
             proxy.send(beat=True)
         await self._deliver()
-        self._coordinator_sends(beat=True)
+        await self._coordinator_sends(beat=True)
         await self._deliver()
 
     async def _deliver(self) -> None:
@@ -442,7 +496,7 @@ class Model(RuleBasedStateMachine):
         for proxy in self.proxies:
             while proxy.up or proxy.down:
                 if proxy.up:
-                    assert self.sessions.receive(proxy.up.pop(0), self.shared) is None
+                    await self._hears(proxy, proxy.up.pop(0))
                 if proxy.down:
                     proxy.link.receive(proxy.down.pop(0))
 

@@ -280,7 +280,8 @@ async def test_what_a_proxy_cannot_say_or_follow_is_not_its_last_word(
     async with coordinated() as it:
         first, second = it.proxies
         monkeypatch.setattr(link_of(first), "listening", "tcp://no address:at all")
-        await until(lambda: any(s.listening.endswith("at all") for s in sessions(it)))
+        await until(lambda: any(s.named.endswith("at all") for s in sessions(it)))
+        assert not all(s.listening for s in sessions(it))
         seen = link_of(second).view
         await until(lambda: link_of(second).view is not seen)
         await all_as_expected(second, streams(second, 1, SHORT), 5)

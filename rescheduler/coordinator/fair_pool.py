@@ -1,0 +1,80 @@
+"""Waiting for places together, so that no proxy's requests crowd out those of another."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+__all__ = ["FairPool"]
+
+
+class FairPool:
+    """A pool of so many requests, and before it a queue of each proxy.
+
+    Of N proxies whose requests wait, each has a share of ``size`` // N, at least 1. A request
+    comes in while its proxy has fewer in there than its share, however full the pool is, and
+    beyond its share while the pool is not full; of several proxies first from the one that has
+    fewest there. So a proxy that is alone fills the pool, and keeps nobody else out of it; at most
+    2 * ``size`` requests are in there if there are no more proxies than that.
+
+    Args:
+        size: of the pool.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._inside: Counter[int] = Counter()
+        self._total = 0
+        self._outside: dict[int, dict[asyncio.Future[None], None]] = {}
+
+    def below_share(self, proxy: int) -> bool:
+        """Return whether a proxy has fewer requests waiting than its share."""
+        outside = len(self._outside.get(proxy, ()))
+        return self._inside[proxy] + outside < self._share(proxy)
+
+    @asynccontextmanager
+    async def waiting(self, proxy: int) -> AsyncIterator[None]:
+        """Be in the pool, as soon as it is a request's turn.
+
+        Args:
+            proxy: number of its proxy.
+        """
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outside.setdefault(proxy, {})[turn] = None
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._count(proxy, -1)
+            else:
+                self._leave_queue(proxy, turn)
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Let in all that may come in."""
+        while self._outside:
+            proxy = min(self._outside, key=self._inside.__getitem__)
+            if self._total >= self._size and self._inside[proxy] >= self._share(proxy):
+                return
+            turn = next(iter(self._outside[proxy]))
+            self._leave_queue(proxy, turn)
+            if not turn.done():
+                turn.set_result(None)
+                self._count(proxy, 1)
+
+    def _share(self, proxy: int) -> int:
+        return max(1, self._size // len({proxy, *self._inside, *self._outside}))
+
+    def _count(self, proxy: int, more: int) -> None:
+        self._total += more
+        self._inside[proxy] += more
+        if not self._inside[proxy]:
+            del self._inside[proxy]
+
+    def _leave_queue(self, proxy: int, turn: "asyncio.Future[None]") -> None:
+        queue = self._outside.get(proxy, {})
+        queue.pop(turn, None)
+        if not queue:
+            self._outside.pop(proxy, None)
