@@ -4,8 +4,9 @@ from enum import Enum
 
 __all__ = ["FAR", "Arrival", "Numbering"]
 
-FAR = 4_096
-"""From the last number, a number that is not to be believed."""
+FAR = 32
+"""From the last number, a number that is not to be believed; so many messages are lost at worst
+to one that is nearer and is believed."""
 
 
 class Arrival(Enum):

@@ -15,8 +15,8 @@ __all__ = ["Orders"]
 logger = logging.getLogger("headway.serve")
 
 _OUTCOMES = frozenset(
-    ("moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer")
-    + ("gone", "refused")
+    {"moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer", "gone"}
+    | {"refused"}
 )
 
 

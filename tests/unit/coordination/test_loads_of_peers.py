@@ -1,11 +1,17 @@
 """What a proxy counts of its peers' requests while no coordinator does."""
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.messages import Load
+from rescheduler.coordination.limits import MOST, MOST_REQUESTS
+from rescheduler.coordination.messages import TOPIC, CoordinationError, Load, decode_load, encode
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placements import Placements
+from rescheduler.transfer.control_messages import EngineState
 
 LOST = 10.0
 
@@ -41,3 +47,62 @@ def test_a_peer_that_falls_silent_counts_no_more() -> None:
     assert len(counted.on(instance)) == 1
     clock.now = 2 * LOST + 1
     assert len(counted.on(instance)) == 0
+
+
+STATE = EngineState(
+    number=0,
+    version="0.32.0",
+    block_size=16,
+    max_num_seqs=64,
+    max_model_len=4096,
+    prefix_caching=True,
+    num_blocks=1000,
+    free_blocks=900,
+    running=2,
+    waiting=0,
+    frozen=[],
+)
+LOADS = st.builds(
+    lambda requests, tokens: Load([requests], [tokens]),
+    st.integers(0, MOST_REQUESTS),
+    st.integers(0, MOST),
+)
+
+
+@given(st.lists(LOADS, max_size=5), st.booleans())
+def test_whatever_peers_say_a_proxy_is_left_its_share_of_an_instance(
+    said: list[Load], known: bool
+) -> None:
+    counted, instance = loads(Clock())
+    instance.engine = STATE if known else None
+    counted.peers(dict(enumerate(said)))
+    there, proxies = counted.on(instance), len(said) + 1
+    requests = sum(load.requests[0] for load in said)
+    tokens = sum(load.tokens[0] for load in said)
+    assert len(there) <= 1024
+    if known:
+        assert len(there) == min(requests, STATE.max_num_seqs - STATE.max_num_seqs // proxies)
+    held = sum(request.context_tokens for request in there)
+    if there:
+        assert held == min(tokens, instance.kv_capacity - instance.kv_capacity // proxies)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load([2**40], [2**40]),
+        Load([10_000_000], [0]),
+        Load([-1], [0]),
+        Load([0], [2**63]),
+        Load([0] * 5_000, [0] * 5_000),
+    ],
+)
+def test_a_load_that_no_proxy_can_have_is_refused(load: Load) -> None:
+    with pytest.raises(CoordinationError, match="invalid message"):
+        decode_load(encode(load))
+
+
+def test_a_load_on_other_instances_is_left_out() -> None:
+    counted, instance = loads(Clock())
+    counted.peer(1, decode_load([TOPIC, encode(Load([1, 2], [3]))[1]]))
+    assert not counted.on(instance)

@@ -1,0 +1,98 @@
+"""Who waits for a place, of many proxies' requests."""
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescheduler.coordinator.fair_pool import FairPool
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["come", "come", "go", "give up"])), max_size=60
+)
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Waiting:
+    """A request that waits, inside or before the pool, until it goes."""
+
+    def __init__(self, pool: FairPool, proxy: int) -> None:
+        self.proxy, self.inside = proxy, False
+        self._goes = asyncio.Event()
+        self.task = asyncio.create_task(self._wait(pool))
+
+    async def _wait(self, pool: FairPool) -> None:
+        async with pool.waiting(self.proxy):
+            self.inside = True
+            await self._goes.wait()
+
+    def go(self) -> None:
+        self._goes.set()
+
+
+@given(st.integers(1, 12), STEPS)
+def test_each_proxy_has_its_share_and_no_place_stays_empty(
+    size: int, steps: list[tuple[int, str]]
+) -> None:
+    async def play() -> None:
+        pool, all_of_them = FairPool(size), list[Waiting]()
+        for proxy, step in steps:
+            own = [one for one in all_of_them if one.proxy == proxy]
+            inside = [one for one in own if one.inside]
+            if step == "come":
+                all_of_them.append(Waiting(pool, proxy))
+            elif step == "go" and inside:
+                inside[0].go()
+                all_of_them.remove(inside[0])
+            elif step == "give up" and own:
+                own[-1].task.cancel()
+                all_of_them.remove(own[-1])
+            await turns()
+            check(all_of_them, size, pool)
+        for one in all_of_them:
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in all_of_them), return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def check(all_of_them: list[Waiting], size: int, pool: FairPool) -> None:
+    proxies = {one.proxy for one in all_of_them}
+    share = max(1, size // max(1, len(proxies)))
+    inside = Counter(one.proxy for one in all_of_them if one.inside)
+    outside = Counter(one.proxy for one in all_of_them if not one.inside)
+    if outside:
+        assert inside.total() >= size, "a place stays empty"
+    assert inside.total() <= size + share * len(proxies)
+    for proxy in proxies:
+        assert not outside[proxy] or inside[proxy] >= share, "kept out of its share"
+        assert pool.below_share(proxy) == (inside[proxy] + outside[proxy] < share)
+        own = [one.inside for one in all_of_them if one.proxy == proxy]
+        assert own == sorted(own, reverse=True), "one overtakes another"
+
+
+def test_one_proxy_fills_the_pool_and_keeps_nobody_out_of_it() -> None:
+    async def play() -> None:
+        pool = FairPool(8)
+        async with AsyncExitStack() as stack:
+            for _ in range(8):
+                await stack.enter_async_context(pool.waiting(1))
+            more = Waiting(pool, 1)
+            others = [Waiting(pool, 2) for _ in range(4)]
+            await turns()
+            assert not more.inside
+            assert all(one.inside for one in others)
+            for one in others:
+                one.go()
+        await turns()
+        assert more.inside
+        more.go()
+        await more.task
+
+    asyncio.run(play())
