@@ -173,7 +173,6 @@ class Session:
                 return
             self._end(ended)
         self._settle_orders(here)
-        self.heard_at = self._shared.clock()
         if report.records or report.ended:
             self._shared.dispatcher.wake()
 
@@ -284,6 +283,7 @@ class Session:
         """Let others have their turn after a slice; return whether the proxy is still there."""
         if i and i % _SLICE == 0:
             await asyncio.sleep(0)
+            self.heard_at = self._shared.clock()  # whoever is still being read is not gone
         return not self._closed
 
     async def _get_place(self, mirror: Mirror, for_prefill: bool) -> None:

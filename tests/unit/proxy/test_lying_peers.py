@@ -16,6 +16,7 @@ from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 
 from rescheduler.coordination.coordinated_planning import instances_digest
+from rescheduler.coordination.limits import MOST_REQUESTS
 from rescheduler.coordination.messages import Failure, Notice, Record, Report, decode_notice, encode
 
 SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
@@ -202,6 +203,18 @@ async def test_there_are_so_many_proxies_and_no_more(coordinated: Make) -> None:
                 one.close()
 
 
+async def test_others_have_their_turn_while_a_large_report_is_read(coordinated: Make) -> None:
+    async with coordinated(proxies=1, lost_seconds=60.0) as it, peer(it) as large:
+        replace, seen = msgspec.structs.replace, set[int]()
+        for number, records in ((1, MOST_REQUESTS), (2, 0)):
+            runs = [replace(REQUEST, handle=i, instance=1, destination=1) for i in range(records)]
+            await large.says(number, whole=True, records=runs)
+            while it.load("decode-0") != records:
+                seen.add(it.load("decode-0"))
+                await asyncio.sleep(0)
+        assert len(seen) > 2 * MOST_REQUESTS // 1_000
+
+
 async def test_what_one_peer_asks_for_leaves_room_for_what_others_ask_for(
     coordinated: Make,
 ) -> None:
@@ -258,9 +271,8 @@ async def test_what_cannot_be_is_left_out_and_counted(
 
 async def test_a_step_that_takes_no_time_stops_nobody(coordinated: Make) -> None:
     async with coordinated() as it, peer(it) as odd:
-        waits = msgspec.structs.replace(REQUEST, ticket=1, hop=0, waited=1e6)
-        await odd.says(1, whole=True, records=[waits], step_seconds=5e-324)
-        await until(lambda: "peer" in it.coordinator.sessions)
+        await odd.says(1, whole=True, records=[REQUEST], step_seconds=5e-324)
+        await until(lambda: it.coordinator.dispatcher.step_seconds <= 1e-3)
         await is_decided_for(it, it.proxies[0])
 
 
