@@ -129,7 +129,7 @@ class PassThrough:
             async with await opening() as response:
                 if response.content_type != _EVENTS:
                     deadline.reschedule(None)
-                    return await _document(response, answer)
+                    return await self._document(response, answer)
                 failed = await self._relay(request, instance, response, deadline, answer)
         ended = await answer.finish_raw()
         if failed:
@@ -187,12 +187,12 @@ class PassThrough:
     ) -> web.StreamResponse:
         """Hand on an answer that comes as a whole.
 
-        That may take as long as it likes, while its instance is in service.
+        It may begin as late as it likes, while its instance is in service.
         """
 
         async def copied() -> web.StreamResponse:
             async with await opening() as response:
-                return await _document(response, answer)
+                return await self._document(response, answer)
 
         copying = asyncio.create_task(copied())
         try:
@@ -203,16 +203,27 @@ class PassThrough:
         finally:
             copying.cancel()
 
+    async def _document(
+        self, response: aiohttp.ClientResponse, answer: ClientAnswer
+    ) -> web.StreamResponse:
+        """Hand on a document: as a whole if it is not too large to be kept until then.
 
-async def _document(response: aiohttp.ClientResponse, answer: ClientAnswer) -> web.StreamResponse:
-    """Hand on a document: as a whole if it is not too large to be kept until then."""
-    kind = response.headers.get("Content-Type", "application/json")
-    held = bytearray()
-    async for part in response.content.iter_any():
-        held += part
-        if len(held) > _HELD_BYTES or answer.begun:
-            await answer.write_part(bytes(held), kind)
-            held.clear()
-    if not answer.begun:
-        return await answer.document(200, bytes(held), kind)
-    return await answer.finish_raw()
+        Once it has begun it has to end: a byte now and then is no sign of life.
+        """
+        kind = response.headers.get("Content-Type", "application/json")
+        held, reading = bytearray(), response.content.iter_any()
+        loop, left = asyncio.get_running_loop(), self._options.first_token_seconds
+        while True:
+            began = loop.time()
+            async with asyncio.timeout(left):
+                part = await anext(reading, None)
+            left -= loop.time() - began  # a slow client is not the engine's fault
+            if part is None:
+                break
+            held += part
+            if len(held) > _HELD_BYTES or answer.begun:
+                await answer.write_part(bytes(held), kind)
+                held.clear()
+        if not answer.begun:
+            return await answer.document(200, bytes(held), kind)
+        return await answer.finish_raw()

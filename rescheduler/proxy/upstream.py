@@ -126,7 +126,11 @@ class Upstream:
         if response.status == 200:
             return response
         try:
-            answer = await self._whole(instance, response)
+            async with asyncio.timeout(self._options.control_seconds):
+                answer = await self._whole(instance, response)
+        except TimeoutError as error:
+            reason = f"HTTP {response.status}, and no end to it"
+            raise UpstreamError(instance, reason, answered=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
         finally:

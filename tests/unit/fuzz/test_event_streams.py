@@ -15,7 +15,13 @@ from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, ClientRequest, read_request
 from rescheduler.openai.openai_response import ResponseCollector
-from rescheduler.openai.openai_stream import EventReader, StreamSplicer, event, read_chunk
+from rescheduler.openai.openai_stream import (
+    EventReader,
+    StreamSplicer,
+    event,
+    read_chunk,
+    read_signs,
+)
 
 PROMPT = [1504, 282, 253]
 USAGE = {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3}
@@ -94,6 +100,22 @@ def test_events_are_whole_wherever_packets_end(chat: bool, cuts: list[int]) -> N
 
 @fuzzed()
 @given(
+    st.lists(
+        st.sampled_from([b"data: 1\n\n", b": c\n\n", b"event: e\ndata: 2\n\n", b"\n\n", b"x"])
+    ),
+    st.lists(st.integers(0, 60), max_size=12),
+)
+def test_events_are_the_same_wherever_packets_end(pieces: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(pieces)
+    cuts = sorted(min(cut, len(stream)) for cut in cuts)
+    reader, read = EventReader(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        read += reader.feed(stream[start:end])
+    assert read == EventReader().feed(stream)
+
+
+@fuzzed()
+@given(
     st.sampled_from([b"".join(map(event, stream)) for stream in WHOLE.values()]).flatmap(
         damaged_bytes
     )
@@ -104,8 +126,9 @@ def test_events_are_whole_wherever_packets_end(chat: bool, cuts: list[int]) -> N
 @example(event(b'{"choices": ' + b"[" * 100_000))
 def test_no_bytes_raise_anything_but_a_decode_error(stream: bytes) -> None:
     for payload in EventReader().feed(stream):
-        with contextlib.suppress(msgspec.DecodeError):
-            read_chunk(payload)
+        for read in (read_chunk, read_signs):
+            with contextlib.suppress(msgspec.DecodeError):
+                read(payload)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["at first", "moved"])

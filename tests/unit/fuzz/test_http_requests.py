@@ -21,7 +21,7 @@ from strict_engine import StrictEngine
 from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED, NOT_SERVED
-from rescheduler.serving import listeners
+from rescheduler.serving import connection
 
 BATCH = 50
 LONGEST_STALL = 0.3
@@ -222,7 +222,7 @@ The last one says no version of HTTP, and is answered in that of 0.9.
 async def test_every_client_is_answered_and_the_next_one_served(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, batch: list[Request]
 ) -> None:
-    monkeypatch.setattr(listeners, "_CLEANUP_SECONDS", 0.2)  # else a damaged body takes 2 s
+    monkeypatch.setattr(connection, "CLEANUP_SECONDS", 0.2)  # else a damaged body takes 2 s
     async with cluster(tokenizer, kind=StrictEngine, **SHORT) as it:
         honest = {"prompt": PROMPT, "max_tokens": 5}
         assert tokens_of(await it.stream(honest)) == it.expected(5)
