@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 
 __all__ = ["EMBEDDED_MODELS", "ModelIdentity", "identify", "prepare_embedded", "resolve_model"]
 
@@ -102,7 +103,7 @@ def identify(model: str) -> ModelIdentity:
         return ModelIdentity(model, _cached_commit(model))
     marker = folder / _IDENTITY_FILE
     if marker.is_file():
-        return ModelIdentity(**json.loads(marker.read_text(encoding="utf-8")))
+        return ModelIdentity(**json.loads(read_text(marker)))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for weights in sorted(folder.glob("*.safetensors")):
         with weights.open("rb") as file:

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from data_collection.text_file import read_text
+
 __all__ = ["read_yaml"]
 
 
@@ -23,12 +25,9 @@ def read_yaml(path: Path) -> Any:
     Raises:
         ValueError: the file cannot be read; says why in one line.
     """
+    text = read_text(path)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: invalid YAML: it is not UTF-8") from error
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError(f"{path}: invalid YAML: it is nested too deeply") from error
     except yaml.YAMLError as error:

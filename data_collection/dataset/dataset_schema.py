@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 
 __all__ = [
     "REQUESTS_SCHEMA",
@@ -165,8 +166,8 @@ def read_sessions(dataset: Path) -> list[Session]:
     sessions = []
     for path in sorted((dataset / "sessions").glob("*.json")):
         try:
-            sessions.append(msgspec.json.decode(path.read_bytes(), type=Session))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            sessions.append(msgspec.json.decode(read_text(path), type=Session))
+        except ValueError as error:  # msgspec's too
             raise DatasetError(f"{path}: not a session's file: {error}") from error
     if not sessions:
         raise DatasetError(f"{dataset}: not a dataset recorded by Headway: no sessions/*.json")

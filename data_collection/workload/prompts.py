@@ -1,13 +1,12 @@
 """Prompts to drive: the starter set, JSONL, chat messages, a Hugging Face dataset."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from data_collection.text_file import text_lines
 from data_collection.workload.engine_options import Sampling
 
 __all__ = ["Prompt", "PromptError", "load_prompts", "parse_prompt", "read_json_lines"]
@@ -158,24 +157,28 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         PromptError: the file cannot be read, or a line is not JSON.
     """
     try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    value = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise PromptError(f"{where}: not JSON: {error}") from error
-                if "\\u" in line:
-                    _refuse_half_characters(where, value)
-                yield where, value
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise PromptError(f"{path}: not a whole gzip file: {error}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path}: not UTF-8 text: {error}") from error
+        for number, line in enumerate(text_lines(path), 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise PromptError(f"{where}: {_no_line(line)}not JSON: {error}") from error
+            if "\\u" in line:
+                _refuse_half_characters(where, value)
+            yield where, value
+    except PromptError:
+        raise
+    except ValueError as error:  # what cannot be read
+        raise PromptError(str(error)) from error
+
+
+def _no_line(line: str) -> str:
+    """Return what to do about JSON that is not in lines."""
+    if line.strip() in ("[", "{"):
+        return "JSON Lines have one object a line, as `jq -c` writes them; "
+    return ""
 
 
 def _refuse_half_characters(where: str, value: Any) -> None:
@@ -184,12 +187,6 @@ def _refuse_half_characters(where: str, value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{where}: not text: half of a surrogate pair: {error}") from error
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
 
 
 def _hub_records(source: str) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
@@ -62,10 +63,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint") from error
+        config = json.loads(read_text(folder / "config.json"))
     except ValueError as error:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
     if not isinstance(config, dict):

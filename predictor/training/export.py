@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 from data_collection.versions import machine, source_commit, versions
 from predictor.models.checkpoint import export_checkpoint
 from predictor.training.predictor_training import PredictorTraining
@@ -48,7 +49,7 @@ class ExportCheckpoint(Callback):
         figure = float(best.best_model_score or "nan")
         provenance = self._provenance(trainer, data) | {pl_module.monitor: figure}
         export_checkpoint(pl_module.predictor.cpu(), self.folder, provenance)
-        dataset_card = (data.dataset / "README.md").read_text(encoding="utf-8")
+        dataset_card = read_text(data.dataset / "README.md")
         write_text_atomically(self.folder / "dataset_card.md", dataset_card)
         print(f"best {pl_module.monitor} {figure:.4g}; wrote {self.folder}")
 

@@ -5,11 +5,13 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
+from data_collection.text_file import read_text
 from rescheduler.commands.option_spelling import normalised
 
 __all__ = ["CommandParser"]
@@ -53,6 +55,19 @@ class CommandParser(ArgumentParser):
         given = sys.argv[1:] if args is None else args
         return super().parse_args(normalised(self, given), *more, **options)
 
+    def parse_path(self, path: Any, *more: Any, **options: Any) -> Any:
+        """Parse a configuration, which is refused here unless it is text.
+
+        Raises:
+            ValueError: it is not, with its name.
+        """
+        if not Path(path).is_fifo():  # a pipe can be read only once
+            read_text(Path(path))
+        try:
+            return super().parse_path(path, *more, **options)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not plain UTF-8 text: {error}") from error
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report what is wrong, and exit with status 2."""
         message = _shortened(message)
@@ -78,7 +93,13 @@ def _shortened(message: str) -> str:
         return "the configuration must be a mapping of options to their values"
     key = re.match(r'Parser key "([\w.-]+)":\n', message)
     found = re.search(r"Option '[\w.-]+' is not accepted.*", message)
-    return f"{key[1]}: {found[0]}" if key and found else message
+    if key and found:
+        return f"{key[1]}: {found[0]}"
+    choices = re.search(r"Expected a typing\.Literal\[(.+?)\]", message)
+    given = re.search(r"(?:Given|Got) value: (.*)", message)
+    if key and choices and given:
+        return f"{key[1]}: one of {choices[1].replace(chr(39), '')}, not {given[1]!r}"
+    return message
 
 
 def _suggestion(parser: Any, unknown: re.Match[str]) -> str:

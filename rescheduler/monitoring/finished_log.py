@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from data_collection.text_file import text_lines
 from rescheduler.monitoring.forecast_quality import ScoredRequest
 
 __all__ = ["FinishedLog", "LoggedRequest", "read_finished_log"]
@@ -107,13 +108,12 @@ def read_finished_log(path: Path) -> Iterator[LoggedRequest]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `headway watch --log {path}` writes one")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield _parsed(path, number, line)
+    for number, line in enumerate(text_lines(path, half_line=False), start=1):
+        if line.strip():
+            yield _parsed(path, number, line)
 
 
-def _parsed(path: Path, number: int, line: bytes) -> LoggedRequest:
+def _parsed(path: Path, number: int, line: str | bytes) -> LoggedRequest:
     try:
         return msgspec.json.decode(line, type=LoggedRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

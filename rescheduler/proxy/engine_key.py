@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from data_collection.secret_file import warn_of_open_secret
+from data_collection.text_file import read_text
 from rescheduler.engines.deployment import DeploymentError, ProxyOptions
 
 __all__ = ["engine_key"]
@@ -21,9 +22,9 @@ def engine_key(options: ProxyOptions) -> str | None:
         return key or None
     path = Path(options.engine_key_file).expanduser()
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        key = read_text(path).strip()
         warn_of_open_secret(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DeploymentError(f"proxy.engine_key_file: {error}") from error
     if not key:
         raise DeploymentError(f"proxy.engine_key_file: {options.engine_key_file} is empty")

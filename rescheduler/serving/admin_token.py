@@ -4,6 +4,8 @@ import os
 import secrets
 from pathlib import Path
 
+from data_collection.text_file import read_text
+
 __all__ = ["TOKEN_VARIABLE", "admin_token", "admin_token_place", "create_admin_token"]
 
 TOKEN_VARIABLE = "HEADWAY_ADMIN_TOKEN"
@@ -20,8 +22,8 @@ def admin_token(port: int) -> str | None:
     if token:
         return token
     try:
-        return _path(port).read_text(encoding="utf-8").strip() or None
-    except OSError:
+        return read_text(_path(port)).strip() or None
+    except ValueError:
         return None
 
 

@@ -1,18 +1,18 @@
 """The steps of an engine as it served them: a CSV file, and which engine it was beside it."""
 
 import csv
-import gzip
 import io
 import math
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text, text_lines
 from rescheduler.step_time.engine_description import EngineDescription
 
 __all__ = ["COLUMNS", "StepLog", "read_engine", "read_steps"]
@@ -58,8 +58,8 @@ def read_engine(path: Path) -> EngineDescription:
     """
     beside = _engine_file(path)
     try:
-        return msgspec.json.decode(beside.read_bytes(), type=EngineDescription)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(read_text(beside), type=EngineDescription)
+    except ValueError as error:  # msgspec's too
         raise ValueError(
             f"{beside}: does not say whose steps {path.name} holds: {error}"
         ) from error
@@ -69,7 +69,8 @@ def read_steps(path: Path, start: int | None = None) -> FloatArray:
     """Return the steps of a log, [n, 3]: new tokens, context tokens, seconds.
 
     Args:
-        path: CSV file, plain or gzipped; columns other than `COLUMNS` are ignored.
+        path: CSV file, plain or gzipped; columns other than `COLUMNS` are ignored. The unit of
+            the times is their column's name.
         start: byte from which on a log is read that is being written; its last line is left out
             until it is whole. The whole file when None.
 
@@ -77,21 +78,24 @@ def read_steps(path: Path, start: int | None = None) -> FloatArray:
         ValueError: the file cannot be read, has no such columns, or has a line that is not a
             step, with its number.
     """
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rb") as file:
-            file.seek(start or 0)
-            text = file.read().decode()
-        if start is not None:
-            text = text[: text.rfind("\n") + 1]
-        reader = csv.DictReader(io.StringIO(text, newline=""), COLUMNS if start else None)
+        lines = text_lines(path) if start is None else _lines_from(path, start)
+        reader = csv.DictReader(lines, COLUMNS if start else None)
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"no column {missing[0]!r}; needs {', '.join(COLUMNS)}")
         steps = [_step(reader.line_num, row) for row in reader]
-    except (OSError, EOFError, ValueError, csv.Error) as error:
-        raise ValueError(f"{path}: not a log of an engine's steps: {error}") from error
+    except (OSError, ValueError, csv.Error) as error:
+        reason = str(error).removeprefix(f"{path}:").strip()
+        raise ValueError(f"{path}: not a log of an engine's steps: {reason}") from error
     return np.array(steps, dtype=np.float64).reshape(len(steps), len(COLUMNS))
+
+
+def _lines_from(path: Path, start: int) -> Iterator[str]:
+    with path.open("rb") as file:
+        file.seek(start)
+        text = file.read().decode()
+    yield from io.StringIO(text[: text.rfind("\n") + 1], newline="")
 
 
 def _step(line: int, row: dict[str, str]) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from data_collection.atomic_file import replace_file, write_text_atomically
+from data_collection.text_file import read_text
 from predictor.compilation import compiled
 from rescheduler.routing.learned.router_card import router_card
 from rescheduler.routing.learned.router_state import StateScales, state_size
@@ -115,7 +116,7 @@ def load_router(folder: Path) -> RouterCheckpoint:
                 f"{folder}: no {name}, so this is no router; train one with `headway train-router`"
             )
     try:
-        config = json.loads((folder / "router.json").read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / "router.json"))
         if set(config["scales"]) != set(StateScales._fields):
             raise ValueError(f"scales {sorted(config['scales'])}, not {list(StateScales._fields)}")
         if config["kind"] != "router":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 from data_collection.versions import source_commit
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
@@ -168,7 +169,7 @@ def read_cell(folder: Path, cell: Cell) -> tuple[Figures, str] | None:
     if not path.exists():
         return None
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_text(path))
         return {name: float(v) for name, v in document["figures"].items()}, document["commit"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # is computed again, and replaced

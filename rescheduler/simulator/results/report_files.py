@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.text_file import read_text
 from data_collection.versions import machine, source_commit, versions
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.results.figures import save_figure
@@ -41,8 +42,8 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
     if overwrite or not folder.exists() or not any(folder.iterdir()):
         return
     try:
-        made_by = json.loads((folder / results).read_text())["_about"]["made_by"]
-    except (OSError, ValueError, KeyError, TypeError):
+        made_by = json.loads(read_text(folder / results))["_about"]["made_by"]
+    except (ValueError, KeyError, TypeError):
         made_by = None
     if made_by != f"headway {verb}":
         raise ValueError(

@@ -123,5 +123,5 @@ def test_a_wrong_file_is_refused_with_its_name_and_field(
 
 
 def test_a_missing_file_is_reported() -> None:
-    with pytest.raises(DeploymentError, match=r"nowhere.yaml: No such file"):
+    with pytest.raises(DeploymentError, match=r"nowhere.yaml: cannot be read: No such file"):
         read_deployment("nowhere.yaml")

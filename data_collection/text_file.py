@@ -1,0 +1,144 @@
+"""Text files that people give: UTF-8 with or without a byte-order mark, plain or gzipped."""
+
+import gzip
+import io
+import os
+import select
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["ParquetFileError", "read_text", "text_lines"]
+
+_MARK = "\ufeff"
+"""The byte-order mark, which some editors write before the text, and joined files have within."""
+
+_LONGEST_LINE = 64 << 20
+_LARGEST_TEXT = 64 << 20
+_PIPE_SECONDS = 10
+_NOT_TEXT = {
+    b"PK\x03\x04": "a zip archive; unpack it, or pack it with gzip",
+    b"BZh91AY&SY": "compressed by bzip2; unpack it, or pack it with gzip",
+    b"\xfd7zXZ": "compressed by xz; unpack it, or pack it with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it, or pack it with gzip",
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    b"\x00\x00\xfe\xff": "UTF-32 text; save it as UTF-8",
+}
+
+
+class ParquetFileError(ValueError):
+    """A Parquet file is no text."""
+
+
+def read_text(path: Path, largest: int = _LARGEST_TEXT) -> str:
+    """Return the text of a small file, such as a configuration; line ends become newlines.
+
+    Raises:
+        ValueError: the file cannot be read, is larger, or is no text; names file and line.
+    """
+    lines, size = [], 0
+    for line in text_lines(path):
+        size += len(line)
+        if size > largest:
+            raise ValueError(f"{path}: over {largest >> 20} MiB, too large for such a file")
+        lines.append(line)
+    return "".join(lines).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def text_lines(
+    path: Path, longest: int = _LONGEST_LINE, half_line: bool = True, again: bool = False
+) -> Iterator[str]:
+    r"""Yield the lines of a file with their line ends, which may be ``\n``, ``\r\n`` or ``\r``.
+
+    A byte-order mark at the beginning of a line is left out. What is gzipped is unpacked,
+    whatever the file is called.
+
+    Args:
+        path: of the file; a pipe can be read once.
+        longest: characters of a line, above which it is refused.
+        half_line: whether the last line may lack its end; a log that is being written has half a
+            line there, which is left out.
+        again: whether the file will be read again, which a pipe cannot.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is too long or is no text; names the file,
+            and the line where there is one.
+    """
+    number = 1
+    try:
+        with _opened(path, again) as file:
+            while line := file.readline(longest):
+                if len(line) == longest:
+                    raise ValueError(f"{path}:{number}: a line of over {longest >> 20} MiB")
+                if not half_line and not line.endswith(("\n", "\r")):
+                    return
+                if not line.isascii():
+                    _refuse_other_encodings(path, number, line)
+                if "\0" in line:
+                    raise ValueError(
+                        f"{path}:{number}: holds NUL bytes, as UTF-16 and damaged files do; save "
+                        "it as UTF-8"
+                    )
+                number += 1
+                if line := line.removeprefix(_MARK):
+                    yield line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}:{number}: the gzip file is not whole: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _opened(path: Path, again: bool) -> Iterator[io.TextIOWrapper]:
+    """Yield the file as text; a byte that is no UTF-8 becomes half of a surrogate pair."""
+    # Without O_NONBLOCK a named pipe that nobody writes to is waited for for ever.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as raw:
+        kind = os.fstat(raw.fileno()).st_mode
+        if stat.S_ISDIR(kind):
+            raise ValueError(f"{path}: cannot be read: Is a directory")
+        if stat.S_ISFIFO(kind):
+            _await_writer(path, raw, again)
+        elif not stat.S_ISREG(kind):
+            raise ValueError(f"{path}: cannot be read: a device, not a file")
+        os.set_blocking(raw.fileno(), True)
+        beginning = raw.peek(10)[:10]
+        if beginning.startswith(b"PAR1\x15"):
+            raise ParquetFileError(f"{path}: a Parquet file, not text")
+        for magic, what in _NOT_TEXT.items():
+            if beginning.startswith(magic):
+                raise ValueError(f"{path}: {what}")
+        zipped = beginning[:2] == b"\x1f\x8b"
+        with (
+            gzip.GzipFile(fileobj=raw) if zipped else raw as binary,
+            io.TextIOWrapper(
+                binary, encoding="utf-8", errors="surrogateescape", newline=""
+            ) as file,
+        ):
+            yield file
+
+
+def _await_writer(path: Path, raw: BinaryIO, again: bool) -> None:
+    if again:
+        raise ValueError(f"{path}: a pipe, which can be read only once; save it as a file first")
+    waiting = select.poll()
+    waiting.register(raw.fileno(), select.POLLIN)
+    if not waiting.poll(1000 * _PIPE_SECONDS):
+        raise ValueError(f"{path}: nothing was written to this pipe in {_PIPE_SECONDS} s")
+
+
+def _refuse_other_encodings(path: Path, number: int, line: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(line[error.start]) - 0xDC00
+        where = f"{path}:{number}"
+        if number == 1 and line[:2] in ("\udcff\udcfe", "\udcfe\udcff"):  # inside gzip
+            raise ValueError(f"{where}: UTF-16 text; save it as UTF-8") from None
+        raise ValueError(
+            f"{where}: not UTF-8: byte 0x{byte:02x} after {line[: error.start][-20:]!r}; save it "
+            "as UTF-8"
+        ) from None
