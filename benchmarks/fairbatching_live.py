@@ -208,7 +208,9 @@ def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def scaled_trace(path: Path) -> TraceBlock:
     """Return the trace's first requests, with lengths that this model holds."""
-    block = first_requests(read_trace(path), np.random.default_rng(0), REQUESTS)
+    trace = read_trace(path)
+    print(trace.read_as, file=sys.stderr)
+    block = first_requests(trace, np.random.default_rng(0), REQUESTS)
     prompt = np.clip(np.rint(block.prompt * LENGTH_SCALE), 4, LONGEST_PROMPT)
     output = np.clip(np.rint(block.output * LENGTH_SCALE), 2, LONGEST_OUTPUT)
     return block._replace(prompt=prompt.astype(np.int64), output=output.astype(np.int64))

@@ -1,17 +1,30 @@
 """When requests arrive: as fast as the concurrency allows, at a rate, or as in a trace."""
 
 import csv
-import gzip
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-__all__ = ["Arrivals", "arrival_times"]
+from data_collection.text_file import text_lines
+from data_collection.workload.time_units import (
+    SAMPLED,
+    Expected,
+    TimeSample,
+    TimeUnit,
+    check_unit,
+    refuse_doubt,
+    ticks,
+)
+
+__all__ = ["EXPECTED", "Arrivals", "arrival_times"]
+
+EXPECTED = Expected(0.01, 1000, requests=10)
+"""Of times in a column whose name says that they are seconds."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,9 @@ class Arrivals:
             ``rate``; ``trace`` at the times of ``trace``.
         concurrency: most requests in flight at once, for every kind.
         rate: mean requests per second of ``poisson``.
-        trace: CSV file with a column ``arrival_s`` (seconds), plain or gzipped.
+        trace: CSV file with a column ``arrival_s``, plain or gzipped.
+        time_unit: s, ms, us or ns, of the times in ``trace``. Seconds when None, as the column's
+            name has it; if the trace is implausible in seconds it is refused.
         scale: multiplies the rate of ``trace``: 2 makes it arrive twice as fast.
         seed: of the Poisson arrivals.
     """
@@ -32,6 +47,7 @@ class Arrivals:
     concurrency: int = 64
     rate: float = 1.0
     trace: str | None = None
+    time_unit: TimeUnit | None = None
     scale: float = 1.0
     seed: int = 0
 
@@ -40,6 +56,7 @@ class Arrivals:
             raise ValueError(f"concurrency must be at least 1, not {self.concurrency}")
         if self.rate <= 0 or self.scale <= 0:
             raise ValueError("rate and scale must be above 0")
+        check_unit(self.time_unit)
         if self.kind == "trace" and self.trace is None:
             raise ValueError("arrivals of kind 'trace' need the path of a trace")
 
@@ -50,7 +67,8 @@ def arrival_times(arrivals: Arrivals) -> Iterator[float]:
     For ``poisson`` the gaps are independent and exponential with mean 1/rate.
 
     Raises:
-        ValueError: the trace cannot be read or is empty, or its times are not non-decreasing.
+        ValueError: the trace cannot be read or is empty, its times are not non-decreasing, or
+            their unit is in doubt.
     """
     match arrivals.kind:
         case "closed":
@@ -64,32 +82,39 @@ def arrival_times(arrivals: Arrivals) -> Iterator[float]:
                 yield now
         case "trace":
             assert arrivals.trace is not None
-            yield from _trace_times(Path(arrivals.trace), arrivals.scale)
+            yield from _trace_times(Path(arrivals.trace), arrivals.scale, arrivals.time_unit)
 
 
-def _trace_times(path: Path, scale: float) -> Iterator[float]:
-    opener = gzip.open if path.suffix == ".gz" else open
+def _trace_times(path: Path, scale: float, unit: TimeUnit | None) -> Iterator[float]:
+    times = _read_times(path)
+    beginning = list(islice(times, SAMPLED))
+    if not beginning:
+        raise ValueError(f"{path}: no arrivals found")
+    first = beginning[0]
+    if unit is None:
+        sample = TimeSample(len(beginning), first, beginning[-1], whole=False)
+        refuse_doubt(f"{path}: arrival_s", "s", sample, EXPECTED, "--arrivals.time-unit")
+    for time in chain(beginning, times):
+        yield (time - first) / ticks(unit or "s") / scale
+
+
+def _read_times(path: Path) -> Iterator[float]:
+    last = -math.inf
+    rows = csv.DictReader(text_lines(path))
     try:
-        with opener(path, "rt", encoding="utf-8", newline="") as file:
-            first = last = None
-            for row in csv.DictReader(file):
-                try:
-                    time = float(row["arrival_s"])
-                    if not math.isfinite(time):
-                        raise ValueError(time)
-                except (KeyError, TypeError, ValueError):
-                    raise ValueError(
-                        f"{path}: needs a column 'arrival_s' of seconds, found {dict(row)}"
-                    ) from None
-                if first is None:
-                    first = last = time
-                if last is not None and time < last:
-                    raise ValueError(f"{path}: arrival {time} comes before {last}")
-                last = time
-                yield (time - first) / scale
-            if first is None:
-                raise ValueError(f"{path}: no arrivals found")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        for row in rows:
+            try:
+                time = float(row["arrival_s"])
+                if not math.isfinite(time):
+                    raise ValueError(time)
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(
+                    f"{path}:{rows.line_num}: needs a column 'arrival_s' of seconds, found "
+                    f"{dict(row)}"
+                ) from None
+            if time < last:
+                raise ValueError(f"{path}:{rows.line_num}: arrival {time} comes before {last}")
+            last = time
+            yield time
+    except csv.Error as error:
+        raise ValueError(f"{path}:{rows.line_num}: {error}") from error

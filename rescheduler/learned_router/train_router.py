@@ -34,6 +34,7 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import changed_config
 from rescheduler.simulator.experiments.progress import compile_notice
 from rescheduler.simulator.results.report_files import about, refuse_foreign_folder, write_study
+from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["train_routers"]
 
@@ -101,6 +102,9 @@ def train_routers(
     left_out = [trained_label(variant) for variant in VARIANTS if variant not in variants]
     shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
     refuse_study(learned_in, asked, taking_part, labels, shown)
+    used = [*learned_in.values(), *asked.values()]
+    notes = about("train-router", config)
+    notes |= announce_traces("train-router", [each.trace for each in used])
     compile_notice()
     began = time.monotonic()
     jobs = [
@@ -148,7 +152,7 @@ def train_routers(
         label: {folder: _digest(Path(folder)) for folder in folders}
         for label, folders in (checkpoints or {}).items()
     }
-    write_study(out, about("train-router", config) | settings, _rows(played), table, figures)
+    write_study(out, notes | settings, _rows(played), table, figures)
     return 0
 
 

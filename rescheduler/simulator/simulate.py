@@ -30,6 +30,7 @@ from rescheduler.simulator.results.rescheduling_figures import draw_rescheduling
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import Candidate, create_candidates, run_setup
 from rescheduler.simulator.simulation import run
+from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["simulate"]
 
@@ -66,6 +67,7 @@ def simulate(
             not be overwritten; or an interval that is not positive.
     """
     candidates = create_candidates(run_setup(config))
+    notes = about("simulate", config) | announce_traces("simulate", [config.trace])
     logs: dict[str, Path] = {}
     if record is not None:
         if not 0 < record_every < math.inf:
@@ -102,7 +104,7 @@ def simulate(
         if not drawn:  # and leave nothing behind
             raise KeyboardInterrupt
     summaries = {label: summarise(runs) for label, runs in measured.items() if runs}
-    text = json_text(document(summaries, about("simulate", config)), allow_nan=False)
+    text = json_text(document(summaries, notes), allow_nan=False)
     if out is not None:
         figures = {
             "comparison.png": draw_comparison(summaries),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data_collection.atomic_file import refuse_unwritable
+from data_collection.workload.time_units import TimeUnit
 from rescheduler.simulator.advice.cases import ROUTERS, Clock
 from rescheduler.simulator.advice.figure import draw_advice
 from rescheduler.simulator.advice.study import Study
@@ -29,7 +30,8 @@ from rescheduler.simulator.results.report_files import (
 from rescheduler.simulator.workloads.forecast_recording import read_recording
 from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
 from rescheduler.simulator.workloads.trace import first_requests
-from rescheduler.simulator.workloads.trace_files import read_trace
+from rescheduler.simulator.workloads.trace_files import TraceFile, read_trace
+from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 from rescheduler.step_time.step_time import create_step_time
 
 __all__ = ["advise"]
@@ -54,6 +56,8 @@ def advise(
     slo: SLOConfig | None = None,
     recording: Path | None = None,
     skip_empty: bool = False,
+    format: TraceFormatName | None = None,
+    time_unit: TimeUnit | None = None,
     json: Path | None = None,
     out: Path | None = None,
     overwrite: bool = False,
@@ -86,6 +90,9 @@ def advise(
         recording: of a predictor's forecasts (`headway record`), whose error is what real
             forecasts have; that of the included checkpoint when null.
         skip_empty: leave out requests without prompt or output tokens.
+        format: headway, azure, burstgpt or mooncake; told by the first line when null.
+        time_unit: s, ms, us or ns, of the arrivals; as the format has it when null. If the trace
+            is implausible in it you are asked.
         json: write all figures to this file.
         out: write advice.json, advice.txt and advice.png to this folder.
         overwrite: write to ``out`` whatever is in it.
@@ -97,16 +104,19 @@ def advise(
         raise ValueError(f"load must be above 0 and at most {_MOST_LOAD}, not {load}")
     if requests is not None and requests < 1:
         raise ValueError(f"requests must be at least 1, not {requests}")
-    recorded = _recorded(trace, skip_empty, kv_capacity)
+    file = read_trace(trace, None, skip_empty, format, time_unit, option="--time-unit")
+    print(f"headway advise: {file.read_as}", file=sys.stderr)
+    recorded = _recorded(trace, file, kv_capacity)
     if load is not None and not recorded.has_arrivals:
         raise ValueError(f"{trace}: no arrival times that load could scale; leave load out")
     sigma = MEASURED_SIGMA
     if recording is not None:
         sigma = forecast_error(read_recording(recording)).sigma
+    said = {"format": format, "time_unit": time_unit}
     config = SimulationConfig(
         cluster=ClusterConfig(instances, slots, kv_capacity),
         step_time={"name": "bfio"} if step_time is None else step_time,
-        trace={"path": str(trace)},
+        trace={"path": str(trace)} | {name: value for name, value in said.items() if value},
         policies=list(ROUTERS),
         seeds=seeds,
         slo=slo,
@@ -130,7 +140,10 @@ def advise(
     finished = min(judgement.by_load.seeds for judgement in judged)
     simulated = _described(recorded, config.cluster, drawn, finished, study.capacities, load)
     text = advice_text(simulated, judged, quality, sigma)
-    found = {"_about": about("advise", config), "advice": text.splitlines()}
+    found = {
+        "_about": about("advise", config) | {"traces": [file.read_as]},
+        "advice": text.splitlines(),
+    }
     found |= study.document(judged, quality)
     document = json_text(found, allow_nan=False)
     print(text)
@@ -148,13 +161,12 @@ def advise(
     return 0
 
 
-def _recorded(path: Path, skip_empty: bool, kv_capacity: int | None) -> ResampledTrace:
+def _recorded(path: Path, trace: TraceFile, kv_capacity: int | None) -> ResampledTrace:
     """Return the trace in a file.
 
     Raises:
         ValueError: it cannot be read, or has requests that no instance can hold.
     """
-    trace = read_trace(path, skip_empty=skip_empty)
     requests = first_requests(trace, np.random.default_rng(0), _MOST_READ)
     if kv_capacity is not None:
         tokens = requests.prompt + requests.output

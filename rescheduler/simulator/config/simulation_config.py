@@ -285,7 +285,9 @@ class SimulationConfig:
         power: of a GPU.
         transfer: of a running request to another instance.
         migration: planners that move running requests, and how often they are asked.
-        trace: {name, requests, ...options}: a generator, or {path, ...} of a file.
+        trace: {name, requests, ...options}: a generator, or {path, requests, skip_empty, format,
+            time_unit} of a file. Its format (headway, azure, burstgpt, mooncake) is told by its
+            first line and its unit of time (s, ms, us, ns) by its format, unless they are given.
         arrivals: when requests arrive.
         forecast: {name, ...options}: the forecasts of output lengths that policies receive.
         policies: names, or {name, label, ...options}, in a list; or names with commas.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_collection.versions import source_commit
 from rescheduler.simulator.experiments.cells import (
@@ -18,6 +18,7 @@ from rescheduler.simulator.experiments.progress import compile_notice, gather
 from rescheduler.simulator.experiments.workers import available_cores, run_locally, run_on_ray
 from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.report_files import refuse_foreign_folder
+from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["Computed", "Row", "compute"]
 
@@ -48,6 +49,7 @@ class Computed(NamedTuple):
         missing: number of cells without figures.
         cells: number of all cells.
         interrupted: Ctrl-C ended it early.
+        traces: as what the files among the traces were read, for a result's notes.
     """
 
     rows: list[Row]
@@ -55,6 +57,7 @@ class Computed(NamedTuple):
     missing: int
     cells: int
     interrupted: bool
+    traces: dict[str, list[str]]
 
 
 def compute(
@@ -86,6 +89,7 @@ def compute(
         refuse_foreign_folder(out, verb, results, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     cells = cells_of(found)
+    traces = announce_traces(verb, _traces(cells))
     figures = _finished(folder, cells)
     missing = [cell for cell in cells if cell.key not in figures]
     failed: list[tuple[Cell, str]] = []
@@ -110,7 +114,12 @@ def compute(
         for group in found
         if (runs := [figures[cell.key] for cell in group.cells if cell.key in figures])
     ]
-    return Computed(rows, failed, len(cells) - len(figures), len(cells), interrupted)
+    return Computed(rows, failed, len(cells) - len(figures), len(cells), interrupted, traces)
+
+
+def _traces(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the different traces of cells, in their order."""
+    return list({repr(cell.config["trace"]): cell.config["trace"] for cell in cells}.values())
 
 
 def _finished(folder: Path, cells: Sequence[Cell]) -> dict[str, Figures]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
-from rescheduler.simulator.experiments.runner import Row, compute
+from rescheduler.simulator.experiments.runner import Computed, Row, compute
 from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.report import main_columns
@@ -63,7 +63,7 @@ def sweep(
     computed = compute(found, out, "sweep", "sweep.json", overwrite, workers, ray)
     rows = computed.rows
     if rows:
-        _write(rows, config, vary or {}, out)
+        _write(computed, config, vary or {}, out)
         Console().print(_table(rows))
         if len(rows) > _SHOWN_ROWS:
             print(f"and {len(rows) - _SHOWN_ROWS} more in {out / 'sweep.csv'}")
@@ -76,8 +76,9 @@ def sweep(
 
 
 def _write(
-    rows: Sequence[Row], config: SimulationConfig, vary: Mapping[str, list[Any]], out: Path
+    computed: Computed, config: SimulationConfig, vary: Mapping[str, list[Any]], out: Path
 ) -> None:
+    rows = computed.rows
     flat = []
     for group, summary in ((row.group, row.summary) for row in rows):
         halves = {f"{name}_ci95": half for name, half in summary.ci95.items()}
@@ -89,7 +90,7 @@ def _write(
     writer.writeheader()
     writer.writerows(flat)
     document = {
-        "_about": about("sweep", config) | {"vary": dict(vary)},
+        "_about": about("sweep", config) | computed.traces | {"vary": dict(vary)},
         "rows": [
             {"policy": row.group.policy, "varied": row.group.varied, **row.summary.plain}
             for row in rows

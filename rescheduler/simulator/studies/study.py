@@ -65,7 +65,9 @@ def run_study(
     for cell, what in computed.failed:
         raise RuntimeError(f"{cell.title}: {what}")
     report = study.report(computed.rows)
-    write_study(out, about(verb, config), report.rows, report.table, report.figures)
+    write_study(
+        out, about(verb, config) | computed.traces, report.rows, report.table, report.figures
+    )
     return 0
 
 

@@ -1,17 +1,24 @@
 """Traces read from files in the formats they are published in, block by block."""
 
-import gzip
-import io
 import math
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_collection.text_file import ParquetFileError, text_lines
+from data_collection.workload.time_units import (
+    SAMPLED,
+    TimeSample,
+    TimeUnit,
+    check_unit,
+    refuse_doubt,
+    words,
+)
 from rescheduler.cluster.registry import Registry
 from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.five_tasks import FiveTasks
@@ -24,9 +31,9 @@ from rescheduler.simulator.workloads.length_generators import (
 from rescheduler.simulator.workloads.mixed_classes import MixedClasses
 from rescheduler.simulator.workloads.published_lengths import BurstGPTLike, StarLengths
 from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, lengths_block
-from rescheduler.simulator.workloads.trace_formats import Row, recognise
+from rescheduler.simulator.workloads.trace_formats import Row, TraceFormatName, recognise
 
-__all__ = ["GENERATORS", "TraceFile", "create_trace", "read_trace"]
+__all__ = ["GENERATORS", "TraceFile", "announce_traces", "create_trace", "read_trace"]
 
 GENERATORS = Registry[Trace](
     "generator",
@@ -50,6 +57,9 @@ LONGEST = 10_000_000
 _LONGEST_LINE = 1 << 20
 
 
+_FILE_OPTIONS = ("requests", "skip_empty", "format", "time_unit")
+
+
 class TraceFile:
     """A file of requests: Azure's, BurstGPT's, Mooncake's, or Headway's own columns.
 
@@ -61,32 +71,52 @@ class TraceFile:
       tokens,Log Type``; a request with 0 response tokens failed there, and is left out;
     - Mooncake JSON Lines: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
 
-    Other columns are ignored. Arrivals are counted from the first request that is read.
+    Other columns are ignored. Arrivals are counted from the first request that is read. Unless
+    the unit of the arrivals is given or they are dates, it is refused if the trace's beginning is
+    implausible in it, or as plausible in another one.
 
     Args:
         path: of the file.
         requests: number to read from the start; all when None.
         skip_empty: leave out requests without prompt or output tokens, which no simulator can
             run; an error otherwise.
+        format: of the file; told by its first line when None.
+        time_unit: of its arrivals; as its format has it when None.
+        option: what the user calls ``time_unit``, for errors.
 
     Attributes:
         left_out: requests left out by the last reading, as far as it went.
 
     Raises:
-        ValueError: the file cannot be opened, or its first line is of no known format.
+        ValueError: the file cannot be opened, its first line is of no known format, or the unit
+            of its arrivals is in doubt.
     """
 
     def __init__(
-        self, path: str | Path, requests: int | None = None, skip_empty: bool = False
+        self,
+        path: str | Path,
+        requests: int | None = None,
+        skip_empty: bool = False,
+        format: TraceFormatName | None = None,
+        time_unit: TimeUnit | None = None,
+        option: str = "--trace.time-unit",
     ) -> None:
         if requests is not None and requests < 1:
             raise ValueError(f"{path}: requests must be at least 1, not {requests}")
+        check_unit(time_unit)
         self._path = Path(path)
         self._requests = requests
         self._skip_empty = skip_empty
         self.left_out = 0
-        with _opened(self._path) as file:
-            self._reader = recognise(self._path, next(_lines(self._path, file), ""))
+        try:
+            self._reader = recognise(self._path, self._lines(), format, time_unit)
+        except ParquetFileError as error:
+            raise ValueError(
+                f"{path}: a Parquet file, not a trace; of a recording of forecasts give "
+                "`name: replay` and `recording: PATH`"
+            ) from error
+        self.read_as = self._read_as(format, time_unit, option)
+        """In words: the format and the unit of time that were taken, and why."""
 
     @property
     def name(self) -> str:
@@ -108,19 +138,56 @@ class TraceFile:
         del generator
         self.left_out = 0
         first: float | None = None
-        with _opened(self._path) as file:
-            requests = islice(self._checked(_lines(self._path, file)), self._requests)
-            while rows := list(islice(requests, BLOCK_REQUESTS)):
-                first = rows[0][1] if first is None else first
-                yield self._block(rows, first)
+        requests = islice(self._checked(), self._requests)
+        while rows := list(islice(requests, BLOCK_REQUESTS)):
+            first = rows[0][1] if first is None else first
+            yield self._block(rows, first)
         if first is None:
             raise ValueError(f"{self._path}: no requests in it")
 
-    def _checked(self, lines: Iterator[str]) -> Iterator[Row]:
-        path, timed, logs_failures = self._path, self._reader.timed, self._reader.logs_failures
-        skip_empty = self._skip_empty
+    def _lines(self) -> Iterator[str]:
+        return text_lines(self._path, _LONGEST_LINE, again=True)
+
+    def _read_as(
+        self, format: TraceFormatName | None, time_unit: TimeUnit | None, option: str
+    ) -> str:
+        """Return which format and unit were taken and why; refuse a unit in doubt."""
+        reader = self._reader
+        form = reader.form
+        said = "as given" if format else "by its first line"
+        taken = f"{self._path.name}: {form.title}'s format {said}"
+        if not reader.timed:
+            return f"{taken}; no column {form.time}, so lengths without arrival times"
+        unit = time_unit or form.unit
+        if unit is None:
+            return f"{taken}; arrivals are dates"
+        sample = self._sample()
+        if time_unit is None and sample is not None:
+            where = f"{self._path}: {form.title}'s format {said}: {form.time}"
+            refuse_doubt(where, unit, sample, form.expected, option)
+        why = "as given" if time_unit else form.why
+        taken = f"{taken}; {form.time} in {words(unit)}, {why}"
+        if sample is None:
+            return taken
+        of_how_many = f"the first {SAMPLED:,}" if sample.requests == SAMPLED else "its"
+        return f"{taken}: {of_how_many} requests are {sample.span(unit)}"
+
+    def _sample(self) -> TimeSample | None:
+        """Return the times of the beginning, up to a line that is wrong, which `blocks` reports."""
+        times: list[float] = []
+        with suppress(ValueError):
+            times.extend(row[1] for row in islice(self._checked(), SAMPLED))
+        self.left_out = 0
+        if not times:
+            return None
+        whole = all(float(time).is_integer() for time in times)
+        return TimeSample(len(times), times[0], times[-1], whole)
+
+    def _checked(self) -> Iterator[Row]:
+        path, timed = self._path, self._reader.timed
+        logs_failures, skip_empty = self._reader.form.logs_failures, self._skip_empty
         last = -math.inf
-        for row in self._reader.rows(path, lines):
+        for row in self._reader.rows(path, self._lines()):
             line, time, prompt, output = row
             if (output == 0 and logs_failures) or (skip_empty and 0 in (prompt, output)):
                 self.left_out += 1
@@ -142,14 +209,39 @@ class TraceFile:
 
 
 def read_trace(
-    path: str | Path, requests: int | None = None, skip_empty: bool = False
+    path: str | Path,
+    requests: int | None = None,
+    skip_empty: bool = False,
+    format: TraceFormatName | None = None,
+    time_unit: TimeUnit | None = None,
+    option: str = "--trace.time-unit",
 ) -> TraceFile:
     """Return the trace in a file, see `TraceFile`; its requests are read when they are needed.
 
     Raises:
-        ValueError: the file cannot be opened, or its first line is of no known format.
+        ValueError: as `TraceFile`.
     """
-    return TraceFile(path, requests, skip_empty)
+    return TraceFile(path, requests, skip_empty, format, time_unit, option)
+
+
+def announce_traces(verb: str, traces: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Say on standard error as what the files among some traces are read, each once.
+
+    Args:
+        verb: that reads them.
+        traces: as configurations have them. A file that cannot be read is left to its simulation.
+
+    Returns:
+        The same for a result's notes; nothing without files.
+    """
+    said: dict[str, None] = {}
+    for options in traces:
+        with suppress(ValueError, TypeError):
+            if "path" in options:
+                said[read_trace(**options).read_as] = None
+    for sentence in said:
+        print(f"headway {verb}: {sentence}", file=sys.stderr)
+    return {"traces": list(said)} if said else {}
 
 
 def create_trace(name: str | None = None, path: str | Path | None = None, **options: Any) -> Trace:
@@ -158,7 +250,8 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
     Args:
         name: of a generator, see `GENERATORS`.
         path: of a file, see `TraceFile`, instead of a name.
-        **options: of the generator; ``requests`` and ``skip_empty`` of a file.
+        **options: of the generator; of a file ``requests``, ``skip_empty``, ``format`` and
+            ``time_unit``.
 
     Raises:
         ValueError: not exactly one of name and path, an unknown generator or option, or a value or
@@ -169,46 +262,11 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
     if name is not None or path is None:
         raise ValueError("a trace is either the name of a generator or the path of a file")
     for option in options:
-        if option not in ("requests", "skip_empty"):
+        if option not in _FILE_OPTIONS:
             raise ValueError(
-                f"a trace file has no option {option!r}; it takes: requests, skip_empty"
+                f"a trace file has no option {option!r}; it takes: {', '.join(_FILE_OPTIONS)}"
             )
     return read_trace(path, **options)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
-    try:
-        with path.open("rb") as raw:
-            beginning = raw.peek(4)[:4]
-            if beginning == b"PAR1":
-                raise ValueError(
-                    f"{path}: a Parquet file, not a trace; of a recording of forecasts give "
-                    "`name: replay` and `recording: PATH`"
-                )
-            zipped = beginning[:2] == b"\x1f\x8b"
-            with (
-                gzip.GzipFile(fileobj=raw) if zipped else raw as binary,
-                io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file,
-            ):
-                yield file
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _lines(path: Path, file: io.TextIOWrapper) -> Iterator[str]:
-    """Yield the lines; none is read without a bound, and none that is damaged is passed on."""
-    number = 1
-    try:
-        while line := file.readline(_LONGEST_LINE):
-            if len(line) == _LONGEST_LINE:
-                raise ValueError(f"{path}:{number}: not a trace: a line of over 1 MiB")
-            yield line
-            number += 1
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}:{number}: not UTF-8 here or shortly after") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}:{number}: the gzip file is not whole: {error}") from error
 
 
 def _wrong_length(prompt: int, output: int) -> str:

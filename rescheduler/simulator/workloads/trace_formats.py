@@ -6,76 +6,52 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
-__all__ = ["Row", "RowReader", "recognise"]
+from data_collection.workload.arrivals import EXPECTED
+from data_collection.workload.time_units import Expected, TimeUnit, ticks
+
+__all__ = ["FORMATS", "Row", "RowReader", "TraceFormat", "TraceFormatName", "recognise"]
+
+TraceFormatName = Literal["headway", "azure", "burstgpt", "mooncake"]
 
 _EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
+_WHOLE_FILE = ("[", "{\n", "{\r\n")
 
 Row = tuple[int, float, int, int]
 """Line, arrival in ticks (NaN without), prompt and output tokens of one request, unchecked."""
 
 
-class RowReader(Protocol):
-    """Reads the requests of one file."""
-
-    @property
-    def ticks(self) -> int:
-        """Units of its arrivals in a second."""
-        ...
-
-    @property
-    def timed(self) -> bool:
-        """Whether its requests have arrivals."""
-        ...
-
-    @property
-    def logs_failures(self) -> bool:
-        """Whether requests without output are failures that were logged."""
-        ...
-
-    def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
-        """Yield the requests of all lines, the first line included.
-
-        Raises:
-            ValueError: a line that cannot be read, by path and number.
-        """
-        ...
-
-
-def _microseconds(text: str) -> int:
-    moment = datetime.fromisoformat(text)
-    if moment.tzinfo is not None:
-        moment = moment.astimezone(UTC).replace(tzinfo=None)
-    return (moment - _EPOCH) // _MICROSECOND
-
-
 @dataclass(frozen=True)
-class _CSVFormat:
-    """A published CSV format.
+class TraceFormat:
+    """A published format.
 
     Attributes:
         title: of the format.
         time: its column of arrivals.
         prompt: its column of prompt tokens.
         output: its column of generated tokens.
-        clock: reads an arrival.
-        ticks: units of ``clock`` in a second.
+        unit: of its arrivals; None: they are dates.
+        why: the unit is taken to be this.
+        expected: of its arrivals, if they are in this unit.
         timeless: whether the column of arrivals may be missing.
         logs_failures: whether requests without output are failures.
+        lines: whether a line is a JSON object, not CSV.
     """
 
     title: str
     time: str
     prompt: str
     output: str
-    clock: Callable[[str], float] = float
-    ticks: int = 1
+    unit: TimeUnit | None
+    why: str
+    expected: Expected
     timeless: bool = False
     logs_failures: bool = False
+    lines: bool = False
 
     def missing(self, header: list[str]) -> list[str]:
         """Return the columns that a header lacks."""
@@ -88,49 +64,125 @@ class _CSVFormat:
         return self.time, self.prompt, self.output
 
 
-_FORMATS = (
-    _CSVFormat("Headway", "arrival_s", "input_tokens", "output_tokens", timeless=True),
-    _CSVFormat(
-        "Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", clock=_microseconds, ticks=10**6
+FORMATS: dict[TraceFormatName, TraceFormat] = {
+    "headway": TraceFormat(
+        "Headway",
+        "arrival_s",
+        "input_tokens",
+        "output_tokens",
+        unit="s",
+        why="by the name of arrival_s",
+        expected=EXPECTED,
+        timeless=True,
     ),
-    _CSVFormat("BurstGPT", "Timestamp", "Request tokens", "Response tokens", logs_failures=True),
-)
+    "azure": TraceFormat(
+        "Azure",
+        "TIMESTAMP",
+        "ContextTokens",
+        "GeneratedTokens",
+        unit=None,
+        why="arrivals are dates",
+        expected=Expected(0, math.inf),
+    ),
+    "burstgpt": TraceFormat(
+        "BurstGPT",
+        "Timestamp",
+        "Request tokens",
+        "Response tokens",
+        unit="s",
+        why="as BurstGPT is published",
+        expected=Expected(0.002, 1000, requests=10),
+        logs_failures=True,
+    ),
+    "mooncake": TraceFormat(
+        "Mooncake",
+        "timestamp",
+        "input_length",
+        "output_length",
+        unit="ms",
+        why="as Mooncake's traces are published",
+        expected=Expected(0.02, 50, whole=True),
+        lines=True,
+    ),
+}
+"""Name in a configuration -> format. Rates span three powers of ten where only a name that other
+traces use, too, says the unit: then they are plausible in one unit alone."""
+
+
+class RowReader(Protocol):
+    """Reads the requests of one file."""
+
+    @property
+    def form(self) -> TraceFormat:
+        """The file's format."""
+        ...
+
+    @property
+    def ticks(self) -> int:
+        """Units of its arrivals in a second."""
+        ...
+
+    @property
+    def timed(self) -> bool:
+        """Whether its requests have arrivals."""
+        ...
+
+    def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
+        """Yield the requests of all lines, the first line included.
+
+        Raises:
+            ValueError: a line that cannot be read, by path and number.
+        """
+        ...
+
+
+def _microseconds(text: str) -> int:
+    if text.strip().isdecimal():  # 20231116 would be a date
+        raise ValueError(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is not None:
+        moment = moment.astimezone(UTC).replace(tzinfo=None)
+    return (moment - _EPOCH) // _MICROSECOND
 
 
 @dataclass(frozen=True)
 class _CSVReader:
     """Reads a CSV file of a known format, with the columns of its own header."""
 
-    form: _CSVFormat
+    form: TraceFormat
     header: list[str]
+    unit: TimeUnit | None
 
     @property
     def ticks(self) -> int:
-        return self.form.ticks
+        return 10**6 if self.unit is None else ticks(self.unit)
 
     @property
     def timed(self) -> bool:
         return self.form.time in self.header
 
     @property
-    def logs_failures(self) -> bool:
-        return self.form.logs_failures
+    def _clock(self) -> Callable[[str], float]:
+        return _microseconds if self.unit is None else float
 
     def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
         reader = csv.reader(lines)
-        next(reader)
-        width, clock = len(self.header), self.form.clock
+        width, clock = len(self.header), self._clock
         time_at = self.header.index(self.form.time) if self.timed else None
         prompt_at = self.header.index(self.form.prompt)
         output_at = self.header.index(self.form.output)
         try:
+            while _is_blank(next(reader, ["no lines"])):
+                pass
             for row in reader:
-                if not row:
-                    continue
-                if len(row) < width:
-                    raise ValueError(
-                        f"{path}:{reader.line_num}: {len(row)} columns, but the header has {width}"
-                    )
+                if len(row) != width:
+                    if _is_blank(row):
+                        continue
+                    if len(row) < width or not _is_blank(row[width:]):
+                        raise ValueError(
+                            f"{path}:{reader.line_num}: {len(row)} columns, but the header has "
+                            f"{width}"
+                        )
                 try:
                     time = math.nan if time_at is None else clock(row[time_at])
                     prompt, output = int(row[prompt_at]), int(row[output_at])
@@ -145,7 +197,9 @@ class _CSVReader:
         cells = dict(zip(self.header, row, strict=False))
         try:
             name, kind = self.form.time, "time"
-            time = self.form.clock(cells[name]) if self.timed else math.nan
+            if self.timed:
+                kind += _other_kind_of_time(cells[name], self.unit)
+            time = self._clock(cells[name]) if self.timed else math.nan
             kind, tokens = "whole number", []
             for name in (self.form.prompt, self.form.output):
                 count = float(cells[name])
@@ -157,6 +211,22 @@ class _CSVReader:
         return time, tokens[0], tokens[1]
 
 
+def _is_blank(cells: list[str]) -> bool:
+    return not "".join(cells).strip()
+
+
+def _other_kind_of_time(text: str, unit: TimeUnit | None) -> str:
+    """Return what to do about a date where a number should be, or a number where a date should."""
+    try:
+        if unit is None:
+            float(text)
+            return " as Azure's traces have it, a date, but a number: say its time_unit"
+        _microseconds(text)
+    except ValueError:
+        return ""
+    return f" in {unit}, but a date, as only Azure's traces have it, which needs no time_unit"
+
+
 class _MooncakeLine(msgspec.Struct):
     """What is read of a line; ``hash_ids`` and whatever else is there is skipped."""
 
@@ -165,12 +235,20 @@ class _MooncakeLine(msgspec.Struct):
     output_length: int
 
 
+@dataclass(frozen=True)
 class _MooncakeReader:
     """Reads Mooncake's JSON Lines."""
 
-    ticks: ClassVar[int] = 1000
-    timed: ClassVar[bool] = True
-    logs_failures: ClassVar[bool] = False
+    form: TraceFormat
+    unit: TimeUnit
+
+    @property
+    def ticks(self) -> int:
+        return ticks(self.unit)
+
+    @property
+    def timed(self) -> bool:
+        return True
 
     def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
         decode = msgspec.json.Decoder(_MooncakeLine).decode
@@ -184,29 +262,84 @@ class _MooncakeReader:
             yield number, request.timestamp, request.input_length, request.output_length
 
 
-def recognise(path: Path, first_line: str) -> RowReader:
-    """Return what reads a file that begins with this line.
+def recognise(
+    path: Path,
+    lines: Iterator[str],
+    name: TraceFormatName | None = None,
+    time_unit: TimeUnit | None = None,
+) -> RowReader:
+    """Return what reads a file.
+
+    Args:
+        path: of the file, for errors.
+        lines: from its beginning on.
+        name: of its format; None: its first line that is not blank tells.
+        time_unit: of its arrivals; None: as its format has it.
 
     Raises:
-        ValueError: it is of no known format, or lacks a column.
+        ValueError: it is of no known format or of several, or lacks a column of its format.
     """
-    if not first_line.strip():
+    if name is not None and name not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(get_args(TraceFormatName))}, not {name!r}")
+    number, first = next(((i, line) for i, line in enumerate(lines, 1) if line.strip()), (0, ""))
+    if not first:
         raise ValueError(f"{path}: no requests in it")
-    if first_line.startswith("{"):
-        return _MooncakeReader()
-    header = [column.strip() for column in next(csv.reader([first_line]))]
-    for form in _FORMATS:
-        if not form.missing(header):
-            return _CSVReader(form, header)
-    for form in _FORMATS:
+    where = f"{path}:{number}"
+    first = first.lstrip()
+    if first.startswith(_WHOLE_FILE):
+        raise ValueError(
+            f"{where}: JSON over several lines, or an array; Mooncake's JSON Lines have one object "
+            "a line, as `jq -c '.[]'` writes them"
+        )
+    is_json = first.startswith("{")
+    form = FORMATS["mooncake"] if is_json and name is None else name and FORMATS[name]
+    if form and form.lines != is_json:
+        raise ValueError(
+            f"{where}: format {name} is {'JSON Lines' if form.lines else 'CSV'}, but the file "
+            f"begins {first.strip()[:60]!r}"
+        )
+    if form and form.lines:
+        return _MooncakeReader(form, time_unit or "ms")
+    try:
+        header = [column.strip() for column in next(csv.reader([first]))]
+    except csv.Error as error:
+        raise ValueError(f"{where}: {error}") from error
+    form = form or _of_header(where, header, first.strip())
+    if form.missing(header):
+        raise ValueError(
+            f"{where}: lacks {', '.join(map(repr, form.missing(header)))}, which format {name} has"
+        )
+    twice = [column for column in form.columns if header.count(column) > 1]
+    if twice:
+        raise ValueError(f"{where}: has the column {twice[0]!r} twice")
+    if time_unit is not None and form.time not in header:
+        raise ValueError(f"{where}: no {form.time} that time_unit could be of")
+    return _CSVReader(form, header, time_unit or form.unit)
+
+
+def _of_header(where: str, header: list[str], line: str) -> TraceFormat:
+    """Return the format that a header belongs to."""
+    tables = {name: form for name, form in FORMATS.items() if not form.lines}
+    fitting = {name: form for name, form in tables.items() if not form.missing(header)}
+    if len(fitting) > 1:
+        raise ValueError(
+            f"{where}: has the columns of several formats; say which format: {', '.join(fitting)}"
+        )
+    for form in fitting.values():
+        return form
+    for separator, said in ((";", "semicolons"), ("\t", "tabs")):
+        columns = [column.strip() for column in line.split(separator)]
+        if any(not form.missing(columns) for form in tables.values()):
+            raise ValueError(f"{where}: columns are separated by {said}; save it with commas")
+    for form in tables.values():
         known = [column for column in form.columns if column in header]
         if known:
             raise ValueError(
-                f"{path}:1: has the column {known[0]!r} as {form.title}'s traces do, but lacks "
+                f"{where}: has the column {known[0]!r} as {form.title}'s traces do, but lacks "
                 f"{', '.join(map(repr, form.missing(header)))}"
             )
     raise ValueError(
-        f"{path}:1: unknown header {first_line.strip()[:200]!r}; known: "
-        f"{'; '.join(','.join(form.columns) for form in _FORMATS)}; or Mooncake's JSON Lines with "
-        "timestamp, input_length and output_length"
+        f"{where}: unknown header {line[:200]!r}; known: "
+        f"{'; '.join(','.join(form.columns) for form in tables.values())}; or Mooncake's JSON "
+        "Lines with timestamp, input_length and output_length"
     )

@@ -30,6 +30,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
     read_recording,
     write_recording,
 )
+from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace
 from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 
@@ -75,6 +76,11 @@ def damaged(draw: st.DrawFn, file: str, original: bytes) -> bytes:
     return draw(damaged_bytes(original))
 
 
+def read_whole(path: Path) -> object:
+    block = first_requests(read_trace(path), np.random.default_rng(0), 1000)
+    return [column.tolist() for column in block]
+
+
 @fuzzed()
 @given(data=st.data())
 def test_a_trace_is_read_or_refused(
@@ -86,7 +92,55 @@ def test_a_trace_is_read_or_refused(
         content = data.draw(damaged_bytes(gzip.compress(content)))
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(content)
-    try_to_read(lambda path: list(read_trace(path).blocks(np.random.default_rng(0))), path)
+    try_to_read(read_whole, path)
+
+
+UNITS = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}
+HEADERS = {
+    "headway": "arrival_s,input_tokens,output_tokens",
+    "burstgpt": "Timestamp,Request tokens,Response tokens",
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens",
+}
+ASKS = ("; say --trace.time-unit ", ": say its time_unit")
+
+
+@fuzzed()
+@given(
+    form=st.sampled_from([*HEADERS, "mooncake"]),
+    unit=st.sampled_from(sorted(UNITS)),
+    start=st.sampled_from([0, 3, 1_700_000_000]),
+    gaps=st.lists(st.integers(0, 60_000), min_size=1, max_size=20),
+    stated=st.booleans(),
+    spaced=st.booleans(),
+)
+def test_times_of_any_unit_are_read_as_said_or_asked_about(
+    tmp_path_factory: pytest.TempPathFactory,
+    form: str,
+    unit: str,
+    start: int,
+    gaps: list[int],
+    stated: bool,
+    spaced: bool,
+) -> None:
+    times = [UNITS[unit] * (start + at / 1000) for at in np.cumsum([0, *gaps]).tolist()]
+    if form == "mooncake":
+        lines = [f'{{"timestamp": {t}, "input_length": 9, "output_length": 9}}' for t in times]
+    else:
+        lines = [HEADERS[form], *(f"{t},9,9" for t in times)]
+    path = tmp_path_factory.getbasetemp() / "trace"
+    path.write_text(("\n\n" if spaced else "\n").join(lines))
+    given_unit: Any = unit if stated else None
+    try:
+        trace = read_trace(path, time_unit=given_unit)
+        block = first_requests(trace, np.random.default_rng(0), len(times))
+    except ValueError as error:
+        assert not stated
+        assert any(asks in str(error) for asks in ASKS), error
+        return
+    taken = unit if stated else {"headway": "s", "burstgpt": "s", "mooncake": "ms"}[form]
+    expected = np.subtract(times, times[0]) / UNITS[taken]
+    np.testing.assert_allclose(block.arrival, expected, rtol=1e-6, atol=1e-6)
+    assert len(block.prompt) == len(times)
 
 
 PROMPTS = (
@@ -118,6 +172,43 @@ def test_lines_of_json_are_read_or_refused(
     path = tmp_path_factory.getbasetemp() / f"{kind}.jsonl"
     path.write_bytes(damaged(data.draw, path.name, original))
     try_to_read(read, path)
+
+
+SAVED: dict[str, Callable[[bytes], bytes]] = {
+    "byte-order mark": lambda content: b"\xef\xbb\xbf" + content,
+    "CRLF": lambda content: content.replace(b"\n", b"\r\n"),
+    "blank lines": lambda content: content.replace(b"\n", b"\n\n"),
+    "no last newline": lambda content: content.rstrip(b"\n"),
+}
+TEXTS = {name: (text.encode(), read_whole) for name, text in TRACES.items()} | {
+    name: LINES[name] for name in ("prompts", "transcripts")
+}
+
+
+@fuzzed()
+@given(
+    name=st.sampled_from(sorted(TEXTS)),
+    ways=st.lists(st.sampled_from(sorted(SAVED)), min_size=1, max_size=4, unique=True),
+    wide=st.booleans(),
+    zipped=st.booleans(),
+)
+def test_how_a_file_is_saved_changes_nothing_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, name: str, ways: list[str], wide: bool, zipped: bool
+) -> None:
+    content, read = TEXTS[name]
+    path = tmp_path_factory.getbasetemp() / f"{name}.jsonl"
+    path.write_bytes(content)
+    as_it_was = read(path)
+    for way in ways:
+        content = SAVED[way](content)
+    if wide:
+        content = content.decode().encode("utf-16")
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    if wide:
+        with pytest.raises(ValueError, match="save it as UTF-8"):
+            read(path)
+    else:
+        assert read(path) == as_it_was
 
 
 def dataset(folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Pat
             MOONCAKE + '{"timestamp": 9, "input_length": 3, "output_length": 1}',
             r"log:4: arrives bef",
         ),
-        ("x" * 2_000_000, r"log:1: not a trace: a line of over 1 MiB"),
+        ("x" * 2_000_000, r"log:1: a line of over 1 MiB"),
     ],
 )
 def test_an_invalid_trace_is_reported_by_file_and_line(
@@ -317,7 +317,7 @@ def test_an_impossible_trace_is_refused(options: dict[str, object], message: str
 
 def test_invalid_options_of_a_file_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "log", HEADWAY)
-    with pytest.raises(ValueError, match="no option 'scale'; it takes: requests, skip_empty"):
+    with pytest.raises(ValueError, match="no option 'scale'; it takes: requests, skip_empty, f"):
         create_trace(path=path, scale=2)
     with pytest.raises(ValueError, match="requests must be at least 1, not 0"):
         create_trace(path=path, requests=0)
