@@ -1,7 +1,6 @@
 """The proxy's end of an engine's control socket."""
 
 import asyncio
-import contextlib
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +10,7 @@ import zmq.asyncio
 
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from rescheduler.transfer.control_messages import (
+    LARGEST_REPLY,
     Command,
     ControlError,
     EngineState,
@@ -29,6 +29,7 @@ from rescheduler.transfer.control_messages import (
     Unfrozen,
     decode_reply,
     encode,
+    number_of_reply,
 )
 from rescheduler.transfer.lost_peers import notice_lost_peers
 
@@ -36,7 +37,9 @@ __all__ = ["ControlClient"]
 
 Expected = TypeVar("Expected", bound=Reply)
 
-_LARGEST_MESSAGE = 64 << 20
+_KEPT_REPLIES = 16
+_UNASKED_SECONDS = 0.005
+_UNASKED_BYTES_A_SECOND = 100e6
 
 
 class ControlClient:
@@ -55,7 +58,7 @@ class ControlClient:
     def __init__(self, endpoint: str, keys: Path | str | None = None) -> None:
         refuse_open_endpoint(endpoint, keys)
         self.endpoint = endpoint
-        self._numbers = count()
+        self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -64,7 +67,8 @@ class ControlClient:
             # A command is never kept for an engine that starts later.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REPLY)
+            self._socket.setsockopt(zmq.RCVHWM, _KEPT_REPLIES)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             notice_lost_peers(self._socket)
             if keys is not None:
@@ -79,7 +83,7 @@ class ControlClient:
 
         Raises:
             NotFrozenError: it had ended by itself, is unknown, or cannot be moved.
-            ControlError: no answer in time; it may freeze later nevertheless.
+            ControlError: no valid answer in time; it may freeze later nevertheless.
         """
         number = next(self._numbers)
         reply = await self._ask(Freeze(number=number, id=id, hop=hop), timeout)
@@ -91,7 +95,7 @@ class ControlClient:
         """Return whether a request goes on as if no freeze had been asked.
 
         Raises:
-            ControlError: no answer in time.
+            ControlError: no valid answer in time.
         """
         reply = await self._ask(Unfreeze(number=next(self._numbers), id=id), timeout)
         return self._expected(reply, Unfrozen).done
@@ -105,7 +109,7 @@ class ControlClient:
             timeout: seconds.
 
         Raises:
-            ControlError: no answer in time.
+            ControlError: no valid answer in time.
         """
         reply = await self._ask(Release(number=next(self._numbers), id=id, hop=hop), timeout)
         return self._expected(reply, Released).done
@@ -115,7 +119,7 @@ class ControlClient:
 
         Raises:
             NotFrozenError: it does not run, or fills no block.
-            ControlError: no answer in time.
+            ControlError: no valid answer in time.
         """
         reply = await self._ask(TakeSnapshot(number=next(self._numbers), id=id), timeout)
         if isinstance(reply, NotFrozen):
@@ -126,7 +130,7 @@ class ControlClient:
         """Return how full the engine is.
 
         Raises:
-            ControlError: no answer in time.
+            ControlError: no valid answer in time.
         """
         reply = await self._ask(GetState(number=next(self._numbers)), timeout)
         return self._expected(reply, EngineState)
@@ -144,7 +148,7 @@ class ControlClient:
         self._context.term()
 
     async def _ask(self, command: Command, timeout: float) -> Reply:
-        if self._reader is None:
+        if self._reader is None or self._reader.done():
             self._reader = asyncio.get_running_loop().create_task(self._read())
         asked: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asked[command.number] = asked
@@ -161,13 +165,18 @@ class ControlClient:
             self._asked.pop(command.number, None)
 
     async def _read(self) -> None:
-        while True:
+        """Hand out replies for as long as any is due; what nobody asked for costs little time."""
+        while self._asked:
             frames = await self._socket.recv_multipart()
-            with contextlib.suppress(ControlError):  # of another version: its caller times out
-                reply = decode_reply(frames)
-                asked = self._asked.get(reply.number)
-                if asked is not None and not asked.done():
-                    asked.set_result(reply)
+            asked = self._asked.get(number_of_reply(frames) or 0)
+            if asked is None or asked.done():
+                size = sum(map(len, frames))
+                await asyncio.sleep(_UNASKED_SECONDS + size / _UNASKED_BYTES_A_SECOND)
+                continue
+            try:
+                asked.set_result(decode_reply(frames))
+            except ControlError as error:
+                asked.set_exception(ControlError(f"{self.endpoint}: {error}"))
 
     def _expected(self, reply: Reply, kind: type[Expected]) -> Expected:
         if isinstance(reply, Refused):

@@ -2,6 +2,9 @@
 
 A ZMQ message is two frames: `TOPIC`, which names the version of this schema, and one command or
 reply as MessagePack. A reply carries the number of its command.
+
+Whatever is beyond the bounds below is refused where it is read, so that no sum of what many
+engines say overflows, and none makes a reader slow.
 """
 
 from typing import Annotated, Any
@@ -9,6 +12,14 @@ from typing import Annotated, Any
 import msgspec
 
 __all__ = [
+    "LARGEST_COMMAND",
+    "LARGEST_PARAMS",
+    "LARGEST_REPLY",
+    "LONGEST_REASON",
+    "MOST_BLOCKS",
+    "MOST_KV_TOKENS",
+    "MOST_REQUESTS",
+    "MOST_TOKENS",
     "TOPIC",
     "Command",
     "ControlError",
@@ -29,13 +40,49 @@ __all__ = [
     "decode_command",
     "decode_reply",
     "encode",
+    "number_of_reply",
 ]
 
 TOPIC = b"headway-control/3"
 """The first frame of every message: name and version of the schema."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+LARGEST_COMMAND = 1 << 20
+"""Bytes of a command, at most."""
+
+LARGEST_REPLY = 16 << 20
+"""Bytes of a reply, at most."""
+
+LARGEST_PARAMS = 4 << 20
+"""Bytes of ``kv_transfer_params``, coded, at most."""
+
+LONGEST_REASON = 1000
+"""Characters that say why something was not done, at most."""
+
+MOST_TOKENS = 1 << 21
+"""Tokens of a request that a reply lists, at most."""
+
+MOST_REQUESTS = 1 << 20
+"""Requests that an engine runs, has waiting, or could run at a time, at most."""
+
+MOST_BLOCKS = 1 << 32
+"""Blocks of a KV cache, at most."""
+
+MOST_KV_TOKENS = 1 << 40
+"""Tokens that a KV cache holds, at most: more than 10,000 times what any engine has today."""
+
+_MOST_KEPT = 1 << 16
+_MOST_PARAMS = 64
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Requests = Annotated[int, msgspec.Meta(ge=0, le=MOST_REQUESTS)]
+Blocks = Annotated[int, msgspec.Meta(ge=0, le=MOST_BLOCKS)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MOST_TOKENS)]
+Params = Annotated[dict[str, Any], msgspec.Meta(max_length=_MOST_PARAMS)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=LONGEST_REASON)]
 
 
 class ControlError(RuntimeError):
@@ -99,14 +146,14 @@ class Frozen(_Message, frozen=True, kw_only=True, tag="frozen"):
         params: ``kv_transfer_params`` of the request at the engine that takes over.
     """
 
-    output_token_ids: list[int]
-    params: dict[str, Any]
+    output_token_ids: TokenIds
+    params: Params
 
 
 class NotFrozen(_Message, frozen=True, kw_only=True, tag="not_frozen"):
     """Nothing has moved."""
 
-    reason: str
+    reason: Reason
 
 
 class Unfrozen(_Message, frozen=True, kw_only=True, tag="unfrozen"):
@@ -129,8 +176,8 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
         params: ``kv_transfer_params`` of a request for them.
     """
 
-    token_ids: list[int]
-    params: dict[str, Any]
+    token_ids: TokenIds
+    params: Params
 
 
 class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
@@ -149,22 +196,22 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
         frozen: migration ids whose KV cache is kept for another engine.
     """
 
-    version: str
-    block_size: Count
-    max_num_seqs: Count
-    max_model_len: Count
+    version: Annotated[str, msgspec.Meta(max_length=100)]
+    block_size: BlockSize
+    max_num_seqs: Requests
+    max_model_len: Length
     prefix_caching: bool
-    num_blocks: Count
-    free_blocks: Count
-    running: Count
-    waiting: Count
-    frozen: list[str]
+    num_blocks: Blocks
+    free_blocks: Blocks
+    running: Requests
+    waiting: Requests
+    frozen: Annotated[list[Id], msgspec.Meta(max_length=_MOST_KEPT)]
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     """The message is not a command."""
 
-    reason: str
+    reason: Reason
 
 
 Command = Freeze | Unfreeze | Release | TakeSnapshot | GetState
@@ -173,6 +220,13 @@ Reply = Frozen | NotFrozen | Unfrozen | Released | Snapshot | EngineState | Refu
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
 _replies = msgspec.msgpack.Decoder(Reply)
+
+
+class _Numbered(msgspec.Struct):
+    number: Count
+
+
+_numbers = msgspec.msgpack.Decoder(_Numbered)
 
 
 def encode(message: Command | Reply) -> list[bytes]:
@@ -194,10 +248,37 @@ def decode_reply(frames: list[bytes]) -> Reply:
     """Read a reply.
 
     Raises:
-        ControlError: another version of the schema, or no reply.
+        ControlError: another version of the schema, no reply, or one beyond the bounds.
     """
     reply: Reply = _decoded(frames, _replies)
+    if isinstance(reply, EngineState):
+        _check_state(reply)
+    elif isinstance(reply, Frozen | Snapshot) and len(_encoder.encode(reply.params)) > (
+        LARGEST_PARAMS
+    ):
+        raise ControlError(f"invalid control message: params of more than {LARGEST_PARAMS} bytes")
     return reply
+
+
+def number_of_reply(frames: list[bytes]) -> int | None:
+    """Return whose reply a message is, also if nothing else of it can be read; None: unknown."""
+    try:
+        return _numbers.decode(frames[-1]).number if len(frames) == 2 else None
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+
+
+def _check_state(state: EngineState) -> None:
+    if state.free_blocks > state.num_blocks:
+        wrong = f"free_blocks: {state.free_blocks}, of num_blocks: {state.num_blocks}"
+    elif state.num_blocks * state.block_size > MOST_KV_TOKENS:
+        wrong = (
+            f"num_blocks: {state.num_blocks}, of block_size: {state.block_size}, "
+            f"are more than {MOST_KV_TOKENS} tokens"
+        )
+    else:
+        return
+    raise ControlError(f"invalid control message: {wrong}")
 
 
 def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
@@ -210,4 +291,4 @@ def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     try:
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: UTF-8
-        raise ControlError(f"invalid control message: {error}") from error
+        raise ControlError(f"invalid control message: {str(error)[:LONGEST_REASON]}") from error

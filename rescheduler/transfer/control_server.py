@@ -11,6 +11,8 @@ import zmq
 
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from rescheduler.transfer.control_messages import (
+    LARGEST_COMMAND,
+    LONGEST_REASON,
     Command,
     ControlError,
     Refused,
@@ -23,7 +25,6 @@ __all__ = ["Asked", "ControlServer"]
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_MESSAGE = 1 << 20
 _POLL_MS = 200
 
 
@@ -65,7 +66,7 @@ class ControlServer:
         self._scheduler_end = self._context.socket(zmq.PUSH)
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_COMMAND)
             if keys is not None:
                 self._authenticator = apply_curve(self._socket, keys, "engine", serves=True)
             self._replies.bind("inproc://replies")
@@ -121,7 +122,7 @@ class ControlServer:
             answer = self._answer(command)
         except ControlError as error:
             logger.warning("control socket: refused a message: %s", error)
-            answer = Refused(number=number, reason=str(error))
+            answer = Refused(number=number, reason=str(error)[:LONGEST_REASON])
         except Exception:  # no message may end the thread
             logger.exception("control socket: a command failed")
             answer = Refused(number=number, reason="it failed; see the engine's log")
