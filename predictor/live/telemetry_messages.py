@@ -2,6 +2,9 @@
 
 A ZMQ message is two frames: `TOPIC`, which names the version of this schema, and one of
 `Snapshot`, `Forecasts` and `Finished`.
+
+A message beyond the bounds below is refused where it is read: none makes a reader slow, and no sum
+of what many engines say overflows.
 """
 
 from collections.abc import Sequence
@@ -12,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "LARGEST_MESSAGE",
+    "MOST_EDGES",
+    "MOST_REQUESTS",
+    "MOST_TOKENS",
     "TOPIC",
     "Finished",
     "FinishedEvent",
@@ -30,8 +37,27 @@ __all__ = [
 TOPIC = b"headway/1"
 """The first frame of every message: name and version of the schema."""
 
+LARGEST_MESSAGE = 16 << 20
+"""Bytes of a message, at most."""
+
+MOST_EDGES = 512
+"""Edges of a grid, at most; `survival_edges` gives 159 to a model of 2**30 tokens."""
+
+MOST_REQUESTS = 8192
+"""Requests of a message, at most."""
+
+MOST_TOKENS = 1 << 40
+"""Tokens of a request, of a KV cache or of a budget, at most."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+Requests = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Budget = Annotated[float, msgspec.Meta(ge=-float(MOST_TOKENS), le=float(MOST_TOKENS))]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Edges = Annotated[list[Tokens], msgspec.Meta(min_length=2, max_length=MOST_EDGES)]
 _SCALE = 65_535
 
 
@@ -51,11 +77,11 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
             has taken on too much; None if its scheduler does not reckon it.
     """
 
-    running: Count = 0
-    waiting: Count = 0
-    kv_usage: float = 0.0
-    kv_capacity_tokens: Count = 0
-    prefill_budget: float | None = None
+    running: Requests = 0
+    waiting: Requests = 0
+    kv_usage: Share = 0.0
+    kv_capacity_tokens: Tokens = 0
+    prefill_budget: Budget | None = None
 
 
 class RequestForecast(msgspec.Struct, frozen=True, array_like=True):
@@ -72,10 +98,10 @@ class RequestForecast(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: Id
-    prompt_tokens: Count
-    generated_tokens: Count
-    forecast_at: Count
-    tokens_left: Count
+    prompt_tokens: Length
+    generated_tokens: Length
+    forecast_at: Length
+    tokens_left: Tokens
     survival: bytes
 
 
@@ -92,10 +118,10 @@ class FinishedEvent(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: Id
-    finish_reason: str
-    prompt_tokens: Count
-    total_tokens: Count
-    max_tokens: Count
+    finish_reason: Name
+    prompt_tokens: Length
+    total_tokens: Length
+    max_tokens: Tokens
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,14 +130,14 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         instance: name of the engine.
         rank: its data-parallel rank.
-        epoch: nanoseconds since 1970 at which the publisher started; a restart has a larger one.
+        epoch: nanoseconds since 1970 at which the publisher started, which tells its lives apart.
         seq: number of the message within the epoch, from 0, over all kinds.
         step: engine steps so far.
         time: seconds since 1970.
     """
 
-    instance: str
-    rank: Count
+    instance: Name
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     seq: Count
     step: Count
@@ -131,11 +157,11 @@ class Snapshot(_Header, frozen=True, kw_only=True, tag="snapshot"):
     """
 
     gauges: Gauges
-    model: str
-    checkpoint: str
-    k: Annotated[int, msgspec.Meta(ge=1)]
-    edges: list[int]
-    requests: list[RequestForecast]
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    checkpoint: Name
+    k: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    edges: Edges
+    requests: Annotated[list[RequestForecast], msgspec.Meta(max_length=MOST_REQUESTS)]
 
 
 class Forecasts(_Header, frozen=True, kw_only=True, tag="forecasts"):
@@ -146,8 +172,8 @@ class Forecasts(_Header, frozen=True, kw_only=True, tag="forecasts"):
         requests: the new requests.
     """
 
-    edges: list[int]
-    requests: list[RequestForecast]
+    edges: Edges
+    requests: Annotated[list[RequestForecast], msgspec.Meta(max_length=MOST_REQUESTS)]
 
 
 class Finished(_Header, frozen=True, kw_only=True, tag="finished"):
@@ -157,7 +183,7 @@ class Finished(_Header, frozen=True, kw_only=True, tag="finished"):
         requests: how each ended.
     """
 
-    requests: list[FinishedEvent]
+    requests: Annotated[list[FinishedEvent], msgspec.Meta(max_length=MOST_REQUESTS)]
 
 
 Message = Snapshot | Forecasts | Finished
@@ -175,15 +201,18 @@ def decode_message(payload: bytes) -> Message:
     """Read the second frame of a message.
 
     Raises:
-        TelemetryError: it is not a message of this schema, or a curve does not fit the grid.
+        TelemetryError: it is not a message of this schema, it is beyond the bounds, or a curve does
+            not fit the grid.
     """
+    if len(payload) > LARGEST_MESSAGE:
+        raise TelemetryError(f"a message of {len(payload)} bytes, more than {LARGEST_MESSAGE}")
     try:
         message: Message = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TelemetryError(f"not a telemetry message: {error}") from error
     if not isinstance(message, Finished):
         edges = np.array(message.edges, dtype=np.float64)
-        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+        if edges[0] != 0 or (np.diff(edges) <= 0).any():
             raise TelemetryError(f"edges {message.edges[:5]}... do not ascend from 0")
         decode_survival([request.survival for request in message.requests], len(edges))
         for request in message.requests:

@@ -16,6 +16,9 @@ from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.live_config import TelemetryConfig
 from predictor.live.telemetry_messages import (
+    MOST_EDGES,
+    MOST_REQUESTS,
+    MOST_TOKENS,
     TOPIC,
     Finished,
     FinishedEvent,
@@ -53,7 +56,8 @@ class TelemetryPublisher:
         generated: kept up to date by the engine's thread with n of every running request.
 
     Raises:
-        TelemetryError: an endpoint cannot be bound or may not be open, or keys are missing.
+        TelemetryError: an endpoint cannot be bound or may not be open, keys are missing, or the
+            grid has more edges than a message may have.
     """
 
     def __init__(
@@ -66,6 +70,11 @@ class TelemetryPublisher:
         edges: list[int],
         generated: Mapping[str, int],
     ) -> None:
+        if len(edges) > MOST_EDGES:
+            raise TelemetryError(
+                f"a grid of {len(edges)} edges cannot be published, only {MOST_EDGES} at most: "
+                "train a predictor with a coarser grid"
+            )
         self._config = config
         self._rank = rank
         self._model = model
@@ -156,7 +165,7 @@ class TelemetryPublisher:
                 forecasts.prompt_tokens,
                 forecasts.generated_tokens,
                 forecasts.generated_tokens,
-                forecasts.tokens_left,
+                [min(left, MOST_TOKENS) for left in forecasts.tokens_left],
                 coded,
                 strict=True,
             )
@@ -166,7 +175,9 @@ class TelemetryPublisher:
         self._latest |= {request.request_id: request for request in requests}
         if forecasts.step % self._k == 0:
             return True
-        self._send(Forecasts(**self._header(), edges=self._edges, requests=requests))
+        self._send(
+            Forecasts(**self._header(), edges=self._edges, requests=requests[:MOST_REQUESTS])
+        )
         return False
 
     def _tell_finished(self, finished: list[FinishedRequest]) -> None:
@@ -178,7 +189,7 @@ class TelemetryPublisher:
                 finish_reason=request.finish_reason,
                 prompt_tokens=request.prompt_tokens,
                 total_tokens=request.total_tokens,
-                max_tokens=request.max_tokens,
+                max_tokens=min(request.max_tokens, MOST_TOKENS),
             )
             for request in finished
         ]
@@ -208,7 +219,7 @@ class TelemetryPublisher:
                 checkpoint=self._checkpoint,
                 k=self._k,
                 edges=self._edges,
-                requests=requests,
+                requests=requests[:MOST_REQUESTS],
             )
         )
 

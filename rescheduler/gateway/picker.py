@@ -67,7 +67,7 @@ class Picker:
         states = list(self.instances.values())
         self._endpoints, self._options = Endpoints(states), options
         self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
-        published = [i.telemetry for i in deployment.instances if i.telemetry is not None]
+        published = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
         forecasts, budgets = None, None
         if published:
             telemetry = TelemetrySubscriber(published, keys=keys, view=TelemetryView(history=False))

@@ -56,7 +56,7 @@ class Planning(Generic[R]):
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
         self._ejections = Ejections(instances)
-        endpoints = [i.telemetry for i in deployment.instances if i.telemetry is not None]
+        endpoints = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
         self.forecasts, budgets = None, None
         self.telemetry: TelemetrySubscriber | None = None
         if endpoints:

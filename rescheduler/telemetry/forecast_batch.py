@@ -19,6 +19,7 @@ class ForecastBatch:
     """Forecasts of some requests of one engine; never changed once made.
 
     Attributes:
+        instance: name of the engine.
         edges: [n_edges] grid of the curves, in tokens.
         names: [n] ids of the requests as clients know them.
         prompt_tokens: [n] of each request.
@@ -27,6 +28,7 @@ class ForecastBatch:
         survival: [n, n_edges] the curves, in units of 1 / `SURVIVAL_SCALE`.
     """
 
+    instance: str
     edges: tuple[int, ...]
     names: tuple[str, ...]
     prompt_tokens: npt.NDArray[np.int64]
@@ -36,11 +38,16 @@ class ForecastBatch:
 
     @classmethod
     def new(
-        cls, edges: Sequence[int], names: Sequence[str], requests: Sequence[RequestForecast]
+        cls,
+        instance: str,
+        edges: Sequence[int],
+        names: Sequence[str],
+        requests: Sequence[RequestForecast],
     ) -> "ForecastBatch":
         """Return what a checked message forecasts of some requests.
 
         Args:
+            instance: name of the engine.
             edges: [n_edges] grid of the curves, in tokens.
             names: [n] ids of the requests as clients know them.
             requests: [n] as published.
@@ -48,6 +55,7 @@ class ForecastBatch:
         n = len(requests)
         coded = np.frombuffer(b"".join([one.survival for one in requests]), dtype="<u2")
         return cls(
+            instance,
             tuple(edges),
             tuple(names),
             np.fromiter((one.prompt_tokens for one in requests), np.int64, n),

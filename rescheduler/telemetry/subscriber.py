@@ -5,14 +5,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
-from predictor.live.telemetry_messages import TOPIC, TelemetryError
+from predictor.live.telemetry_messages import LARGEST_MESSAGE, TOPIC, TelemetryError
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
 from rescheduler.transfer.lost_peers import notice_lost_peers
@@ -22,15 +23,24 @@ logger = logging.getLogger(__name__)
 __all__ = ["TelemetrySubscriber"]
 
 _UNTAKEN_FINISHED = 10_000
-_LARGEST_MESSAGE = 64 << 20
+_KEPT_MESSAGES = 64
 _POLL_MS = 100
+
+_SLOW_SECONDS = 0.002
+_REST = 9.0
+"""A connection whose message took long to read is not read for this many times as long."""
 
 
 class TelemetrySubscriber:
     """Receives telemetry in a thread of its own.
 
+    Each endpoint is a connection of its own, by which its engine is known: what one engine says
+    in the name of another is not heard. One that sends more than can be read in time waits for
+    that itself, and none behind it.
+
     Args:
-        connect: endpoints of engines that bind, such as ``tcp://127.0.0.1:5557``.
+        connect: endpoints of engines that bind, such as ``tcp://127.0.0.1:5557``; a mapping also
+            names the engine of each.
         bind: endpoint that engines connect to, instead.
         keys: folder made by `create_keys`; without it only the loopback is heard.
         view: where messages go; a new one when not given.
@@ -46,7 +56,7 @@ class TelemetrySubscriber:
 
     def __init__(
         self,
-        connect: str | Sequence[str] = (),
+        connect: str | Sequence[str] | Mapping[str, str] = (),
         bind: str | None = None,
         keys: Path | str | None = None,
         view: TelemetryView | None = None,
@@ -60,19 +70,16 @@ class TelemetrySubscriber:
             refuse_open_endpoint(endpoint, keys)
         self._finished: deque[FinishedForecasts] = deque(maxlen=_UNTAKEN_FINISHED)
         self._closing = threading.Event()
-        self._authenticator = None
+        self._authenticator: ThreadAuthenticator | None = None
+        self._names = dict(connect) if isinstance(connect, Mapping) else {}
         self._context = zmq.Context()  # one context has one handler of keys
-        self._socket = self._context.socket(zmq.SUB)
+        self._sockets: dict[zmq.Socket[bytes], str] = {}
+        self._binds = bool(bind)
         try:
-            self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC.partition(b"/")[0])
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
-            notice_lost_peers(self._socket)
-            self._socket.setsockopt(zmq.IPV6, int(any("[" in name for name in self.endpoints)))
-            if keys is not None:
-                self._authenticator = apply_curve(self._socket, keys, "watcher", bool(bind))
-            self._open(bool(bind))
+            for i, endpoint in enumerate(self.endpoints):
+                self.endpoints[i] = self._open(endpoint, keys)
         except BaseException:
-            self._close_socket()
+            self._close_sockets()
             raise
         self._thread = threading.Thread(target=self._receive, name="telemetry", daemon=True)
         self._thread.start()
@@ -103,7 +110,7 @@ class TelemetrySubscriber:
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join()
-            self._close_socket()
+            self._close_sockets()
 
     def __enter__(self) -> "TelemetrySubscriber":
         return self
@@ -116,29 +123,63 @@ class TelemetrySubscriber:
     ) -> None:
         self.close()
 
-    def _open(self, binds: bool) -> None:
-        for endpoint in self.endpoints:
-            try:
-                (self._socket.bind if binds else self._socket.connect)(endpoint)
-            except zmq.ZMQError as error:
-                raise TelemetryError(f"{endpoint}: {_why(error)}") from error
-        if binds:
-            last = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-            assert isinstance(last, bytes)
-            self.endpoints = [last.rstrip(b"\0").decode()]
+    def _open(self, endpoint: str, keys: Path | str | None) -> str:
+        """Open a socket; return its endpoint, with the port that it got."""
+        socket = self._context.socket(zmq.SUB)
+        self._sockets[socket] = endpoint
+        socket.setsockopt(zmq.SUBSCRIBE, TOPIC.partition(b"/")[0])
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
+        notice_lost_peers(socket)
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if keys is not None:
+            self._authenticator = apply_curve(socket, keys, "watcher", self._binds)
+        try:
+            (socket.bind if self._binds else socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            raise TelemetryError(f"{endpoint}: {_why(error)}") from error
+        if not self._binds:
+            return endpoint
+        last = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
+        return last.rstrip(b"\0").decode()
 
     def _receive(self) -> None:
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        resting: dict[zmq.Socket[bytes], float] = {}
         while not self._closing.is_set():
-            if self._socket.poll(_POLL_MS):
-                frames = self._socket.recv_multipart()
-                with self.lock:
-                    try:
-                        self._finished.extend(self.view.receive(frames, time.monotonic()))
-                    except Exception:  # no message may end the thread
-                        logger.exception("a telemetry message failed")
+            for socket, _ in poller.poll(5 if resting else _POLL_MS):
+                took = self._receive_one(socket)
+                if took > _SLOW_SECONDS:
+                    poller.unregister(socket)
+                    resting[socket] = time.monotonic() + _REST * took
+            for socket in [one for one, until in resting.items() if until < time.monotonic()]:
+                del resting[socket]
+                poller.register(socket, zmq.POLLIN)
 
-    def _close_socket(self) -> None:
-        self._socket.close(linger=0)
+    def _receive_one(self, socket: "zmq.Socket[bytes]") -> float:
+        """Take a message; return for how many seconds this thread computed."""
+        began, endpoint = time.thread_time(), self._sockets[socket]
+        frames = socket.recv_multipart(copy=False)
+        source = (endpoint, frames[0].get(zmq.SRCFD)) if self._binds else endpoint
+        with self.lock:
+            try:
+                finished = self.view.receive(
+                    [frame.bytes for frame in frames],
+                    time.monotonic(),
+                    source,
+                    self._names.get(endpoint),
+                )
+                self._finished.extend(finished)
+            except Exception:  # no message may end the thread
+                logger.exception("a telemetry message failed")
+        return time.thread_time() - began
+
+    def _close_sockets(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

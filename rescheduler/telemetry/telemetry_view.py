@@ -1,8 +1,8 @@
 """What running engines publish: the latest view of each."""
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,10 +37,20 @@ __all__ = [
 _KEPT_FORECASTS = 256
 """Forecasts kept of a running request, beyond which every second one goes."""
 
+_KEPT_OF_ALL = 1 << 18
+"""Forecasts kept of an engine's running requests, beyond which fewer are kept of each."""
+
 _KEPT_FINISHED = 20_000
 _KEPT_VANISHED = 1_000
 _KEPT_GAPS = 1_000
-_KEPT_BATCHES = 4_096
+_KEPT_BATCHED = 16_384
+"""Forecasts kept of an engine until somebody takes them."""
+
+_MOST_RUNNING = 16_384
+"""Requests that run on an engine and are kept; its next ones are not."""
+
+_MOST_ENGINES = 16
+"""Engines that one connection speaks for, as one that passes on what others publish."""
 
 
 class InstanceKey(NamedTuple):
@@ -107,7 +117,7 @@ class RunningRequest:
     _stride: int = 1
     _skipped: int = 0
 
-    def keep_forecast(self, newest: int, report: RequestForecast) -> None:
+    def keep_forecast(self, newest: int, report: RequestForecast, most: int) -> None:
         """Keep the forecast of a report if it is newer than the one made at ``newest`` tokens."""
         if report.forecast_at <= newest:
             return
@@ -116,7 +126,7 @@ class RunningRequest:
             return
         self._skipped = 0
         self.forecasts.append(KeptForecast(report.forecast_at, report.tokens_left, report.survival))
-        if len(self.forecasts) > _KEPT_FORECASTS:
+        if len(self.forecasts) > most:
             del self.forecasts[1::2]
             self._stride *= 2
 
@@ -181,10 +191,12 @@ class InstanceView:
         edges: [n_edges] grid of its curves in tokens; empty before the first.
         requests: those that run and have a forecast, by id.
         snapshot_seq: number of the last snapshot; -1 before the first.
+        source: connection that it is heard by; None where connections are not told apart.
     """
 
     epoch: int
     received: float
+    source: Hashable = None
     seq: int = -1
     step: int = 0
     gauges: Gauges = field(default_factory=Gauges)
@@ -195,8 +207,22 @@ class InstanceView:
     requests: dict[str, RunningRequest] = field(default_factory=dict)
     snapshot_seq: int = -1
     _received_seqs: _SequenceNumbers = field(default_factory=_SequenceNumbers)
-    _finished: dict[str, None] = field(default_factory=dict)
-    _vanished: dict[str, RunningRequest] = field(default_factory=dict)
+    _finished: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _vanished: OrderedDict[str, RunningRequest] = field(default_factory=OrderedDict)
+    _batches: deque[ForecastBatch] = field(default_factory=deque)
+    _batched: int = 0
+
+    def hand_on(self, batch: ForecastBatch) -> None:
+        """Keep forecasts until they are taken; of too many the newest."""
+        self._batches.append(batch)
+        self._batched += len(batch.names)
+        while self._batched > _KEPT_BATCHED:
+            self._batched -= len(self._batches.popleft().names)
+
+    def take_batches(self) -> Sequence[ForecastBatch]:
+        """Return the forecasts kept since the last call, oldest first."""
+        batches, self._batches, self._batched = self._batches, deque(), 0
+        return batches
 
 
 class TelemetryView:
@@ -217,6 +243,7 @@ class TelemetryView:
         duplicated: messages that came before.
         outdated: messages that newer ones had overtaken: of an engine before its restart, or
             snapshots and forecasts older than the last snapshot.
+        foreign: messages in the name of an engine that another connection speaks for.
         vanished: requests that a snapshot no longer had and whose end was not reported.
     """
 
@@ -224,11 +251,10 @@ class TelemetryView:
         self, stale_after: float = 3.0, forget_after: float = 300.0, history: bool = True
     ) -> None:
         self.instances: dict[InstanceKey, InstanceView] = {}
-        self.malformed = self.duplicated = self.outdated = self.vanished = 0
+        self.malformed = self.duplicated = self.outdated = self.vanished = self.foreign = 0
         self._stale_after, self._forget_after = stale_after, forget_after
         self._lost_before = 0
         self._history, self._hands_on = history, not history
-        self._batches: deque[ForecastBatch] = deque(maxlen=_KEPT_BATCHES)
 
     @property
     def lost(self) -> int:
@@ -237,9 +263,9 @@ class TelemetryView:
         return self._lost_before + sum(current)
 
     def take_batches(self) -> Sequence[ForecastBatch]:
-        """Return the forecasts received since the last call, oldest first."""
-        batches, self._batches = self._batches, deque(maxlen=_KEPT_BATCHES)
-        return batches
+        """Return the forecasts received since the last call, oldest first of each engine."""
+        views = self.instances.values()
+        return [batch for view in views for batch in view.take_batches()]
 
     def keep_history(self, keep: bool) -> None:
         """Keep the forecasts of running requests from now on, to score them, or no longer."""
@@ -249,12 +275,20 @@ class TelemetryView:
                 for request in (*view.requests.values(), *view._vanished.values()):
                     request.drop_forecasts()
 
-    def receive(self, frames: Sequence[bytes], now: float) -> list[FinishedForecasts]:
+    def receive(
+        self,
+        frames: Sequence[bytes],
+        now: float,
+        source: Hashable = None,
+        name: str | None = None,
+    ) -> list[FinishedForecasts]:
         """Take one ZMQ message; invalid messages are counted, never raised.
 
         Args:
             frames: of the message.
             now: seconds on a monotonic clock.
+            source: connection that it came by, whose messages come in order; None: any.
+            name: of the engine at the other end of the connection, whatever it calls itself.
 
         Returns:
             The requests whose end it reports for the first time.
@@ -265,14 +299,10 @@ class TelemetryView:
         if message is None:
             self.malformed += 1
             return []
-        key = InstanceKey(message.instance, message.rank)
-        view = self.instances.get(key)
-        if view is not None and message.epoch < view.epoch:
-            self.outdated += 1
+        key = InstanceKey(message.instance if name is None else name, message.rank)
+        view = self._speaking(key, message.epoch, now, source)
+        if view is None:
             return []
-        if view is None or message.epoch > view.epoch:
-            self.forget(key)
-            view = self.instances[key] = InstanceView(message.epoch, now)
         if not view._received_seqs.add(message.seq):
             self.duplicated += 1
             return []
@@ -296,7 +326,7 @@ class TelemetryView:
             new = [one for one in message.requests if self._update(view, one, message.seq)]
             if new and self._hands_on:
                 names = [view.requests[one.request_id].name for one in new]
-                self._batches.append(ForecastBatch.new(view.edges, names, new))
+                view.hand_on(ForecastBatch.new(key.name, view.edges, names, new))
         return []
 
     def forecast(self, key: InstanceKey) -> tuple[list[str], SurvivalForecast]:
@@ -324,6 +354,32 @@ class TelemetryView:
         if view is not None:
             self._lost_before += view._received_seqs.lost
 
+    def _speaking(
+        self, key: InstanceKey, epoch: int, now: float, source: Hashable
+    ) -> InstanceView | None:
+        """Return the view of an engine that has sent a message; None if this one may not.
+
+        An engine has one connection, until that has been silent. Another epoch of it is another
+        life: epochs are of the engine's wall clock, which may have been set back, so that they are
+        compared only where messages may come in any order.
+        """
+        view = self.instances.get(key)
+        if view is not None and view.source == source and view.epoch == epoch:
+            return view
+        if view is not None and not self.is_stale(key, now):
+            if view.source != source:
+                self.foreign += 1
+                return None
+            if source is None and epoch < view.epoch:
+                self.outdated += 1
+                return None
+        self.forget(key)
+        others = [k for k, v in self.instances.items() if v.source == source is not None]
+        for other in others[: max(0, len(others) + 1 - _MOST_ENGINES)]:
+            self.forget(other)
+        view = self.instances[key] = InstanceView(epoch, now, source)
+        return view
+
     def _take_snapshot(self, view: InstanceView, snapshot: Snapshot) -> None:
         """Take the state of an engine, and drop what it no longer runs."""
         view.snapshot_seq = snapshot.seq
@@ -347,11 +403,14 @@ class TelemetryView:
             self.vanished -= request is not None
         elif seq < request.seq or report.forecast_at < request.latest.forecast_at:
             return False
+        if request is None and len(view.requests) >= _MOST_RUNNING:
+            return False
         if request is None:
             request = RunningRequest(parse_request_id(name).external_id, report, seq)
         newest = request.latest.forecast_at if request.forecasts else -1
         if self._history:
-            request.keep_forecast(newest, report)
+            most = min(_KEPT_FORECASTS, _KEPT_OF_ALL // max(1, len(view.requests)))
+            request.keep_forecast(newest, report, most)
         if self._hands_on:
             report = msgspec.structs.replace(report, survival=b"")
         request.latest = report
@@ -390,6 +449,8 @@ def _decoded_forecast(edges: Sequence[int], kept: Iterable[KeptForecast]) -> Sur
     return SurvivalForecast.new(edges, curves, [row.tokens_left for row in rows])
 
 
-def _keep_newest(entries: dict[str, None] | dict[str, RunningRequest], limit: int) -> None:
+def _keep_newest(
+    entries: OrderedDict[str, None] | OrderedDict[str, RunningRequest], limit: int
+) -> None:
     while len(entries) > limit:
-        del entries[next(iter(entries))]
+        entries.popitem(last=False)  # of a plain dict the first entry is found ever more slowly

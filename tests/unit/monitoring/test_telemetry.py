@@ -567,10 +567,10 @@ def test_a_message_that_fails_does_not_end_the_subscription(
         received = telemetry.view.receive
         fails = [True]
 
-        def failing(message: list[bytes], now: float) -> Any:
+        def failing(*message: Any) -> Any:
             if fails.pop() if fails else False:
                 raise OverflowError("scripted")
-            return received(message, now)
+            return received(*message)
 
         monkeypatch.setattr(telemetry.view, "receive", failing)
         with zmq.Context() as context, context.socket(zmq.PUB) as socket:
