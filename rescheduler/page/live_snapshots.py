@@ -26,7 +26,8 @@ from rescheduler.page.snapshot import (
     Requests,
     Snapshot,
 )
-from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.cluster_state import running_requests
+from rescheduler.placement.guarded_view import guarded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, PlacedRequests
@@ -87,10 +88,11 @@ class Look:
     """What was seen of a cluster at one moment; nothing of it changes any more.
 
     Attributes:
-        view: of the decode instances, with what waits for one of them.
+        view: of decode instances, with what waits for one of them.
+        viewed: names of the decode instances that the view is of; all but those left out.
         instances: all; of the decode instances only what the view does not say.
-        requests: those of the view, running and waiting, and then those being prefilled; what is
-            forecast of them is left out.
+        requests: those of the view, running and waiting, and then all others; what is forecast
+            of them is left out.
         time: seconds since 1970.
         further_waiting: requests that wait for a prefill instance.
         moves: the latest.
@@ -98,6 +100,7 @@ class Look:
     """
 
     view: ClusterView
+    viewed: list[str]
     instances: list[Instance]
     requests: Requests
     time: float
@@ -113,18 +116,17 @@ class Look:
         others = remaining_interval(None, n_requests - len(running) - len(waiting))
         low, median, high = np.concatenate([running, waiting, others]).T.tolist()
         expected = expectations(view, running)
-        instances, g = list(self.instances), 0
+        instances, at = list(self.instances), {name: g for g, name in enumerate(self.viewed)}
         for i, one in enumerate(instances):
-            if one.role == "decode":
-                ahead, deviation, overflow = expected.of(g)
+            if one.name in at:
+                ahead, deviation, overflow = expected.of(at[one.name])
                 instances[i] = replace(
                     one,
-                    kv_tokens=int(view.kv_load[g]),
+                    kv_tokens=int(view.kv_load[at[one.name]]),
                     ahead=ahead,
                     deviation=deviation,
                     overflow=overflow,
                 )
-                g += 1
         return Snapshot(
             time=self.time,
             step_seconds=view.step_seconds,
@@ -174,29 +176,27 @@ class LiveSnapshots:
         instances = list(cluster.instances.values())
         index = {instance: i for i, instance in enumerate(instances)}
         decodes = [one for one in instances if one.instance.role == "decode"]
-        running = [request for one in decodes for request in cluster.placements.on(one)]
         waiting = list(cluster.dispatcher.waiting)
-        prefilling = [
-            request
-            for one in instances
-            if one.instance.role == "prefill"
-            for request in cluster.placements.on(one)
-        ]
-        requests = [*running, *waiting, *prefilling]
-        numbers = {one.id: self._number(one.id) for one in requests}
-        self._numbers = numbers
         if cluster.forecasts is not None:
             cluster.forecasts.refresh()
+        viewed, view = guarded_view(
+            "page",
+            cluster.placements,
+            decodes,
+            waiting,
+            cluster.forecasts,
+            asyncio.get_running_loop().time(),
+            cluster.dispatcher.step_seconds,
+        )
+        running = running_requests(cluster.placements, viewed)
+        others = running_requests(cluster.placements, [i for i in instances if i not in viewed])
+        requests = [*running, *waiting, *others]
+        numbers = {one.id: self._number(one.id) for one in requests}
+        self._numbers = numbers
         steps = {} if self._steps is None else self._steps.seconds()
         return Look(
-            view=cluster_view(
-                cluster.placements,
-                decodes,
-                waiting,
-                cluster.forecasts,
-                asyncio.get_running_loop().time(),
-                cluster.dispatcher.step_seconds,
-            ),
+            view=view,
+            viewed=[one.name for one in viewed],
             instances=[self._instance(one, steps.get(one.name)) for one in instances],
             requests=_columns(requests, numbers, index),
             time=round(time.time(), 3),

@@ -10,17 +10,29 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests
 
-__all__ = ["cluster_view", "running_requests"]
+__all__ = ["cluster_view", "longest_prompt", "running_requests"]
 
 C = TypeVar("C", bound=Counted)
 
 _ELSEWHERE = -1
 """In place of the index of an instance that is not shown."""
 
+_MOST_GENERATED = 2**30
+"""Of one request, so that sums of many do not overflow."""
+
 
 def running_requests(placements: PlacedRequests[C], instances: Sequence[InstanceState]) -> list[C]:
     """Return the requests on these instances, in the order of `cluster_view`."""
     return [request for instance in instances for request in placements.on(instance)]
+
+
+def longest_prompt(instances: Sequence[InstanceState]) -> int:
+    """Return the tokens of the longest prompt that one of these instances takes, at least 1.
+
+    An engine takes none that its KV cache does not hold, whatever it says of its model.
+    """
+    takes = [min(one.engine.max_model_len, one.kv_capacity) for one in instances if one.engine]
+    return max(1, max(takes, default=int(UNLIMITED)))
 
 
 def cluster_view(
@@ -50,8 +62,7 @@ def cluster_view(
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
     """
-    takes = [one.engine.max_model_len for one in instances if one.engine]
-    longest = max(takes, default=int(UNLIMITED))
+    longest = longest_prompt(instances)
     index: dict[InstanceState | None, int] = {instance: g for g, instance in enumerate(instances)}
     listed = [placements.on(instance) for instance in instances]
     running = [request for requests in listed for request in requests]
@@ -62,17 +73,17 @@ def cluster_view(
     for i, request in enumerate(running):
         if request.can_move:
             before = request.generated_at_move
-            since[i] = NEVER_MOVED if before is None else request.generated_tokens - before
+            since[i] = NEVER_MOVED if before is None else _generated(request) - before
     return ClusterView(
         slots=_integers([instance.slots for instance in instances]),
         kv_capacity=_integers([instance.kv_capacity for instance in instances]),
         queued=np.bincount(here[~generating], minlength=len(listed)),
         instance=np.where(where == _ELSEWHERE, here, where),
-        prompt_tokens=np.minimum(_integers([one.prompt_tokens for one in running]), longest),
-        generated_tokens=_integers([request.generated_tokens for request in running]),
+        prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in running]),
+        generated_tokens=_integers([_generated(request) for request in running]),
         forecast=forecasts.forecast(running) if forecasts else None,
         waiting_prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in waiting]),
-        waiting_generated_tokens=_integers([request.generated_tokens for request in waiting]),
+        waiting_generated_tokens=_integers([_generated(request) for request in waiting]),
         waiting_forecast=forecasts.forecast(waiting) if forecasts else None,
         waited_steps=_integers(
             [int((now - request.waiting_since) / step_seconds) for request in waiting]
@@ -82,6 +93,10 @@ def cluster_view(
         prefill_budget=prefill_budget,
         step_seconds=step_seconds,
     )
+
+
+def _generated(request: Counted) -> int:
+    return min(request.generated_tokens, _MOST_GENERATED)
 
 
 def _integers(values: list[int]) -> np.ndarray:

@@ -13,9 +13,10 @@ import numpy as np
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.cluster_state import longest_prompt
 from rescheduler.placement.decision import Decision
 from rescheduler.placement.guarded_policy import GuardedPolicy
+from rescheduler.placement.guarded_view import guarded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, PlacedRequests, R
@@ -75,7 +76,7 @@ class Dispatcher(Generic[R]):
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
         self._for_prefill: deque[tuple[R, asyncio.Future[InstanceState | None]]] = deque()
-        self._round_due = False
+        self._round_due = self._undecided = False
         self._last_round = -math.inf
 
     @property
@@ -141,7 +142,7 @@ class Dispatcher(Generic[R]):
         """Wait until the policy gives a request a decode instance; it is counted there then.
 
         Raises:
-            RequestRefusedError: 503, none in time.
+            RequestRefusedError: 503, none in time, or none that could ever hold the request.
         """
         place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
         request.wait(self._clock())
@@ -197,7 +198,7 @@ class Dispatcher(Generic[R]):
 
     def _chosen(
         self, requests: Sequence[R], policy: GuardedPolicy
-    ) -> Iterator[tuple[R, InstanceState | None, Decision]]:
+    ) -> Iterator[tuple[R, InstanceState | None, Decision | None]]:
         """Yield where a policy places requests, None for one that has to wait, and how it decided.
 
         A request that instances have just failed goes to another one, if there is any. Requests
@@ -219,24 +220,46 @@ class Dispatcher(Generic[R]):
         requests: Sequence[R],
         instances: Sequence[InstanceState],
         policy: GuardedPolicy,
-    ) -> tuple[list[InstanceState | None], Decision]:
+    ) -> tuple[Sequence[InstanceState | None], Decision | None]:
+        """Decide by a policy, or by the number of requests where no instance can be viewed."""
         began = time.time_ns()
-        shown = self._decodes if self._policy.whole_cluster else instances
-        view = cluster_view(
-            self._placements,
-            shown,
-            requests,
-            self._forecasts,
-            self._clock(),
-            self.step_seconds,
-            self.dispatched,
-            self._budgets.left(shown) if self._budgets else None,
-        )
-        if len(shown) > len(instances):
+        try:
+            shown, view = guarded_view(
+                "placing",
+                self._placements,
+                self._decodes if self._policy.whole_cluster else instances,
+                requests,
+                self._forecasts,
+                self._clock(),
+                self.step_seconds,
+                self.dispatched,
+                self._budgets,
+            )
             usable = [instance in instances for instance in shown]
-            view = replace(view, slots=np.where(usable, view.slots, 0))
-        places = [shown[g] if g >= 0 else None for g in policy.assign(view)]
-        return places, Decision(policy.decided_by, shown, view, began, time.time_ns())
+            if any(usable):
+                if not all(usable):
+                    view = replace(view, slots=np.where(usable, view.slots, 0))
+                places = [shown[g] if g >= 0 else None for g in policy.assign(view)]
+                self._undecided = False
+                return places, Decision(policy.decided_by, shown, view, began, time.time_ns())
+        except Exception:
+            if not self._undecided:
+                logger.exception("no decision by what is known; by the number of requests instead")
+            self._undecided = True
+        return self._by_count(len(requests), instances), None
+
+    def _by_count(
+        self, n_requests: int, instances: Sequence[InstanceState]
+    ) -> list[InstanceState | None]:
+        """Give each request to the instance that has the fewest, if any has a slot."""
+        loads = {instance: len(self._placements.on(instance)) for instance in instances}
+        places: list[InstanceState | None] = []
+        for _ in range(n_requests):
+            free = [instance for instance in instances if loads[instance] < instance.slots]
+            places.append(min(free, key=loads.__getitem__, default=None))
+            if free:
+                loads[min(free, key=loads.__getitem__)] += 1
+        return places
 
     def _decide(self) -> None:
         self._round_due = False
@@ -256,9 +279,22 @@ class Dispatcher(Generic[R]):
                 if self._budgets is not None:
                     self._budgets.spend(instance, request)
                 self.waiting.pop(request).set_result(instance)
+        self._refuse_too_large()
         if self.waiting and self._policy.decide_every() > 0:
             self.wake()
         self._grant_prefills()
+
+    def _refuse_too_large(self) -> None:
+        """Refuse what no instance could hold if it were empty, also of those out of service."""
+        if not self.waiting:
+            return
+        longest = longest_prompt(self._decodes)
+        room = max((one.kv_capacity for one in self._decodes if one.slots > 0), default=-1)
+        for request, place in self.waiting.items():
+            tokens = min(request.prompt_tokens, longest) + request.generated_tokens
+            if tokens > room and not place.done():
+                message = f"no decode instance can hold a request of {tokens} tokens"
+                place.set_exception(RequestRefusedError(503, message, retry_after=60))
 
     def _grant_prefills(self) -> None:
         while self._for_prefill:

@@ -58,10 +58,6 @@ class ForecastTable:
         if row is not None:
             self._free.append(row)
 
-    def drop_oldest(self) -> None:
-        """Forget the request that has been known for longest."""
-        self.drop(next(iter(self._rows)))
-
     def survival(
         self, rows: npt.NDArray[np.int64], edges: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:

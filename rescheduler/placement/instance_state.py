@@ -1,5 +1,8 @@
 """What the proxy knows of one instance."""
 
+import logging
+from collections import Counter
+
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.circuit_breaker import CircuitBreaker
@@ -7,6 +10,8 @@ from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
 
 __all__ = ["InstanceState"]
+
+logger = logging.getLogger("headway.serve")
 
 
 class InstanceState:
@@ -21,6 +26,8 @@ class InstanceState:
         breaker: whether it works.
         draining: it gets no new requests.
         engine: as its control socket last reported it; None before, and without one.
+        left_out: how many decisions were taken without it, since what is known of it could not be
+            used, by what they were for.
     """
 
     def __init__(
@@ -30,6 +37,7 @@ class InstanceState:
         self.breaker = CircuitBreaker(options.breaker_failures, options.breaker_seconds)
         self.draining = False
         self.engine: EngineState | None = None
+        self.left_out: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
@@ -52,3 +60,13 @@ class InstanceState:
         if self.engine is None:
             return int(UNLIMITED)
         return self.engine.num_blocks * self.engine.block_size
+
+    def leave_out(self, purpose: str, error: Exception) -> None:
+        """Note that a decision is taken without it; logged the first time."""
+        if not self.left_out:
+            logger.error(
+                "%s: left out of decisions, since what it says of itself cannot be used: %r",
+                self.name,
+                error,
+            )
+        self.left_out[purpose] += 1

@@ -1,6 +1,9 @@
 """What the engines' telemetry forecasts of the proxy's requests, aged to now."""
 
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -11,6 +14,8 @@ from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["LiveForecasts"]
+
+logger = logging.getLogger("headway.serve")
 
 _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
@@ -27,7 +32,9 @@ class LiveForecasts:
     lately: S(h) = exp(-h / mean length).
 
     Engines may have predictors with different grids, as during a rolling change: forecasts are
-    kept by grid, and read on the union of the grids, on which each curve is the same function.
+    kept by grid, and read on the union of the grids, on which each curve is the same function. A
+    grid that no engine has any more is dropped, so that there are no more grids than engines. Of
+    too many forecasts, the oldest of the engine that has made most are dropped.
 
     Of a request that stays where it is placed, whose tokens may not be seen one by one, an engine
     also says here how many it has.
@@ -41,17 +48,28 @@ class LiveForecasts:
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
         self._staying: dict[str, Placeable] = {}
-        self._ended: dict[str, None] = {}  # the latest; what is on its way is not for the next
+        self._ended: OrderedDict[str, None] = OrderedDict()  # what is on its way is not for others
+        self._grids: dict[str, tuple[int, ...]] = {}
+        self._made_by: dict[str, str] = {}
+        self._of: dict[str, OrderedDict[str, None]] = {}
+        self._failed: set[str] = set()
 
     def refresh(self) -> None:
         """Take over what the engines have published since the last call."""
         for batch in self._telemetry.take_forecasts():
-            self._take(batch)
-        tables = self._tables
-        for edges in [edges for edges, table in tables.items() if not table]:
-            del tables[edges]  # the last request of a replaced predictor has ended
-        while sum(map(len, tables.values())) > _KEPT:
-            max(tables.values(), key=len).drop_oldest()
+            try:
+                self._take(batch)
+            except Exception:
+                if batch.instance not in self._failed:
+                    logger.exception("%s: its forecasts cannot be used", batch.instance)
+                self._failed.add(batch.instance)
+        tables, grids = self._tables, set(self._grids.values())
+        for edges in [edges for edges, table in tables.items() if not table or edges not in grids]:
+            del tables[edges]  # of a replaced predictor
+        while (surplus := len(self._made_by) - _KEPT) > 0:
+            most = max(self._of.values(), key=len)
+            for name in list(islice(most, min(surplus, 1 + len(most) // 8))):
+                self._drop(name)
 
     def began(self, request: Placeable) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
@@ -65,9 +83,8 @@ class LiveForecasts:
             del self._staying[request.external_id]
         self._ended[request.external_id] = None
         if len(self._ended) > _KEPT:
-            del self._ended[next(iter(self._ended))]
-        for table in self._tables.values():
-            table.drop(request.external_id)
+            self._ended.popitem(last=False)
+        self._drop(request.external_id)
         if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 
@@ -110,6 +127,8 @@ class LiveForecasts:
             if request is not None:
                 prompt = int(batch.prompt_tokens[i])
                 request.reported(prompt, int(batch.context[i]) - prompt)
+            self._made(batch.names[i], batch.instance)
+        self._grids[batch.instance] = batch.edges
         if batch.edges not in self._tables:
             self._tables[batch.edges] = ForecastTable(batch.edges)
         for edges, table in self._tables.items():
@@ -118,3 +137,19 @@ class LiveForecasts:
             elif len(table):
                 for i in chosen.tolist():
                     table.drop(batch.names[i])
+
+    def _made(self, name: str, instance: str) -> None:
+        """Note which engine has made the forecast of a request."""
+        before = self._made_by.get(name)
+        if before != instance:
+            if before is not None:
+                del self._of[before][name]
+            self._made_by[name] = instance
+            self._of.setdefault(instance, OrderedDict())[name] = None
+
+    def _drop(self, name: str) -> None:
+        instance = self._made_by.pop(name, None)
+        if instance is not None:
+            del self._of[instance][name]
+            for table in self._tables.values():
+                table.drop(name)

@@ -11,6 +11,9 @@ from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["PrefillBudgets"]
 
+_MOST_SENT = 1024
+"""Prompts that may have been sent to an engine since its last report."""
+
 
 class PrefillBudgets:
     """The engines' prefill budgets, less the prompts that an engine's report cannot know of.
@@ -54,4 +57,7 @@ class PrefillBudgets:
 
     def spend(self, instance: InstanceState, request: Placeable) -> None:
         """Count the prompt of a request that is being sent to an instance."""
-        self._sent.setdefault(instance.name, {})[request] = request.prompt_tokens
+        sent = self._sent.setdefault(instance.name, {})
+        sent[request] = request.prompt_tokens
+        if len(sent) > _MOST_SENT:  # it reports nothing
+            del sent[next(iter(sent))]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic
 
 from rescheduler.migration import MigrationPolicy, Plan
-from rescheduler.placement.cluster_state import cluster_view, running_requests
+from rescheduler.placement.cluster_state import running_requests
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.guarded_view import guarded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Mover, PlacedRequests, R
@@ -64,16 +65,19 @@ class PlannerLoop(Generic[R]):
     def plan(self) -> None:
         """Plan once, and begin the moves."""
         instances = [instance for instance in self._decodes if instance.available]
-        running = running_requests(self._placements, instances)
-        if len(instances) < 2 or not running:
+        if len(instances) < 2 or not running_requests(self._placements, instances):
             return
         if self._forecasts is not None:
             self._forecasts.refresh()
         started = time.perf_counter()
         now = asyncio.get_running_loop().time()
-        view = cluster_view(
-            self._placements, instances, [], self._forecasts, now, self._dispatcher.step_seconds
+        step_seconds = self._dispatcher.step_seconds
+        instances, view = guarded_view(
+            "planning", self._placements, instances, [], self._forecasts, now, step_seconds
         )
+        if len(instances) < 2:
+            return
+        running = running_requests(self._placements, instances)
         plan = self._policy.plan(view)
         self._planned(time.perf_counter() - started)
         self._log(plan)

@@ -35,6 +35,7 @@ class Prober:
     ) -> None:
         self._upstream, self._wake = upstream, wake
         self._options, self._model = options, model
+        self._said: dict[str, str] = {}
 
     async def run(self, instance: InstanceState) -> None:
         """Probe an instance forever."""
@@ -48,7 +49,14 @@ class Prober:
             await asyncio.sleep(max(_SHORTEST, wait))
 
     async def probe(self, instance: InstanceState) -> None:
-        """Probe an instance once."""
+        """Probe an instance once; whatever goes wrong counts against it, and ends nothing else."""
+        try:
+            await self._probe(instance)
+        except Exception:
+            logger.exception("%s: its probe failed", instance.name)
+            instance.breaker.failed(asyncio.get_running_loop().time())
+
+    async def _probe(self, instance: InstanceState) -> None:
         try:
             await self._upstream.get(instance.instance, "/health")
             if not instance.breaker.closed:
@@ -67,6 +75,9 @@ class Prober:
         if instance.control is not None:
             try:
                 instance.engine = await instance.control.state(self._options.control_seconds)
+                self._said.pop(instance.name, None)
             except ControlError as error:
-                logger.warning("%s: %s", instance.name, error)
+                if self._said.get(instance.name) != str(error):  # it may say so for days
+                    logger.warning("%s: %s", instance.name, error)
+                self._said[instance.name] = str(error)
         self._wake()

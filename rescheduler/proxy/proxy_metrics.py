@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rescheduler.placement.instance_state import InstanceState
@@ -16,6 +16,7 @@ __all__ = ["ProxyMetrics"]
 _INSTANCE = "instance_name"  # `instance` is Prometheus' own name of what it scrapes
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_PURPOSES = ("placing", "planning", "page")
 _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -165,6 +166,11 @@ class ProxyMetrics(Collector):
             "blocks of an instance's KV cache that are not free, says its control socket",
             labels=[_INSTANCE, "role"],
         )
+        left_out = CounterMetricFamily(
+            "headway_proxy_instances_left_out",
+            "decisions taken without an instance, since what it says of itself cannot be used",
+            labels=[_INSTANCE, "reason"],
+        )
         for instance in self._instances:
             labels = [instance.name, instance.instance.role]
             requests = self._placements.on(instance)
@@ -174,7 +180,9 @@ class ProxyMetrics(Collector):
             draining.add_metric(labels, instance.draining)
             if instance.engine is not None and instance.breaker.closed:
                 used.add_metric(labels, instance.engine.num_blocks - instance.engine.free_blocks)
-        yield from (running, tokens, up, draining, used)
+            for purpose in _PURPOSES:
+                left_out.add_metric([instance.name, purpose], instance.left_out[purpose])
+        yield from (running, tokens, up, draining, used, left_out)
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

@@ -54,7 +54,7 @@ def test_forecasts_and_loads_are_put_where_they_belong() -> None:
         instance("prefill-0", "prefill", UNKNOWN, 60),
         instance("decode-1", "decode", 500, 0),
     ]
-    seen = Look(view, instances, requests, 12.5, 2, []).snapshot()
+    seen = Look(view, ["decode-0", "decode-1"], instances, requests, 12.5, 2, []).snapshot()
     assert (seen.time, seen.step_seconds, seen.further_waiting) == (12.5, 0.04, 2)
     assert seen.requests.low == [109, 2, 10, UNKNOWN]
     assert seen.requests.median == [505, 10, 50, UNKNOWN]
