@@ -27,12 +27,11 @@ def running_requests(placements: PlacedRequests[C], instances: Sequence[Instance
 
 
 def longest_prompt(instances: Sequence[InstanceState]) -> int:
-    """Return the tokens of the longest prompt that one of these instances takes, at least 1.
+    """Return the tokens of the longest prompt that each of these instances takes.
 
-    An engine takes none that its KV cache does not hold, whatever it says of its model.
+    They serve one model. If one says more than the others, nothing waits for room that only it has.
     """
-    takes = [min(one.engine.max_model_len, one.kv_capacity) for one in instances if one.engine]
-    return max(1, max(takes, default=int(UNLIMITED)))
+    return min(map(_longest, instances), default=int(UNLIMITED))
 
 
 def cluster_view(
@@ -49,8 +48,8 @@ def cluster_view(
 
     A request that is on its way counts at its target. A request generates one token a decode
     step, so that the tokens since its last move are the steps since then. A prompt whose length
-    is guessed counts as no longer than what the instances' model takes: one that is longer waits
-    for no room, and the engine answers that it is too long.
+    is guessed counts as no longer than what the instances take: one that is longer waits for no
+    room, and the engine answers that it is too long.
 
     Args:
         placements: which requests are on which instance.
@@ -79,7 +78,13 @@ def cluster_view(
         kv_capacity=_integers([instance.kv_capacity for instance in instances]),
         queued=np.bincount(here[~generating], minlength=len(listed)),
         instance=np.where(where == _ELSEWHERE, here, where),
-        prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in running]),
+        prompt_tokens=_integers(
+            [
+                min(request.prompt_tokens, _longest(instance))
+                for instance, requests in zip(instances, listed, strict=True)
+                for request in requests
+            ]
+        ),
         generated_tokens=_integers([_generated(request) for request in running]),
         forecast=forecasts.forecast(running) if forecasts else None,
         waiting_prompt_tokens=_integers([min(one.prompt_tokens, longest) for one in waiting]),
@@ -93,6 +98,10 @@ def cluster_view(
         prefill_budget=prefill_budget,
         step_seconds=step_seconds,
     )
+
+
+def _longest(instance: InstanceState) -> int:
+    return instance.engine.max_model_len if instance.engine else int(UNLIMITED)
 
 
 def _generated(request: Counted) -> int:

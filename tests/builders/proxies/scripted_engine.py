@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from aiohttp import web
 from chosen_ports import free_port
+from msgspec import structs
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -90,6 +91,7 @@ class ScriptedEngine:
         errs_at: total tokens of a request at which an error follows in the same packet.
         breaks_after_the_end: its connection breaks right after a request's last token.
         never_freezes: says "not frozen".
+        says: what it says of its state instead of the truth.
         lies: reports a token more than it gave, when it freezes.
         answers_late: gives no answer to a prefill that is done.
         poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
@@ -119,6 +121,7 @@ class ScriptedEngine:
     errs_at: int = 0
     breaks_after_the_end: bool = False
     never_freezes: bool = False
+    says: dict[str, Any] = field(default_factory=dict)
     lies: bool = False
     answers_late: bool = False
     poisoned: str = ""
@@ -371,7 +374,7 @@ class ScriptedEngine:
     def _answer(self, command: Any) -> Reply | None:
         if not isinstance(command, GetState) or self.deaf:
             return None
-        return EngineState(
+        state = EngineState(
             number=command.number,
             version="scripted",
             block_size=_BLOCK,
@@ -384,6 +387,7 @@ class ScriptedEngine:
             waiting=0,
             frozen=list(self.kept),
         )
+        return structs.replace(state, **self.says)
 
     async def _obey(self) -> None:
         while True:

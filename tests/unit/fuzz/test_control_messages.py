@@ -129,6 +129,80 @@ def test_a_server_answers_whatever_came_before(
         assert got == reply or (isinstance(got, Refused) and reply is Refused)
 
 
+EXTREMES = st.sampled_from([0, 1, 2**16, 2**20, 2**32, 2**40, 2**53, 2**63, 2**64 - 1])
+NUMBERS = (
+    "block_size",
+    "max_num_seqs",
+    "max_model_len",
+    "num_blocks",
+    "free_blocks",
+    "running",
+    "waiting",
+)
+STATES = st.fixed_dictionaries(
+    {
+        "type": st.just("engine_state"),
+        "number": st.just(1),
+        "version": st.sampled_from(["v", "v" * 1_000]),
+        "prefix_caching": st.booleans(),
+        "frozen": st.sampled_from([[], ["a"], ["a" * 300], ["a"] * 70_000]),
+        **dict.fromkeys(
+            (
+                "block_size",
+                "max_num_seqs",
+                "max_model_len",
+                "num_blocks",
+                "free_blocks",
+                "running",
+                "waiting",
+            ),
+            EXTREMES,
+        ),
+    }
+)
+
+
+@fuzzed()
+@given(STATES)
+@example({**msgspec.to_builtins(STATE), "max_num_seqs": 2**63})
+@example({**msgspec.to_builtins(STATE), "num_blocks": 2**32, "block_size": 2**20})
+@example({**msgspec.to_builtins(STATE), "free_blocks": STATE.num_blocks + 1})
+def test_a_state_is_plausible_or_refused(state: dict[str, Any]) -> None:
+    try:
+        read = decode_reply([TOPIC, packed(state)])
+    except ControlError as error:
+        assert len(str(error)) < 2_000
+        return
+    assert isinstance(read, EngineState)
+    assert read.num_blocks * read.block_size <= 2**40
+    assert read.free_blocks <= read.num_blocks
+    assert max(read.max_num_seqs, read.running, read.waiting) <= 2**20
+    assert min(read.block_size, read.max_model_len) > 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "field"),
+    [
+        ({"type": "frozen", "output_token_ids": [2**31], "params": {}}, "output_token_ids"),
+        ({"type": "frozen", "output_token_ids": [-1], "params": {}}, "output_token_ids"),
+        (
+            {"type": "frozen", "output_token_ids": [0] * (2**21 + 1), "params": {}},
+            "output_token_ids",
+        ),
+        ({"type": "snapshot_taken", "token_ids": [2**63], "params": {}}, "token_ids"),
+        (
+            {"type": "snapshot_taken", "token_ids": [], "params": {str(i): 0 for i in range(65)}},
+            "params",
+        ),
+        ({"type": "frozen", "output_token_ids": [], "params": {"a": "x" * 5_000_000}}, "params"),
+        ({"type": "not_frozen", "reason": "x" * 1_001}, "reason"),
+    ],
+)
+def test_a_reply_beyond_the_bounds_names_its_field(reply: dict[str, Any], field: str) -> None:
+    with pytest.raises(ControlError, match=field):
+        decode_reply([TOPIC, packed({"number": 1, **reply})])
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:

@@ -72,6 +72,64 @@ def damaged_frames(draw: st.DrawFn) -> list[bytes]:
     return draw(frames | st.just([TOPIC + b"0", payload]) | st.just([TOPIC, payload, b""]))
 
 
+EXTREMES = st.sampled_from(
+    [0, 1, 2**16 - 1, 2**20, 2**30, 2**31, 2**40, 2**53, 2**63 - 1, 2**64 - 1]
+)
+SHARES = st.sampled_from([float("nan"), float("inf"), -1.0, 0.0, 1.0, 1.5, 1e308, None])
+
+
+@st.composite
+def extreme_frames(draw: st.DrawFn) -> list[bytes]:
+    """A message of the right shape, in any name, with numbers that no engine has."""
+    name = draw(st.sampled_from(["gpu0", "the next", "gpu" * 1_000]))
+    header = {"instance": name, "rank": draw(EXTREMES), "epoch": draw(EXTREMES)}
+    header |= {"seq": draw(EXTREMES), "step": draw(EXTREMES), "time": draw(SHARES)}
+    edges = draw(st.sampled_from([EDGES, list(range(600)), [0, 2**53], [0, 2**64 - 1], [0]]))
+    curve = np.full(len(edges), 65_535, dtype="<u2").tobytes()
+    name = draw(st.sampled_from([REQUEST.request_id, "x" * 1_024, "r"]))
+    request = [name, *(draw(EXTREMES) for _ in range(4)), curve]
+    requests = [request] * draw(st.sampled_from([0, 1, 2, 9_000]))
+    gauges = [draw(EXTREMES), draw(EXTREMES), draw(SHARES), draw(EXTREMES), draw(SHARES)]
+    kinds = {
+        "forecasts": {"edges": edges, "requests": requests},
+        "snapshot": {
+            "edges": edges,
+            "requests": requests,
+            "gauges": gauges,
+            "model": "m",
+            "checkpoint": "c",
+            "k": draw(EXTREMES),
+        },
+        "finished": {"requests": [[name, "stop", *(draw(EXTREMES) for _ in range(3))]]},
+    }
+    kind = draw(st.sampled_from(sorted(kinds)))
+    return [TOPIC, msgspec.msgpack.encode({"type": kind, **header, **kinds[kind]})]
+
+
+@fuzzed(batch=4)
+@given(st.booleans(), st.lists(damaged_frames() | extreme_frames(), min_size=1, max_size=8))
+def test_a_connection_says_what_it_will_and_another_engine_is_heard(
+    history: bool, batch: list[list[bytes]]
+) -> None:
+    view, now = TelemetryView(history=history), 0.0
+    key = InstanceKey("the next", 0)
+    view.receive(snapshot_of("x", 0), now, "honest", "the next")
+    for seq, frames in enumerate(batch, start=1):
+        now += 0.5
+        for finished in view.receive(frames, now, "lying"):
+            finished.forecast().median()
+        view.receive(snapshot_of("x", seq), now, "honest", "the next")
+        assert view.instances[key].received == now
+        assert set(view.instances[key].requests) == {REQUEST.request_id}
+    assert all(len(one.edges) <= 512 for one in view.instances.values())
+    for known in view.instances if history else ():
+        mean = view.forecast(known)[1].mean()
+        assert np.isfinite(mean).all()
+    for one in view.instances.values():
+        assert 0 <= one.gauges.kv_usage <= 1
+        assert one.gauges.prefill_budget is None or abs(one.gauges.prefill_budget) <= 2**40
+
+
 def snapshot_of(instance: str, seq: int = 1) -> list[bytes]:
     """A valid snapshot of another engine."""
     message = msgspec.structs.replace(MESSAGES[1], instance=instance, seq=seq)

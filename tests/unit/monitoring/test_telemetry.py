@@ -33,7 +33,10 @@ from predictor.live.curve_keys import (
     refuse_open_endpoint,
 )
 from predictor.live.telemetry_messages import (
+    MOST_EDGES,
+    MOST_REQUESTS,
     TOPIC,
+    Gauges,
     Message,
     TelemetryError,
     decode_message,
@@ -582,3 +585,164 @@ def test_a_message_that_fails_does_not_end_the_subscription(
                 time.sleep(0.05)
         assert telemetry.view.instances
     assert "a telemetry message failed" in caplog.text
+
+
+MANY_EDGES = list(range(2_000_000))
+
+
+@pytest.mark.parametrize("edges", [MANY_EDGES, MANY_EDGES[: MOST_EDGES + 1]])
+def test_a_grid_of_too_many_edges_is_refused_where_it_is_read(edges: list[int]) -> None:
+    engine, view = Engine(), TelemetryView(history=False)
+    begun = msgspec.structs.replace(engine.start(), edges=edges, requests=[])
+    view.receive(frames(begun), 0.0)
+    assert view.malformed == 1
+    with pytest.raises(TelemetryError, match=r"length|bytes"):
+        decode_message(encode_message(begun))
+
+
+@pytest.mark.parametrize(
+    "gauges",
+    [
+        Gauges(running=2**40),
+        Gauges(waiting=2**40),
+        Gauges(kv_usage=float("nan")),
+        Gauges(kv_usage=1.5),
+        Gauges(kv_capacity_tokens=2**53),
+        Gauges(prefill_budget=float("nan")),
+        Gauges(prefill_budget=float("-inf")),
+        Gauges(prefill_budget=1e308),
+    ],
+)
+def test_gauges_that_no_engine_has_are_malformed(gauges: Gauges) -> None:
+    snapshot = msgspec.structs.replace(Engine().snapshot(), gauges=gauges)
+    with pytest.raises(TelemetryError, match=r"gauges"):
+        decode_message(encode_message(snapshot))
+
+
+HOUR = 3_600_000_000_000
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_restart_is_noticed_at_once_whatever_the_engines_clock_says(hours: int) -> None:
+    old, new = Engine(epoch=100 * HOUR), Engine(epoch=(100 + hours) * HOUR)
+    view = TelemetryView()
+    old.start()
+    view.receive(frames(old.snapshot()), 0.0, "its endpoint")
+    view.receive(frames(new.snapshot()), 0.5, "its endpoint")
+    assert view.instances[KEY].epoch == new.epoch
+    assert not view.instances[KEY].requests
+    assert (view.outdated, view.foreign) == (0, 0)
+
+
+def test_where_messages_come_in_any_order_a_clock_set_back_silences_for_seconds() -> None:
+    old, new, view = Engine(epoch=2 * HOUR), Engine(epoch=HOUR), TelemetryView(stale_after=3.0)
+    view.receive(frames(old.snapshot()), 0.0)
+    view.receive(frames(new.snapshot()), 2.0)
+    assert view.instances[KEY].epoch == old.epoch
+    view.receive(frames(new.snapshot()), 3.5)
+    assert view.instances[KEY].epoch == new.epoch
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**53), st.integers(0, 2**16 - 1))
+def test_no_engine_speaks_in_the_name_of_another(epoch: int, seq: int, rank: int) -> None:
+    view, engine, liar = TelemetryView(), Engine(epoch=HOUR), Engine(epoch=epoch)
+    engine.start()
+    for now in range(4):
+        view.receive(frames(engine.snapshot()), float(now), "a")
+        lie = msgspec.structs.replace(liar.snapshot(), seq=seq, rank=rank)
+        view.receive(frames(lie), float(now), "b")
+        assert set(view.instances[KEY].requests) == {"request-1"}
+    assert view.instances[KEY].received == 3.0
+    assert view.foreign == (4 if rank == 0 else 0)
+
+
+def test_a_name_that_has_fallen_silent_may_come_by_another_connection() -> None:
+    view, engine = TelemetryView(stale_after=3.0), Engine()
+    view.receive(frames(engine.snapshot()), 0.0, "a")
+    view.receive(frames(engine.snapshot()), 2.0, "b")
+    assert view.instances[KEY].source == "a"
+    view.receive(frames(engine.snapshot()), 4.0, "b")
+    assert view.instances[KEY].source == "b"
+
+
+def test_one_connection_speaks_for_a_few_engines_at_most() -> None:
+    view = TelemetryView()
+    view.receive(frames(Engine().snapshot()), 0.0, "a")
+    for i in range(1_000):
+        view.receive(frames(Engine(instance=f"engine {i}").snapshot()), 0.0, "b")
+    assert KEY in view.instances
+    assert len(view.instances) <= 17
+
+
+def test_forecasts_that_nobody_takes_are_bounded_by_engine() -> None:
+    view, liar, engine = TelemetryView(history=False), Engine(), Engine(instance="gpu1")
+    view.receive(frames(engine.start()), 0.0, "b")
+    begun = liar.start()
+    (one,) = begun.requests
+    for i in range(100):
+        named = [msgspec.structs.replace(one, request_id=f"{i}-{j}") for j in range(400)]
+        message = msgspec.structs.replace(begun, seq=i, requests=named)
+        view.receive(frames(message), 0.0, "a")
+    batches = view.take_batches()
+    assert sum(len(batch.names) for batch in batches) <= 16_385
+    assert [batch.names for batch in batches if batch.instance == "gpu1"] == [("request-1",)]
+
+
+def test_each_endpoint_is_heard_in_the_name_of_its_engine_only() -> None:
+    honest, liar = Engine(instance="honest"), Engine(epoch=2**63 - 1, instance="honest")
+    with publisher(bind=True) as one, publisher(bind=True) as other:
+        names = {endpoint_of(one): "honest", endpoint_of(other): "liar"}
+        with TelemetrySubscriber(names) as subscriber:
+
+            def send() -> None:
+                other.send_multipart(frames(liar.snapshot()))
+                one.send_multipart(frames(honest.snapshot()))
+
+            until(lambda: len(subscriber.view.instances) == 2, send)
+            with subscriber.lock:
+                epochs = {key.name: v.epoch for key, v in subscriber.view.instances.items()}
+            assert epochs == {"honest": honest.epoch, "liar": liar.epoch}
+
+
+def test_of_engines_that_connect_the_first_of_a_name_is_heard_while_it_speaks() -> None:
+    first, second = Engine(epoch=1), Engine(epoch=2)
+    with (
+        TelemetrySubscriber(bind="tcp://127.0.0.1:*") as subscriber,
+        publisher() as one,
+        publisher() as other,
+    ):
+        one.connect(subscriber.endpoints[0])
+        until(
+            lambda: messages_in(subscriber) >= 0,
+            lambda: one.send_multipart(frames(first.snapshot())),
+        )
+        other.connect(subscriber.endpoints[0])
+
+        def send() -> None:
+            one.send_multipart(frames(first.snapshot()))
+            other.send_multipart(frames(second.snapshot()))
+
+        until(lambda: subscriber.view.foreign >= 3, send)
+        assert subscriber.view.instances[KEY].epoch == 1
+
+
+def test_an_engine_that_sends_too_much_waits_itself() -> None:
+    """Each message of one takes long to read; the other is heard soon nevertheless."""
+    slow, quick = Engine(instance="slow"), Engine(instance="quick")
+    begun = slow.start()
+    (one,) = begun.requests
+    many = [msgspec.structs.replace(one, request_id=f"r{i}") for i in range(MOST_REQUESTS)]
+    big = frames(msgspec.structs.replace(begun, requests=many))
+    with (
+        publisher(bind=True) as flooding,
+        publisher(bind=True) as sender,
+        TelemetrySubscriber([endpoint_of(flooding), endpoint_of(sender)]) as subscriber,
+    ):
+        key = InstanceKey("quick", 0)
+
+        def send() -> None:
+            for _ in range(3):
+                flooding.send_multipart(big)
+            sender.send_multipart(frames(quick.snapshot()))
+
+        until(lambda: key in subscriber.view.instances, send)

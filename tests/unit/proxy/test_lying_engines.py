@@ -1,0 +1,285 @@
+"""One engine that is broken or lies; the others serve on."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from fuzzing import fuzzed
+from hypothesis import example, given
+from hypothesis import strategies as st
+from published_telemetry import Engine, frames, publisher
+from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
+from tokenizers import Tokenizer
+
+from predictor.live.telemetry_messages import Gauges
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placements import Placements
+from rescheduler.placement.prefill_budgets import PrefillBudgets
+from rescheduler.routing import create_policy
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import TelemetryView
+from rescheduler.transfer.control_messages import EngineState
+
+BODY = {"prompt": PROMPT, "max_tokens": 5}
+PLANNER = {"name": "star", "prediction": False, "interval_seconds": 0.05}
+HUGE = [2**31, 2**53, 2**62, 2**63, 2**64 - 1]
+
+LIES: list[dict[str, Any]] = [
+    {"max_num_seqs": 2**63},
+    {"max_num_seqs": 2**64 - 1},
+    {"max_num_seqs": 0},
+    {"max_model_len": 2**63},
+    {"max_model_len": 0},
+    {"max_model_len": 1},
+    {"num_blocks": 2**62, "block_size": 16, "free_blocks": 2**62},
+    {"num_blocks": 2**32, "block_size": 2**20},
+    {"num_blocks": 0, "free_blocks": 0},
+    {"block_size": 0},
+    {"free_blocks": 2**40},
+    {"waiting": 2**40},
+    {"running": 2**63},
+    {"frozen": ["x" * 10_000]},
+    {"version": "v" * 100_000},
+]
+
+
+async def served(it: Cluster, n: int = 6) -> None:
+    """Whatever an engine says, every request gets its tokens."""
+    for chunks in await asyncio.gather(*(it.stream(BODY) for _ in range(n))):
+        assert tokens_of(chunks) == it.expected(5)
+    async with it.session.get(it.url + "/metrics") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("lie", LIES, ids=str)
+async def test_one_engine_lies_about_its_state_and_all_requests_are_served(
+    tokenizer: Tokenizer, lie: dict[str, Any]
+) -> None:
+    async with cluster(tokenizer, migration=PLANNER) as it:
+        liar = it.engines["decode-1"]
+        liar.says = lie
+        await asyncio.sleep(0.3)  # it is probed every 0.1 s
+        await served(it)
+        if lie.get("max_num_seqs") == 0 or lie.get("num_blocks") == 0:
+            assert len(it.engines["decode-0"].bodies) == 6
+        status, _ = await it.admin("GET", "instances")
+        assert status == 200
+
+
+async def test_an_invalid_state_is_reported_at_once_with_the_engine_and_the_field(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tokenizer) as it:
+        it.engines["decode-1"].says = {"max_num_seqs": 2**63}
+        await until(lambda: "max_num_seqs" in caplog.text)
+        endpoint = it.proxy.instances["decode-1"].instance.control
+        assert f"decode-1: {endpoint}: invalid control message" in caplog.text
+        await asyncio.sleep(0.5)
+        assert caplog.text.count("max_num_seqs") == 1, "once, not with every probe"
+
+
+async def test_a_request_that_fits_nowhere_is_refused_at_once(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, pool_seconds=3600.0) as it:
+        for engine in it.decodes:
+            engine.says = {"max_num_seqs": 0}
+        states = [it.proxy.instances[engine.name] for engine in it.decodes]
+        await until(lambda: not any(state.slots for state in states))
+        status, answer, headers = await it.post({"model": "m", **BODY})
+        assert status == 503
+        assert "Retry-After" in headers
+        assert "can hold" in answer["error"]["message"]
+
+
+def absurd_messages(n: int) -> list[list[bytes]]:
+    """What no engine should publish of itself."""
+    engine = Engine(epoch=2**62, instance="decode-1")
+    begun, snapshot = engine.start(), engine.snapshot()
+    (request,) = begun.requests
+    edges = list(range(100_000))
+    curve = np.full(len(edges), 65_535, dtype="<u2").tobytes()
+    replace = msgspec.structs.replace
+    gauges = [
+        Gauges(kv_usage=float("nan")),
+        Gauges(waiting=2**40),
+        Gauges(prefill_budget=float("inf")),
+        Gauges(prefill_budget=float("nan")),
+        Gauges(prefill_budget=1e308),
+        Gauges(kv_capacity_tokens=2**53),
+    ]
+    messages = [
+        replace(begun, edges=edges, requests=[replace(request, survival=curve)]),
+        replace(begun, requests=[replace(request, prompt_tokens=2**53)]),
+        replace(begun, instance="decode-0", epoch=2**63 - 1),
+        replace(begun, instance="prefill-0", seq=2**53),
+        replace(begun, rank=2**16 - 1),
+        *(replace(snapshot, gauges=one) for one in gauges),
+        *(replace(begun, epoch=i, edges=[0, *range(i + 1, i + 6)]) for i in range(n)),
+    ]
+    return [frames(replace(one, seq=i)) for i, one in enumerate(messages)]
+
+
+@pytest.mark.parametrize("routing", ["jsq_load", "fast_phi"])
+async def test_one_engine_publishes_what_is_absurd_and_all_requests_are_served(
+    tokenizer: Tokenizer, routing: str
+) -> None:
+    with publisher(bind=True) as honest, publisher(bind=True) as lying:
+        endpoints = [
+            one.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for one in (honest, lying)
+        ]
+        telemetry = dict(zip(("decode-0", "decode-1"), endpoints, strict=True))
+        engine = Engine(instance="decode-0")
+        async with cluster(tokenizer, routing={"name": routing}, telemetry=telemetry) as it:
+            heard = it.proxy.telemetry
+            assert heard is not None
+
+            def publish() -> bool:
+                honest.send_multipart(frames(engine.snapshot()))
+                for message in absurd_messages(20):
+                    lying.send_multipart(message)
+                return {key.name for key in heard.view.instances} == {"decode-0", "decode-1"}
+
+            await until(publish)
+            await served(it)
+            await until(lambda: publish() and heard.view.malformed >= 8)
+            await served(it)
+            with heard.lock:
+                said = {key.name: view.epoch for key, view in heard.view.instances.items()}
+            assert said["decode-0"] == engine.epoch
+            forecasts = it.proxy.forecasts
+            assert forecasts is not None
+            forecasts.refresh()
+            assert len(forecasts.forecast([]).edges) < 2 * 512
+
+
+@pytest.fixture(scope="module")
+def telemetry() -> Iterator[TelemetrySubscriber]:
+    with TelemetrySubscriber("tcp://127.0.0.1:9", view=TelemetryView(history=False)) as subscriber:
+        yield subscriber
+
+
+numbers = st.sampled_from([0, 1, 16, 1000, *HUGE, 2**70]) | st.integers(0, 2**64)
+states = st.builds(
+    EngineState,
+    number=st.just(0),
+    version=st.just("v"),
+    block_size=numbers,
+    max_num_seqs=numbers,
+    max_model_len=numbers,
+    prefix_caching=st.booleans(),
+    num_blocks=numbers,
+    free_blocks=numbers,
+    running=numbers,
+    waiting=numbers,
+    frozen=st.just([]),
+)
+floats = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e308, 0.0]) | st.floats()
+HEALTHY = EngineState(
+    number=0,
+    version="v",
+    block_size=16,
+    max_num_seqs=64,
+    max_model_len=4096,
+    prefix_caching=True,
+    num_blocks=10_000,
+    free_blocks=10_000,
+    running=0,
+    waiting=0,
+    frozen=[],
+)
+OVERFLOWING = msgspec.structs.replace(HEALTHY, max_num_seqs=2**63)
+
+
+@fuzzed(batch=5)
+@given(
+    st.lists(st.none() | states, min_size=1, max_size=3),
+    st.lists(floats, min_size=4, max_size=4),
+    st.lists(st.integers(0, 2**70), min_size=1, max_size=5),
+    st.sampled_from(["jsq_load", "pab", "fast_phi", "round_robin"]),
+)
+@example([OVERFLOWING], [1e308] * 4, [1, 2, 3], "pab")
+@example([OVERFLOWING, None], [0.0] * 4, [2**70], "jsq_load")
+async def test_placing_on_the_healthy_never_stops(
+    tokenizer: Tokenizer,
+    telemetry: TelemetrySubscriber,
+    lies: list[EngineState | None],
+    budgets: list[float],
+    prompts: list[int],
+    name: str,
+) -> None:
+    """Whatever is known of the others, also what is refused where it is read."""
+    options, clock = ProxyOptions(), asyncio.get_running_loop().time
+    instances = []
+    for i, said in enumerate([HEALTHY, *lies]):
+        instance = InstanceState(Instance(f"{i}", "decode", f"http://{i}:1"), options, None)
+        instance.engine = said
+        instances.append(instance)
+    placements, policy = Placements[LiveRequest](), create_policy(name)
+    forecasts = LiveForecasts(telemetry)
+    with telemetry.lock:
+        telemetry.view.instances.clear()
+        for i, budget in enumerate(budgets):
+            engine = Engine(instance=f"{i}")
+            telemetry.view.receive(frames(engine.snapshot()), 0.0)
+            for key, view in telemetry.view.instances.items():
+                if key.name == f"{i}":
+                    view.gauges = Gauges(prefill_budget=budget)
+    dispatcher: Dispatcher[LiveRequest] = Dispatcher(
+        placements, [], instances, policy, forecasts, PrefillBudgets(telemetry), options, clock
+    )
+    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
+    for i, prompt in enumerate(prompts):
+        request = LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, placements)
+        request.prompt_tokens = prompt
+        async with asyncio.timeout(60):
+            await dispatcher.place(request)
+    assert dispatcher.choose([]) == []
+
+
+async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tokenizer, probe_seconds=3600.0) as it:
+        await asyncio.sleep(0.3)  # each has been probed
+        it.proxy.instances["decode-1"].engine = OVERFLOWING
+        await served(it)
+        assert len(it.engines["decode-0"].bodies) == 6
+        async with it.session.get(it.url + "/metrics") as response:
+            text = await response.text()
+        metric = "headway_proxy_instances_left_out_total"
+        counted = [line for line in text.splitlines() if line.startswith(metric)]
+        placing = f'{metric}{{instance_name="decode-1",reason="placing"}}'
+        assert any(line.startswith(placing) and not line.endswith(" 0.0") for line in counted)
+        assert all(line.endswith(" 0.0") for line in counted if "decode-1" not in line)
+        assert caplog.text.count("left out of decisions") == 1
+        status, _ = await it.admin("GET", "page")
+        assert status == 200
+        await it.admin("POST", "drain/decode-0")
+        await served(it)
+        it.proxy.instances["decode-1"].engine = None
+        await it.admin("POST", "undrain/decode-0")
+
+
+async def test_a_probe_that_raises_ends_no_other(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(tokenizer) as it:
+        control, failed = it.proxy.instances["decode-1"].control, 0
+        assert control is not None
+
+        async def state(timeout: float) -> EngineState:
+            nonlocal failed
+            failed += 1
+            raise OverflowError("scripted")
+
+        monkeypatch.setattr(control, "state", state)
+        await until(lambda: failed >= 3)
+        await served(it)
