@@ -115,8 +115,8 @@ def _telemetry(dashboard: Dashboard) -> None:
     dashboard.with_panel(
         graph(
             "Messages that went wrong",
-            "`lost` between engine and watcher, `malformed`, `duplicated`, or `outdated`: two "
-            "engines of one name.",
+            "`lost` between engine and watcher, `malformed`, `duplicated`, `outdated`, or "
+            "`foreign`: two engines of one name.",
             "ops",
             {
                 "{{kind}}": "sum by (kind) "

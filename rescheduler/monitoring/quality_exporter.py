@@ -113,6 +113,7 @@ class QualityExporter(Collector):
         messages.add_metric(["lost"], self._most_lost)
         messages.add_metric(["duplicated"], view.duplicated)
         messages.add_metric(["outdated"], view.outdated)
+        messages.add_metric(["foreign"], view.foreign)
         yield messages
         labels = ["instance_name", "rank"]
         running, waiting, usage, budget, stale = (

@@ -291,7 +291,8 @@ def _wrong_messages(view: TelemetryView) -> str:
         "lost": view.lost,
         "malformed": view.malformed,
         "duplicated": view.duplicated,
-        "outdated (two engines of one name?)": view.outdated,
+        "outdated": view.outdated,
+        "foreign (two engines of one name?)": view.foreign,
     }
     wrong = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
     return f"messages: {wrong}" if wrong else ""

@@ -338,7 +338,7 @@ def test_prometheus_reads_what_is_watched() -> None:
     assert first["headway_forecast_scored_requests_total"] == 60
     messages = [
         first[f"headway_telemetry_message_errors_total['{kind}']"]
-        for kind in ("malformed", "lost", "duplicated", "outdated")
+        for kind in ("malformed", "lost", "duplicated", "outdated", "foreign")
     ]
     assert messages == [1, 1, 1, 0]
     assert first["headway_instance_num_requests_running['gpu0', '0']"] == 2

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from predictor.live.telemetry_messages import Gauges
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -262,6 +263,8 @@ async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(
         assert caplog.text.count("left out of decisions") == 1
         status, _ = await it.admin("GET", "page")
         assert status == 200
+        shown = LiveSnapshots(it.proxy).look().snapshot()
+        assert [one.name for one in shown.instances] == list(it.proxy.instances)
         await it.admin("POST", "drain/decode-0")
         await served(it)
         it.proxy.instances["decode-1"].engine = None
