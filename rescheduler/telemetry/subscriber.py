@@ -163,9 +163,9 @@ class TelemetrySubscriber:
         """Take a message; return for how many seconds this thread computed."""
         began, endpoint = time.thread_time(), self._sockets[socket]
         frames = socket.recv_multipart(copy=False)
-        source = (endpoint, frames[0].get(zmq.SRCFD)) if self._binds else endpoint
         with self.lock:
             try:
+                source = (endpoint, frames[0].get(zmq.SRCFD)) if self._binds else endpoint
                 finished = self.view.receive(
                     [frame.bytes for frame in frames],
                     time.monotonic(),

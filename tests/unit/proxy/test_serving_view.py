@@ -413,3 +413,42 @@ def test_forecasts_that_come_late_are_not_those_of_the_next_request_of_that_name
         assert forecasts.forecast([request(tokenizer, "r", 10, 5)]).at(10)[0] == pytest.approx(
             0.3, abs=1e-4
         )
+
+
+def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
+    tokenizer: Tokenizer,
+) -> None:
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
+        forecasts = LiveForecasts(telemetry)
+
+        def receive(message: list[bytes], source: str) -> None:
+            with telemetry.lock:
+                telemetry.view.receive(message, 0.0, source)
+
+        receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), "a")
+        forecasts.refresh()
+        curve = np.full(4, 65_535, dtype="<u2").tobytes()
+        for life in range(14):
+            grid = [0, life + 1, 500, 600]
+            names = [f"life{life}x{i}" for i in range(4_000)]
+            lies = [RequestForecast(f"cmpl-{name}", 1, 0, 0, 500, curve) for name in names]
+            message = Snapshot(
+                instance="b",
+                rank=0,
+                epoch=100 - life,
+                step=0,
+                time=0.0,
+                seq=0,
+                gauges=Gauges(),
+                model="m",
+                checkpoint="c",
+                k=10,
+                edges=grid,
+                requests=lies,
+            )
+            receive([TOPIC, encode_message(message)], "b")
+            forecasts.refresh()
+        honest = forecasts.forecast([request(tokenizer, "r", 10, 5)])
+        assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
+        assert set(honest.edges.tolist()) == {*EDGES, *grid}
