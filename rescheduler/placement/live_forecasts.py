@@ -47,7 +47,7 @@ class LiveForecasts:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
-        self._staying: dict[str, Placeable] = {}
+        self._running: dict[str, Placeable] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # what is on its way is not for others
         self._grids: dict[str, tuple[int, ...]] = {}
         self._made_by: dict[str, str] = {}
@@ -74,13 +74,12 @@ class LiveForecasts:
     def began(self, request: Placeable) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
         self._ended.pop(request.external_id, None)
-        if not request.movable:
-            self._staying[request.external_id] = request
+        self._running[request.external_id] = request
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself."""
-        if self._staying.get(request.external_id) is request:
-            del self._staying[request.external_id]
+        if self._running.get(request.external_id) is request:
+            del self._running[request.external_id]
         self._ended[request.external_id] = None
         if len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
@@ -116,15 +115,25 @@ class LiveForecasts:
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received
 
     def _take(self, batch: ForecastBatch) -> None:
-        """Keep the forecasts of a batch that are newer than what is known of their requests."""
+        """Keep the forecasts of a batch that are newer than what is known of their requests.
+
+        The engine that has a request knows best, whatever another one says of it.
+        """
         newest = np.array([name not in self._ended for name in batch.names], dtype=bool)
         for table in self._tables.values():
             rows = table.rows(batch.names)
             newest &= (rows < 0) | (batch.context >= table.context[rows])
+        own = np.zeros(len(newest), dtype=bool)
+        for i, name in enumerate(batch.names):
+            request = self._running.get(name)
+            if request is not None and name not in self._ended:
+                at = _engines(request)
+                own[i] = batch.instance in at
+                newest[i] = own[i] or (newest[i] and self._made_by.get(name) not in at)
         chosen = np.flatnonzero(newest)
         for i in chosen.tolist():
-            request = self._staying.get(batch.names[i])
-            if request is not None:
+            request = self._running.get(batch.names[i])
+            if request is not None and own[i] and not request.movable:
                 prompt = int(batch.prompt_tokens[i])
                 request.reported(prompt, int(batch.context[i]) - prompt)
             self._made(batch.names[i], batch.instance)
@@ -153,3 +162,8 @@ class LiveForecasts:
             del self._of[instance][name]
             for table in self._tables.values():
                 table.drop(name)
+
+
+def _engines(request: Placeable) -> set[str]:
+    """Return the names of the engine that a request is on, and of the one that it is going to."""
+    return {one.name for one in (request.instance, request.destination) if one is not None}

@@ -17,6 +17,7 @@ from predictor.live.telemetry_messages import (
     TOPIC,
     Finished,
     FinishedEvent,
+    Forecasts,
     Gauges,
     RequestForecast,
     Snapshot,
@@ -452,3 +453,25 @@ def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
         honest = forecasts.forecast([request(tokenizer, "r", 10, 5)])
         assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
         assert set(honest.edges.tolist()) == {*EDGES, *grid}
+
+
+def test_the_engine_that_has_a_request_knows_best(tokenizer: Tokenizer) -> None:
+    """Another one, which has prefilled it, says that it is far ahead already."""
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
+        forecasts = LiveForecasts(telemetry)
+        running = request(tokenizer, "r", 10, 5, instance("a"))
+        stays = request(tokenizer, "s", 10, 0, instance("a"), n=1, echo=True)
+        forecasts.began(running)
+        forecasts.began(stays)
+        lies = RequestForecast("cmpl-r-0-0123abcd", 2**30, 9, 9, 500, b"\xff" * 8)
+        other = msgspec.structs.replace(lies, request_id="cmpl-s-0-0123abcd")
+        header = {"rank": 0, "epoch": 1, "step": 0, "time": 0.0, "seq": 0}
+        said = Forecasts(instance="b", edges=EDGES, requests=[lies, other], **header)
+        with telemetry.lock:
+            view.receive([TOPIC, encode_message(said)], 0.0, "b")
+            view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), 0.0, "a")
+            view.receive([TOPIC, encode_message(said)], 0.0, "b")
+        forecasts.refresh()
+        assert forecasts.forecast([running]).at(10)[0] == pytest.approx(0.5, abs=1e-4)
+        assert stays.prompt_tokens == 10, "as its own engine says"
