@@ -111,6 +111,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         forward_priority: let engines see the ``priority`` that clients ask for.
         engine_key_file: holds the API key of the engines, for probes; None: the environment
             variable ``VLLM_API_KEY``, if it is set.
+        allowed_origins: of web pages whose scripts may read answers, as ``https://chat.example``;
+            ``*`` allows all.
         traces: where traces of requests are sent, as ``{endpoint: http://HOST:4317}``, and their
             ``sample``, the share of the requests that are traced (0.01); None: there are none.
     """
@@ -146,6 +148,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     client_write_seconds: Seconds = 60.0
     forward_priority: bool = False
     engine_key_file: str | None = None
+    allowed_origins: list[str] = []
     traces: TraceOptions | None = None
 
 

@@ -4,9 +4,10 @@ A body is read no further than the proxy has to: what is only handed on to an en
 bytes that came, so that no body keeps the event loop busy for long.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ __all__ = [
     "COMPLETIONS",
     "FORWARDED",
     "NOT_SERVED",
+    "UNREADABLE",
     "ClientRequest",
     "RequestRefusedError",
     "error_body",
@@ -28,6 +30,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 FORWARDED = (
+    "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -42,6 +45,9 @@ FORWARDED = (
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",
+    "/generative_scoring",
+    "/v1/systemone",
+    "/invocations",
 )
 """Further endpoints of vLLM: one decode instance answers, chosen by the routing policy."""
 NOT_SERVED = {
@@ -67,14 +73,20 @@ class RequestRefusedError(Exception):
         message: what was wrong and what to do.
         param: name of the field, if it is one.
         retry_after: seconds until it is worth another try, for 429 and 503.
+        kind: the error's type; None: that of the status.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+        kind: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = error_body(status, message, param)
+        self.body = error_body(status, message, param, kind)
         self.retry_after = retry_after
 
 
@@ -93,9 +105,15 @@ _KINDS = {
 }
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
+UNREADABLE = "Bad Request"
+"""The type that vLLM gives the error of a body that is no JSON object."""
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, kind: str | None = None
+) -> bytes:
     """Return an error in OpenAI's shape."""
-    kind = _KINDS.get(status, "InternalServerError")
+    kind = kind or _KINDS.get(status, "InternalServerError")
     return msgspec.json.encode(
         {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
@@ -103,7 +121,6 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 _LARGE = (
@@ -128,32 +145,39 @@ _LARGE = (
 """Fields of any size; all others together must be small."""
 
 
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Reserved(msgspec.Struct):
+    """Where a client could say what only the proxy may."""
+
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+
+
 class _Read(msgspec.Struct):
     """The small fields that the proxy itself reads; all others are the engine's."""
 
     request_id: str | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
-    n: int | None = 1
-    best_of: int | None = 1
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = 0
+    n: Integer | None = 1
+    best_of: Integer | None = 1
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
+    min_tokens: Integer | None = 0
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     return_token_ids: bool | None = False
-    logprobs: bool | int | None = None
     echo: bool | None = False
     use_beam_search: bool | None = False
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     include_reasoning: bool | None = True
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     watermarking: bool | None = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    vllm_xargs: dict[str, Any] | None = None
 
 
 class _ReadForwarded(msgspec.Struct):
@@ -161,13 +185,10 @@ class _ReadForwarded(msgspec.Struct):
 
     request_id: str | None = None
     stream: bool | None = False
-    max_tokens: int | None = None
-    max_output_tokens: int | None = None
+    max_tokens: Integer | None = None
+    max_output_tokens: Integer | None = None
     background: bool | None = False
     previous_response_id: str | None = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    vllm_xargs: dict[str, Any] | None = None
 
 
 Fields = TypeVar("Fields", _Read, _ReadForwarded)
@@ -188,6 +209,7 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _messages = msgspec.json.Decoder(list[_Message])
 _lone = msgspec.json.Decoder(tuple[Raw])
 _NOTHING = (b"null", b"[]", b'""')
+_TRUE = (b"1.0", b"on", b"t", b"y", b"yes")  # further words of pydantic's for it
 _DIGITS = tuple(b"%d" % digit for digit in range(10))
 
 
@@ -252,15 +274,14 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
         priority: whether engines see the client's ``priority``.
 
     Raises:
-        RequestRefusedError: no JSON object, a field of another type, or one that only the
-            proxy may set.
+        RequestRefusedError: no JSON object, or a field that only the proxy may set.
     """
     body = _fields_of(raw)
     if not priority:
         body.pop("priority", None)
-    read = _checked(body, _Read)
+    read, unread = _checked(body, _Read)
     chat = path == CHAT
-    direct, pinned = _direct(read, body, chat), _pinned(read, body, chat)
+    direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
     maximum = read.max_tokens
     if chat and read.max_completion_tokens is not None:
         maximum = read.max_completion_tokens
@@ -301,9 +322,9 @@ def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientReque
     body = _fields_of(raw)
     if not priority:
         body.pop("priority", None)
-    read = _checked(body, _ReadForwarded)
+    read, unread = _checked(body, _ReadForwarded)
     for field in ("background", "previous_response_id"):
-        if getattr(read, field):
+        if field in unread or getattr(read, field):
             why = "responses are not kept where every instance can find them"
             raise RequestRefusedError(400, f"`{field}` is not supported: {why}", field)
     return ClientRequest(
@@ -333,6 +354,9 @@ def _fields_of(raw: bytes) -> dict[str, Raw]:
     large is weighed first. The large ones, for which all streams wait, are read only once.
     """
     try:
+        encoding = json.detect_encoding(raw)
+        if encoding != "utf-8":
+            raw = raw.decode(encoding).encode()
         if len(raw) <= _MOST_OTHER_BYTES:
             return _fields.decode(raw)
         large = _large.decode(raw)
@@ -347,7 +371,7 @@ def _fields_of(raw: bytes) -> dict[str, Raw]:
             )
         return {**_fields.decode(_without(raw, given.values())), **given}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefusedError(400, f"the body is not a valid JSON object: {error}") from error
+        raise _unreadable(error) from error
 
 
 def _without(raw: bytes, values: Iterable[Raw]) -> bytes:
@@ -366,31 +390,67 @@ def _address(data: bytes | Raw) -> int:
     return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
 
 
-def _checked(body: dict[str, Raw], kind: type[Fields]) -> Fields:
-    """Return the fields that the proxy reads.
+def _unreadable(error: Exception) -> RequestRefusedError:
+    message = f"the body is not a valid JSON object: {error}"
+    return RequestRefusedError(400, message, "body", kind=UNREADABLE)
+
+
+def _checked(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str]]:
+    """Return the fields that the proxy reads, and the names of those that only an engine can.
+
+    Numbers may be strings, as in vLLM; whatever else an engine accepts or refuses, it judges.
 
     Raises:
-        RequestRefusedError: one of another type, or one that only the proxy may set.
+        RequestRefusedError: no JSON, or a field that only the proxy may set.
     """
-    fields = {name: body[name] for name in kind.__struct_fields__ if name in body}
     try:
-        read = msgspec.json.decode(msgspec.json.encode(fields), type=kind)
-    except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at `$.")
-        raise RequestRefusedError(400, message, at.rstrip("`") or None) from error
+        reserved = msgspec.json.decode(_some(body, _Reserved), type=_Reserved)
+        _refuse_reserved(reserved)
+        return msgspec.json.decode(_some(body, kind), type=kind, strict=False), []
+    except msgspec.ValidationError:
+        return _read_apart(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from error
+        raise _unreadable(error) from error
+
+
+def _some(body: dict[str, Raw], kind: type[msgspec.Struct]) -> bytes:
+    """Return the fields of a body that a kind has."""
+    return msgspec.json.encode(
+        {name: body[name] for name in kind.__struct_fields__ if name in body}
+    )
+
+
+def _refuse_reserved(reserved: _Reserved) -> None:
+    further = reserved.vllm_xargs if isinstance(reserved.vllm_xargs, dict) else {}
     for field in ("kv_transfer_params", "ec_transfer_params"):
-        if getattr(read, field) is not None or field in (read.vllm_xargs or {}):
+        if getattr(reserved, field) is not None or field in further:
             raise RequestRefusedError(400, f"`{field}` is set by the proxy; leave it out", field)
-    return read
 
 
-def _direct(read: _Read, body: dict[str, Raw], chat: bool) -> str:
+def _read_apart(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str]]:
+    """Read one field after the other, where one of them is of another type."""
+    read, unread = {}, []
+    for field in msgspec.structs.fields(kind):
+        if field.name in body:
+            try:
+                read[field.name] = msgspec.json.decode(
+                    body[field.name], type=field.type, strict=False
+                )
+            except msgspec.ValidationError:
+                unread.append(field.name)
+    if "stream" in unread:  # how the answer comes has to be known
+        read["stream"] = bytes(body["stream"]).strip(b'"').lower() in _TRUE
+    return kind(**read), unread
+
+
+def _direct(read: _Read, unread: list[str], body: dict[str, Raw], chat: bool) -> str:
     """Return what a request has that needs one engine for prefill and decoding, or ""."""
+    if unread:
+        return unread[0]
     reasons = {
         "n": (read.n or 1) != 1,
         "best_of": (read.best_of or 1) != 1,
+        "stream_options": not read.stream and _is_given(body.get("stream_options")),
         "echo": read.echo,
         "use_beam_search": read.use_beam_search,
         "prompt_logprobs": read.prompt_logprobs is not None,

@@ -9,6 +9,22 @@ from rescheduler.openai.openai_request import ClientRequest
 
 __all__ = ["ResponseCollector"]
 
+# What a stream leaves out and a whole answer of vLLM's has, null where nobody asked for it.
+_OF_ANSWER = dict.fromkeys(
+    (
+        "service_tier",
+        "system_fingerprint",
+        "usage",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "metrics",
+    )
+)
+_OF_CHAT = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
+_OF_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+_OF_COMPLETION = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+_OF_USAGE = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details"))
+
 
 class ResponseCollector:
     """Adds up the chunks of one request, for a client that does not stream.
@@ -27,19 +43,17 @@ class ResponseCollector:
         self._token_ids: list[int] = []
         self._prompt_token_ids: list[int] | None = None
         self._end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
-        self._tail: dict[str, Any] = {"system_fingerprint": None, "usage": None}
+        self._tail: dict[str, Any] = {**_OF_ANSWER, **(_OF_CHAT if request.chat else {})}
 
     def add(self, data: bytes) -> None:
         """Take a chunk as the client would see it."""
         chunk: dict[str, Any] = msgspec.json.decode(data)
         if not self._head:
             self._head = {key: chunk.get(key) for key in ("id", "created", "model")}
-        for key in ("system_fingerprint", "usage", "metrics"):
+        for key in ("system_fingerprint", "usage", "metrics", "prompt_text"):
             if chunk.get(key) is not None:
                 self._tail[key] = chunk[key]
         self._prompt_token_ids = chunk.get("prompt_token_ids") or self._prompt_token_ids
-        if "prompt_text" in chunk and chunk["prompt_text"] is not None:
-            self._tail["prompt_text"] = chunk["prompt_text"]
         for choice in chunk.get("choices", ()):
             self._add_choice(choice)
 
@@ -50,14 +64,18 @@ class ResponseCollector:
         choice: dict[str, Any] = {"index": 0}
         if chat:
             reasoning = "".join(self._reasoning) or None
-            choice["message"] = {"role": self._role, "content": text, "reasoning": reasoning}
+            said = {"role": self._role, "content": text, "reasoning": reasoning}
+            choice["message"] = {**said, **_OF_MESSAGE}
         else:
-            choice["text"] = text
+            choice |= {"text": text, **_OF_COMPLETION}
         choice["logprobs"] = self._whole_logprobs()
         choice.update(self._end)
         keeps = self._request.keeps_token_ids
         choice["token_ids"] = self._token_ids if keeps else None
+        choice["routed_experts"] = None
         tail = dict(self._tail)
+        if tail["usage"] is not None:
+            tail["usage"] = {**_OF_USAGE, **tail["usage"]}
         if keeps:
             (tail if chat else choice)["prompt_token_ids"] = self._prompt_token_ids
         kind = "chat.completion" if chat else "text_completion"

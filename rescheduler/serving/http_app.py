@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rescheduler.openai.body_memory import BodyMemory
 from rescheduler.openai.fair_shares import client_of
@@ -12,6 +13,7 @@ from rescheduler.openai.openai_request import (
     COMPLETIONS,
     FORWARDED,
     NOT_SERVED,
+    UNREADABLE,
     ClientRequest,
     RequestRefusedError,
     read_forwarded,
@@ -22,6 +24,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
+from rescheduler.serving.allowed_origins import AllowedOrigins
 from rescheduler.serving.http_errors import answer_errors
 from rescheduler.serving.request_body import read_body
 
@@ -36,23 +39,41 @@ _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 def http_app(proxy: Proxy) -> web.Application:
     """Return the application: OpenAI's endpoints, health and metrics."""
-    endpoints = _Endpoints(proxy)
-    largest = proxy.deployment.proxy.largest_body_mb << 20
-    app = web.Application(client_max_size=largest, middlewares=[answer_errors])
-    app.on_response_prepare.append(endpoints.close_when_ending)
+    endpoints, options = _Endpoints(proxy), proxy.deployment.proxy
+    origins = AllowedOrigins(options.allowed_origins)
+    app = web.Application(
+        client_max_size=options.largest_body_mb << 20,
+        middlewares=[origins.answer_preflight, answer_errors, _without_slash],
+    )
+    app.on_response_prepare.extend([endpoints.close_when_ending, origins.allow])
     app.add_routes(
         [
             web.post(COMPLETIONS, endpoints.generate),
             web.post(CHAT, endpoints.generate),
             *(web.post(path, endpoints.generate) for path in FORWARDED),
             *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
-            web.get("/v1/models", endpoints.models),
-            web.get("/health", endpoints.health),
+            *(web.get(path, endpoints.passed_on) for path in ("/v1/models", "/version")),
+            *(web.get(path, endpoints.health) for path in ("/health", "/ping")),
+            web.post("/ping", endpoints.health),
             web.get("/ready", endpoints.ready),
             web.get("/metrics", endpoints.metrics),
         ]
     )
     return app
+
+
+@web.middleware
+async def _without_slash(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Redirect a path with slashes at its end to an endpoint without, as vLLM does."""
+    if request.path.endswith("/") and _is_unknown(request.match_info):
+        url = request.rel_url.with_path(request.path.rstrip("/"), keep_query=True)
+        if not _is_unknown(await request.app.router.resolve(request.clone(rel_url=url))):
+            return web.Response(status=307, headers={"Location": str(url)})
+    return await handler(request)
+
+
+def _is_unknown(found: web.UrlMappingMatchInfo) -> bool:
+    return isinstance(found.http_exception, web.HTTPNotFound)
 
 
 class _Endpoints:
@@ -78,6 +99,9 @@ class _Endpoints:
             peer = http.transport.get_extra_info("peername") if http.transport else None
             with self._memory.kept(client_of(peer), http.content_length) as kept:
                 raw = await read_body(http, kept, self._options)
+                if http.content_type.lower() != "application/json":
+                    message = "the Content-Type of a body must be application/json"
+                    raise RequestRefusedError(400, message, kind=UNREADABLE)
                 read = read_forwarded if path in FORWARDED else read_request
                 client = read(path, raw, self._options.forward_priority)
                 return await self._answered(http, client)
@@ -128,21 +152,21 @@ class _Endpoints:
         assert resource is not None
         raise RequestRefusedError(501, f"{http.path}: {NOT_SERVED[resource.canonical]}")
 
-    async def models(self, http: web.Request) -> web.Response:
-        """Answer ``/v1/models`` as a decode instance does."""
+    async def passed_on(self, http: web.Request) -> web.Response:
+        """Answer what a decode instance answers."""
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         failure = "no decode instance is in service"
         for instance in self._proxy.instances.values():
             if instance.instance.role != "decode" or not instance.breaker.closed:
                 continue
             try:
-                body = await self._proxy.upstream.get(instance.instance, "/v1/models", headers)
+                body = await self._proxy.upstream.get(instance.instance, http.path, headers)
             except EngineRefusedError as error:
                 return web.Response(
                     status=error.status, body=error.body, content_type="application/json"
                 )
             except UpstreamError as error:
-                logger.warning("/v1/models: %s", error)
+                logger.warning("%s: %s", http.path, error)
                 failure = "no decode instance answers"
                 continue
             return web.Response(body=body, content_type="application/json")

@@ -149,6 +149,7 @@ class ScriptedEngine:
         for path in FORWARDED:
             app.router.add_post(path, self._respond)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -182,6 +183,9 @@ class ScriptedEngine:
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    async def _version(self, http: web.Request) -> web.Response:
+        return web.json_response({"version": "scripted"})
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         """Answer what the proxy only forwards."""
@@ -305,7 +309,7 @@ class ScriptedEngine:
         head, prompt = self._head(http, chat), list(running.context)
         text = DecodeStream(ids=prompt, skip_special_tokens=True)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
-        most = self.longest if most is None and chat else most or 16
+        most = self.longest if most is None and chat else int(most or 16)
         while self.hangs:
             await asyncio.sleep(0.01)
         await response.prepare(http)

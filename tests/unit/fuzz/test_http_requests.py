@@ -58,6 +58,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "m", "prompt": PROMPT},
 }
 PATHS = [*FORWARDED, *NOT_SERVED, "/v1/models", "/health", "/ready", "/metrics", "/nowhere"]
+PATHS += ["/version", "/ping", "/v1/models/", "/tokenize/", "/nowhere/"]
+JSON = (b"Content-Type", b"application/json")
 METHODS = [b"GET", b"PUT", b"DELETE", b"OPTIONS", b"HEAD", b"PATCH", b"TRACE", b"GE\x00T", b""]
 HEADERS = [
     b"Authorization",
@@ -128,7 +130,7 @@ LARGE = [
 def requests(draw: st.DrawFn) -> Request:
     """A request of which at most a few things are wrong."""
     path, body = draw(bodies())
-    method, headers, whole = b"POST", [(b"Host", b"a")], True
+    method, headers, whole = b"POST", [(b"Host", b"a"), JSON], True
     target = path.encode()
     if draw(st.integers(0, 9)) == 0:
         method = draw(st.sampled_from(METHODS) | st.just(b"POST"))
@@ -196,7 +198,7 @@ def few_objects_to_collect() -> Iterator[None]:
 
 def sent(path: str, body: bytes, *headers: tuple[bytes, bytes]) -> Request:
     length = (b"Content-Length", b"%d" % len(body))
-    head = raw_request(b"POST", path.encode(), [(b"Host", b"a"), *headers, length])
+    head = raw_request(b"POST", path.encode(), [(b"Host", b"a"), JSON, *headers, length])
     return Request(head + body, whole=True)
 
 

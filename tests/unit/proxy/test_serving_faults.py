@@ -34,6 +34,8 @@ LONG: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5000, "str
 PADDING = 20_000
 INSTANCES = [Instance("decode-0", "decode", "http://127.0.0.1:1")]
 
+_HEAD = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
 
 @asynccontextmanager
 async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
@@ -44,7 +46,7 @@ async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
         sent = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(sent)}\r\n\r\n"
+        head = _HEAD + f"Content-Length: {len(sent)}\r\n\r\n"
         await asyncio.get_running_loop().sock_sendall(client, head.encode() + sent)
         yield
 
@@ -148,8 +150,8 @@ def test_a_connection_serves_many_requests_on_either_loop(tokenizer: Tokenizer) 
             reader, writer = await asyncio.open_connection(host, int(port))
             for stream in (True, False, True):
                 sent = json.dumps(BODY | {"stream": stream}).encode()
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(sent)}"
-                writer.write(f"{head}\r\n\r\n".encode() + sent)
+                head = _HEAD + f"Content-Length: {len(sent)}\r\n\r\n"
+                writer.write(head.encode() + sent)
                 headers = await reader.readuntil(b"\r\n\r\n")
                 assert headers.startswith(b"HTTP/1.1 200 ")
                 if stream:

@@ -476,26 +476,25 @@ async def test_what_all_instances_turn_away_is_told_when_to_try_again(
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "kind", "param"),
     [
-        (b"{", None),
-        (b"[1]", None),
-        (b'{"prompt": "a", "n": "two"}', "n"),
-        (b'{"prompt": "a", "stream": 3}', "stream"),
-        (b'{"prompt": "a", "kv_transfer_params": {}}', "kv_transfer_params"),
-        (b'{"prompt": "a", "vllm_xargs": {"kv_transfer_params": "x"}}', "kv_transfer_params"),
+        (b"{", "Bad Request", "body"),
+        (b"[1]", "Bad Request", "body"),
+        (b'{"kv_transfer_params": {}}', "BadRequestError", "kv_transfer_params"),
+        (b'{"vllm_xargs": {"kv_transfer_params": ""}}', "BadRequestError", "kv_transfer_params"),
     ],
 )
 async def test_what_cannot_work_is_refused_in_openais_shape(
-    tokenizer: Tokenizer, body: bytes, param: str | None
+    tokenizer: Tokenizer, body: bytes, kind: str, param: str
 ) -> None:
+    headers = {"Content-Type": "application/json"}
     async with (
         cluster(tokenizer) as it,
-        it.session.post(it.url + "/v1/completions", data=body) as response,
+        it.session.post(it.url + "/v1/completions", data=body, headers=headers) as response,
     ):
         error = (await response.json())["error"]
         assert (response.status, error["code"]) == (400, 400)
-        assert error["type"] == "BadRequestError"
+        assert error["type"] == kind
         assert error["param"] == param
 
 

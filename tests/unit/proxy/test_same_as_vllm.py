@@ -1,0 +1,313 @@
+"""What vLLM's own server accepts and answers, the proxy accepts and answers alike."""
+
+import codecs
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_cluster import PROMPT, cluster, tokens_of
+from tokenizers import Tokenizer
+
+from benchmarks.equality.cases import CASES
+from benchmarks.equality.comparing import Difference
+from benchmarks.equality.reasons import REASONS, explained
+from benchmarks.equality.table import table
+from rescheduler.openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    RequestRefusedError,
+    read_forwarded,
+    read_request,
+)
+
+ROOT = Path(__file__).parents[3]
+BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+JSON = {"Content-Type": "application/json"}
+
+
+def read(path: str = COMPLETIONS, **fields: Any) -> Any:
+    return read_request(path, json.dumps({"model": "m", "prompt": "a", **fields}).encode())
+
+
+@pytest.mark.parametrize("value", [8, 8.0, "8", "8.0"])
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
+def test_a_number_may_be_written_in_every_way_that_vllm_reads(field: str, value: Any) -> None:
+    request = read(**{field: value})
+    assert getattr(request, field) == 8
+    assert request.movable
+
+
+@pytest.mark.parametrize("value", [True, " 8", "+8", 8.5, "many", [], 10**30])
+def test_an_engine_judges_what_the_proxy_cannot_read(value: Any) -> None:
+    request = read(max_tokens=value, min_tokens=3)
+    assert request.direct == "max_tokens"
+    assert request.min_tokens == 3
+    assert json.loads(bytes(request.body["max_tokens"])) == value
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, "1", "true", "True", "on", "t", "y", "yes", "YES"])
+def test_a_stream_may_be_asked_for_in_every_way_that_vllm_reads(value: Any) -> None:
+    assert read(stream=value).stream
+
+
+@pytest.mark.parametrize("value", [False, 0, 0.0, "0", "false", "off", "f", "n", "no", None, 2, []])
+def test_what_asks_for_no_stream_gets_none(value: Any) -> None:
+    assert not read(stream=value).stream
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_wrong_type_beside_it_hides_what_only_the_proxy_may_say(
+    path: str, field: str, inside: bool
+) -> None:
+    reserved = {"vllm_xargs": {field: {}}} if inside else {field: {"a": 1}}
+    reading = read_forwarded if path == "/invocations" else read_request
+    for beside in ({}, {"max_tokens": "many"}, {"stream": []}, {"request_id": 5}):
+        with pytest.raises(RequestRefusedError, match=f"`{field}` is set by the proxy"):
+            reading(path, json.dumps({**reserved, **beside}).encode())
+
+
+@pytest.mark.parametrize("value", [True, 1, "true", "yes"])
+def test_a_response_in_the_background_is_refused_however_it_is_asked_for(value: Any) -> None:
+    with pytest.raises(RequestRefusedError, match="`background` is not supported"):
+        read_forwarded("/v1/responses", json.dumps({"background": value}).encode())
+
+
+def test_an_engine_judges_options_of_a_stream_that_is_none() -> None:
+    assert read(stream_options={"include_usage": True}).direct == "stream_options"
+    assert read(stream_options={"include_usage": True}, stream=True).movable
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"]
+)
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_a_body_may_have_any_encoding_of_unicode(encoding: str, text: str) -> None:
+    body = json.dumps({"model": "m", "prompt": text, "max_tokens": 3}, ensure_ascii=False)
+    request = read_request(COMPLETIONS, body.encode(encoding))
+    assert json.loads(bytes(request.body["prompt"])) == text
+    assert request.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[1]", b'"a"', b"null", codecs.BOM_UTF16_LE + b"{", b"\xff\xfe\x00\xd8", b"\x80"],
+)
+def test_what_is_no_json_object_is_a_bad_request(raw: bytes) -> None:
+    with pytest.raises(RequestRefusedError, match="not a valid JSON object") as refused:
+        read_request(COMPLETIONS, raw)
+    error = json.loads(refused.value.body)["error"]
+    assert (error["code"], error["type"], error["param"]) == (400, "Bad Request", "body")
+
+
+async def test_a_stream_that_an_engine_reads_a_word_for_is_passed_on_as_one(
+    tokenizer: Tokenizer,
+) -> None:
+    async with (
+        cluster(tokenizer) as it,
+        it.session.post(it.url + COMPLETIONS, json={**BODY, "stream": "yes"}) as response,
+    ):
+        assert response.content_type == "text/event-stream"
+        events = (await response.text()).split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        chunks = [json.loads(one.removeprefix("data: ")) for one in events[:-2]]
+        assert tokens_of(chunks) == it.expected(5)
+
+
+async def test_a_number_in_quotes_moves_like_any_other(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, prefix_caching=False) as it:
+        moved: list[str] = []
+
+        async def at(tokens: int) -> None:
+            if tokens == 10 and not moved:
+                moved.append(await it.move())
+
+        chunks = await it.stream({"prompt": PROMPT, "max_tokens": "100"}, at=at)
+        assert moved == ["moved"]
+        assert tokens_of(chunks) == it.expected(100)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "target"),
+    [
+        ("GET", "/v1/models/", "/v1/models"),
+        ("GET", "/health//", "/health"),
+        ("POST", COMPLETIONS + "/?a=b%20c", COMPLETIONS + "?a=b%20c"),
+        ("GET", CHAT + "/", CHAT),
+        ("POST", "/tokenize/", "/tokenize"),
+    ],
+)
+async def test_a_slash_at_the_end_is_redirected(
+    tokenizer: Tokenizer, method: str, path: str, target: str
+) -> None:
+    async with (
+        cluster(tokenizer) as it,
+        it.session.request(method, it.url + path, allow_redirects=False) as response,
+    ):
+        assert response.status == 307
+        assert response.headers["Location"] in (target, target.replace("%20", "+"))
+        assert await response.read() == b""
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/unknown/", "//elsewhere.example/", "/v1/"])
+async def test_a_slash_at_the_end_of_no_endpoint_leads_nowhere(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    async with (
+        cluster(tokenizer) as it,
+        it.session.get(it.url + path, allow_redirects=False) as response,
+    ):
+        assert response.status == 404
+
+
+async def test_a_client_that_follows_the_redirection_is_answered(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        status, answer, _ = await it.post(BODY, COMPLETIONS + "/")
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+
+
+async def test_ping_and_version_are_answered(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        for method in ("GET", "POST"):
+            async with it.session.request(method, it.url + "/ping") as response:
+                assert (response.status, await response.read()) == (200, b"")
+        async with it.session.get(it.url + "/version") as response:
+            assert (response.status, await response.json()) == (200, {"version": "scripted"})
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/batch", "/generative_scoring", "/v1/systemone", "/invocations"]
+)
+async def test_an_endpoint_that_one_engine_answers_is_forwarded(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    async with cluster(tokenizer) as it:
+        status, answer, _ = await it.post({"model": "m", "priority": 3}, path)
+        assert (status, answer["path"]) == (200, path)
+        assert "priority" not in answer["asked"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/vnd.api+json"]
+)
+async def test_a_body_that_is_not_said_to_be_json_is_refused(
+    tokenizer: Tokenizer, path: str, kind: str | None
+) -> None:
+    """As vLLM does it: a page that may not ask across origins can send no other kind."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    async with (
+        cluster(tokenizer) as it,
+        it.session.post(
+            it.url + path,
+            data=json.dumps(BODY).encode(),
+            headers=headers,
+            skip_auto_headers=["Content-Type"],
+        ) as response,
+    ):
+        error = (await response.json())["error"]
+        assert (response.status, error["type"]) == (400, "Bad Request")
+        assert not any(engine.bodies for engine in it.engines.values())
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_a_body_that_is_said_to_be_json_is_read(tokenizer: Tokenizer, kind: str) -> None:
+    async with (
+        cluster(tokenizer) as it,
+        it.session.post(
+            it.url + COMPLETIONS, data=json.dumps(BODY).encode(), headers={"Content-Type": kind}
+        ) as response,
+    ):
+        assert response.status == 200
+
+
+COMMON = {"service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_whole_answer_has_the_fields_that_are_null(tokenizer: Tokenizer, path: str) -> None:
+    async with cluster(tokenizer) as it:
+        messages = [{"role": "user", "content": PROMPT}]
+        _, answer, _ = await it.post({**BODY, "messages": messages}, path)
+        (choice,) = answer["choices"]
+        nulls = {key for key, value in answer.items() if value is None}
+        of_choice = {key for key, value in choice.items() if value is None}
+        usage = {key for key, value in answer["usage"].items() if value is None}
+        assert usage == {"prompt_tokens_details", "completion_tokens_details"}
+        kept = {"logprobs", "stop_reason", "token_ids", "routed_experts"}
+        if path == CHAT:
+            message = {key for key, value in choice["message"].items() if value is None}
+            named = {"refusal", "annotations", "audio", "function_call", "reasoning"}
+            assert message == named
+            further = {"prompt_logprobs", "prompt_token_ids", "prompt_text"}
+            assert (nulls, of_choice) == (COMMON | {"metrics"} | further, kept)
+        else:
+            assert nulls == COMMON | {"metrics"}
+            assert of_choice == kept | {"prompt_logprobs", "prompt_token_ids"}
+
+
+PAGE = "https://chat.example"
+PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+
+
+async def test_no_page_may_read_answers_by_default(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        async with it.session.options(it.url + COMPLETIONS, headers=PREFLIGHT) as response:
+            assert response.status == 400
+            assert "Access-Control-Allow-Origin" not in response.headers
+        async with it.session.get(it.url + "/v1/models", headers={"Origin": PAGE}) as response:
+            assert response.status == 200
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("allowed", "answered"), [([PAGE], PAGE), (["*"], "*"), (["https://other.example"], None)]
+)
+async def test_pages_of_allowed_origins_may_read_answers_and_errors(
+    tokenizer: Tokenizer, allowed: list[str], answered: str | None
+) -> None:
+    async with cluster(tokenizer, allowed_origins=allowed) as it:
+        asked = {**PREFLIGHT, "Access-Control-Request-Headers": "authorization, content-type"}
+        async with it.session.options(it.url + COMPLETIONS, headers=asked) as response:
+            assert response.status == (200 if answered else 400)
+            assert response.headers.get("Access-Control-Allow-Origin") == answered
+            assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+            assert "POST" in response.headers["Access-Control-Allow-Methods"]
+        stream = {**BODY, "stream": True}
+        for path, body, status in (
+            (COMPLETIONS, BODY, 200),
+            (COMPLETIONS, stream, 200),
+            (COMPLETIONS, [], 400),
+            ("/unknown", {}, 404),
+        ):
+            origin = {"Origin": PAGE}
+            async with it.session.post(it.url + path, json=body, headers=origin) as response:
+                assert response.status == status
+                assert response.headers.get("Access-Control-Allow-Origin") == answered
+                assert response.headers["Vary"] == "Origin"
+
+
+def found() -> tuple[int, list[Difference]]:
+    file = ROOT / "benchmarks" / "results" / "equality.json"
+    document = json.loads(file.read_text())
+    return document["figures"]["cases"], msgspec.convert(document["differences"], list[Difference])
+
+
+def test_the_page_shows_what_was_found() -> None:
+    cases, differences = found()
+    page = (ROOT / "docs" / "equality.md").read_text()
+    assert table(cases, differences) in page
+
+
+def test_what_was_found_is_of_these_cases_and_has_these_reasons() -> None:
+    cases, differences = found()
+    names = [case.request for case in CASES]
+    assert cases == len(names) == len(set(names)) >= 60
+    assert {one.request for one in differences} <= set(names)
+    assert explained(differences) == differences
+    assert {one.reason for one in differences} == set(REASONS)
