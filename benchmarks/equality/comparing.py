@@ -1,0 +1,81 @@
+"""Where the answers of vLLM and of the proxy differ."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.equality.asking import Server
+from benchmarks.equality.cases import Case
+
+__all__ = ["Difference", "compare"]
+
+_AT_A_TIME = 4
+_NEAR = 2e-3
+"""Of logprobs: a prompt computed in other pieces rounds otherwise."""
+_ABSENT = "(absent)"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A request that the proxy answers in another way than vLLM.
+
+    Attributes:
+        request: method, path and what it is.
+        vllm: status of vLLM's answer.
+        proxy: status of the proxy's.
+        fields: that differ, where both answer with the same status.
+        reason: why.
+    """
+
+    request: str
+    vllm: int
+    proxy: int
+    fields: list[str]
+    reason: str = ""
+
+
+async def compare(cases: Sequence[Case], vllm: str, proxy: str) -> list[Difference]:
+    """Ask both servers everything, and return what they answer otherwise, in the cases' order.
+
+    Args:
+        cases: the requests.
+        vllm: address of vLLM's server.
+        proxy: address of the proxy.
+    """
+    servers, gate = (Server(vllm), Server(proxy)), asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(case: Case) -> Difference | None:
+        async with gate:
+            direct, served = [await server.ask(case) for server in servers]
+        fields = sorted(set(_differ(direct, served)))
+        if not fields:
+            return None
+        statuses = direct["status"], served["status"]
+        return Difference(case.request, *statuses, [] if statuses[0] != statuses[1] else fields)
+
+    try:
+        found = await asyncio.gather(*map(one, cases))
+    finally:
+        for server in servers:
+            await server.close()
+    return [difference for difference in found if difference is not None]
+
+
+def _differ(vllm: Any, proxy: Any, at: str = "") -> Iterator[str]:
+    """Yield the names of what differs; an element of a list has that of the list."""
+    if isinstance(vllm, dict) and isinstance(proxy, dict):
+        for key in dict.fromkeys([*vllm, *proxy]):
+            where = f"{at}.{key}" if at else key
+            yield from _differ(vllm.get(key, _ABSENT), proxy.get(key, _ABSENT), where)
+    elif isinstance(vllm, list) and isinstance(proxy, list) and len(vllm) == len(proxy):
+        for one, other in zip(vllm, proxy, strict=True):
+            yield from _differ(one, other, at)
+    elif isinstance(vllm, float) and isinstance(proxy, int | float):
+        if not abs(vllm - proxy) <= _NEAR:
+            yield at
+    elif at.endswith("system_fingerprint"):  # it ends with a hash of the engine's configuration
+        if str(vllm).rpartition("-")[0] != str(proxy).rpartition("-")[0]:
+            yield at
+    elif vllm != proxy:
+        yield at

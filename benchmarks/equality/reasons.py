@@ -1,0 +1,83 @@
+"""Why the proxy answers some requests otherwise than vLLM."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from benchmarks.equality.comparing import Difference
+
+__all__ = ["REASONS", "explained"]
+
+REASONS: dict[str, tuple[str, ...]] = {
+    "What only the proxy may tell the engines is refused from clients.": ("*kv_transfer_params*",),
+    "A stream that an engine refuses before its first token gets the refusal's status; vLLM has "
+    "answered 200 by then.": ('POST /v1/*completions: `{"stream": true, *',),
+    "What the proxy refuses by itself is told in its own words; `NaN`, `Infinity` and lone "
+    "surrogates are no JSON.": (
+        "POST *: an empty body",
+        "POST *: a list as body",
+        "POST *: a string as body",
+        "POST *: `null` as body",
+        "POST *: invalid JSON*",
+        "POST *: JSON and something after it",
+        "POST *: `NaN` as a number",
+        "POST *: `Infinity` in an unknown field",
+        "POST *: a lone surrogate",
+        "POST *: a raw line feed in a string",
+        "POST *: lists nested 2,000 deep",
+        "POST *: invalid UTF-8",
+        "POST *: Latin-1, *",
+        "POST *: Content-Type *",
+        "POST *: no Content-Type*",
+    ),
+    "Bodies are unpacked, and what cannot be is refused; vLLM does not look.": (
+        "POST *: gzip",
+        "POST *: an unknown Content-Encoding",
+    ),
+    "An engine counts fields that the proxy added, in its message.": (
+        "POST *: no `messages`",
+        "POST *: `{}` as a chat",
+    ),
+    "No instance knows the responses of the others.": ("* /v1/responses*",),
+    "Forms are not routed: ask an engine directly.": ("POST /v1/audio/*",),
+    "It is about one engine, or for whoever operates it: ask it directly.": (
+        "GET /load",
+        "GET /kv_event_sources",
+        "GET /docs",
+        "GET /redoc",
+        "GET /openapi.json",
+        "POST /scale_elastic_ep",
+        "POST /is_scaling_elastic_ep",
+        "POST */render: *",
+        "POST /inference/v1/generate: *",
+    ),
+    "The proxy has its own.": ("* /metrics", "GET /ready"),
+    "HEAD is answered wherever GET is.": ("HEAD *",),
+    "Errors have OpenAI's shape here, too; `Allow` names HEAD, and an endpoint that only other "
+    "models have is there.": (
+        "GET *",
+        "OPTIONS *",
+        "PUT *",
+        "DELETE *",
+        "PATCH *",
+        "BREW *",
+        "POST /*",
+    ),
+}
+"""Reason → the requests that it explains; ``*`` stands for anything. The first one counts."""
+
+
+def explained(differences: Sequence[Difference]) -> list[Difference]:
+    """Return differences with their reasons; those that have none keep an empty one."""
+    return [
+        msgspec.structs.replace(difference, reason=_reason(difference.request))
+        for difference in differences
+    ]
+
+
+def _reason(request: str) -> str:
+    for reason, patterns in REASONS.items():
+        if any(fnmatchcase(request, pattern) for pattern in patterns):
+            return reason
+    return ""
