@@ -26,8 +26,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "POST *: a lone surrogate",
         "POST *: a raw line feed in a string",
         "POST *: lists nested 2,000 deep",
-        "POST *: invalid UTF-8",
-        "POST *: Latin-1, *",
         "POST *: Content-Type *",
         "POST *: no Content-Type*",
     ),

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,5 @@ def test_what_was_found_is_of_these_cases_and_has_these_reasons() -> None:
     assert {one.request for one in differences} <= set(names)
     assert explained(differences) == differences
     assert {one.reason for one in differences} == set(REASONS)
+    for pattern in (pattern for patterns in REASONS.values() for pattern in patterns):
+        assert any(fnmatchcase(one.request, pattern) for one in differences), pattern
