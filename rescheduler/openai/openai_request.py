@@ -404,11 +404,11 @@ def _checked(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str
         RequestRefusedError: no JSON, or a field that only the proxy may set.
     """
     try:
-        reserved = msgspec.json.decode(_some(body, _Reserved), type=_Reserved)
-        _refuse_reserved(reserved)
-        return msgspec.json.decode(_some(body, kind), type=kind, strict=False), []
-    except msgspec.ValidationError:
-        return _read_apart(body, kind)
+        _refuse_reserved(msgspec.json.decode(_some(body, _Reserved), type=_Reserved))
+        try:
+            return msgspec.json.decode(_some(body, kind), type=kind, strict=False), []
+        except msgspec.ValidationError:
+            return _read_apart(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(error) from error
 

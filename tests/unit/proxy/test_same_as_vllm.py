@@ -73,6 +73,23 @@ def test_no_wrong_type_beside_it_hides_what_only_the_proxy_may_say(
             reading(path, json.dumps({**reserved, **beside}).encode())
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        b'"vllm_xargs": {"a": 1e400}',
+        b'"ec_transfer_params": 1e400',
+        b'"max_tokens": "many", "stop": "\xff"',
+        b'"max_tokens": "many", "request_id": "\\ud800"',
+    ],
+)
+def test_what_only_python_reads_hides_nothing(beside: bytes) -> None:
+    for reserved in (b'"kv_transfer_params": {"do_remote_prefill": true}, ', b""):
+        with pytest.raises(RequestRefusedError):
+            read_request(COMPLETIONS, b"{" + reserved + beside + b"}")
+    with pytest.raises(RequestRefusedError):
+        read_forwarded("/v1/responses", b'{"kv_transfer_params": {}, ' + beside + b"}")
+
+
 @pytest.mark.parametrize("value", [True, 1, "true", "yes"])
 def test_a_response_in_the_background_is_refused_however_it_is_asked_for(value: Any) -> None:
     with pytest.raises(RequestRefusedError, match="`background` is not supported"):
