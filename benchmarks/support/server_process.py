@@ -51,11 +51,21 @@ class ServerProcess:
         """Files and sockets that it has open."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
+    def threads(self) -> int:
+        """Threads that it runs."""
+        return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
+
 
 @contextmanager
-def server(command: Sequence[str]) -> Iterator[ServerProcess]:
-    """Run a server that prints a line once it listens; end it at last."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def server(command: Sequence[str], logs: bool = True) -> Iterator[ServerProcess]:
+    """Run a server that prints a line once it listens; end it at last.
+
+    Args:
+        command: that starts it.
+        logs: whether its standard error is shown.
+    """
+    errors = None if logs else subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
         said = process.stdout.readline().strip()
@@ -64,12 +74,16 @@ def server(command: Sequence[str]) -> Iterator[ServerProcess]:
         yield ServerProcess(process.pid, said)
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 @contextmanager
 def headway(
-    command: str, deployment: Mapping[str, Any], *options: str, uvloop: bool = True
+    command: str,
+    deployment: Mapping[str, Any],
+    *options: str,
+    uvloop: bool = True,
+    logs: bool = True,
 ) -> Iterator[ServerProcess]:
     """Run a command of `headway` that serves a deployment.
 
@@ -78,12 +92,14 @@ def headway(
         deployment: what its file holds.
         *options: further ones.
         uvloop: whether it may run on uvloop.
+        logs: whether its log is shown.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "deployment.yaml"
         path.write_text(yaml.safe_dump(dict(deployment)))
         start = ["-m", "rescheduler"] if uvloop else ["-c", _WITHOUT_UVLOOP]
-        with server([sys.executable, *start, command, "--config", str(path), *options]) as process:
+        whole = [sys.executable, *start, command, "--config", str(path), *options]
+        with server(whole, logs) as process:
             yield process
 
 

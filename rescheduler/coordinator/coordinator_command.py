@@ -2,11 +2,10 @@
 
 import asyncio
 import gc
-import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.coordinator.coordinator_app import coordinator_app
@@ -50,8 +49,7 @@ def coordinator(config: Deployment, record: Path | None = None, verbose: bool = 
 
 async def _coordinate(deployment: Deployment, record: Path | None) -> None:
     ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    end_when_asked(ended)
     coordinator = Coordinator(deployment)
     feed = SnapshotFeed(LiveSnapshots(coordinator))
     admin = AdminListener(

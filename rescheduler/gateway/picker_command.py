@@ -3,10 +3,9 @@
 import asyncio
 import gc
 import logging
-import signal
 from pathlib import Path
 
-from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 
@@ -65,8 +64,7 @@ async def _pick(
     from rescheduler.gateway.picker_server import PickerServer
 
     ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    end_when_asked(ended)
     picker = Picker(deployment)
     try:
         server = PickerServer(picker, host, port, certificate, key)

@@ -2,12 +2,11 @@
 
 import asyncio
 import secrets
-import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.page.log_reader import Log, read_log
 from rescheduler.serving.connection import operators_server
 from rescheduler.serving.replay_app import replay_app
@@ -49,9 +48,8 @@ async def _show(logs: Sequence[Log], port: int) -> None:
         raise ValueError(
             f"--port: cannot listen on {_HOST}:{port}: {error.strerror or error}; give another"
         ) from error
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = asyncio.Event()
+    end_when_asked(ended)
     token = secrets.token_urlsafe(32)
     async with operators_server(replay_app(logs, token), sock=listening):
         port = listening.getsockname()[1]

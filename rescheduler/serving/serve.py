@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import signal
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
-from rescheduler.commands.event_loop import run_server
+from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.page.log_writer import refuse_log
@@ -83,9 +82,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | None) -> None:
     proxy = Proxy(deployment, tokenizer)
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    end_when_asked(ended)
     listeners = Listeners(proxy)
     try:
         await proxy.start()

@@ -1,0 +1,172 @@
+"""SIGHUP, as a closed terminal sends it, and as whoever wants a service to be reloaded does."""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import termios
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pytest
+import yaml
+from chosen_ports import free_port
+from made_up_cluster import MadeUpCluster
+
+from benchmarks.support.server_process import stream_player
+from rescheduler.page.log_writer import LogWriter
+
+STREAM = {"model": "m", "prompt": "a", "max_tokens": 40, "stream": True}
+VERBS = ("serve", "coordinator", "picker", "replay")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    with stream_player(0.05) as player:
+        yield f"http://127.0.0.1:{player.port}"
+
+
+@pytest.fixture
+def arguments(engine: str, smollm2: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """How each server is started."""
+    del smollm2  # is prepared
+    config, coordinated = tmp_path / "deployment.yaml", tmp_path / "coordinated.yaml"
+    values = {
+        "model": "smollm2",
+        "instances": [{"name": "decode-0", "role": "decode", "url": engine}],
+        "proxy": {"port": 0, "admin_port": 0},
+    }
+    config.write_text(yaml.safe_dump(values))
+    values["coordinator"] = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "port": 0}
+    coordinated.write_text(yaml.safe_dump(values))
+    source = MadeUpCluster(2, 3, 4096)
+    with LogWriter(log := tmp_path / "log.gz", source.about) as writer:
+        writer.write(msgspec.json.encode(source.look().snapshot()))
+    return {
+        "serve": ["serve", "--config", str(config)],
+        "coordinator": ["coordinator", "--config", str(coordinated)],
+        "picker": ["picker", "--config", str(config), "--port", "0"],
+        "replay": ["replay", str(log), "--port", "0"],
+    }
+
+
+class Terminal:
+    """The terminal of a server: what it says comes here, until it is closed."""
+
+    def __init__(self) -> None:
+        here, self.there = pty.openpty()
+        self._said = os.fdopen(here, "rb", buffering=0)
+
+    def control(self) -> None:
+        """Become the controlling terminal of the process that calls this."""
+        fcntl.ioctl(self.there, termios.TIOCSCTTY, 0)
+
+    def line(self) -> str:
+        return self._said.readline().decode().strip()
+
+    def close(self) -> None:
+        if not self._said.closed:
+            self._said.close()
+            os.close(self.there)
+
+
+@contextmanager
+def in_terminal(
+    command: list[str], errors: IO[str]
+) -> Iterator[tuple["subprocess.Popen[bytes]", Terminal]]:
+    terminal = Terminal()
+    process = subprocess.Popen(
+        command,
+        stdin=terminal.there,
+        stdout=terminal.there,
+        stderr=errors,
+        start_new_session=True,
+        preexec_fn=terminal.control,
+    )
+    try:
+        yield process, terminal
+    finally:
+        terminal.close()
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def whole_stream(url: str) -> Iterator[None]:
+    """A stream that has begun when the body runs, and that ends as it should."""
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(STREAM).encode())
+    with urllib.request.urlopen(request, timeout=120) as response:
+        assert response.readline().startswith(b"data: ")
+        yield
+        assert response.read().endswith(b"data: [DONE]\n\n"), "the stream was cut"
+
+
+def until_listening(verb: str, line: str) -> bool:
+    says = {"serve": "serving on ", "coordinator": "coordinating on ", "picker": "picking on "}
+    return line.startswith(says.get(verb, "see it: "))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_closed_terminal_ends_a_server_as_sigterm_does(
+    headway_command: list[str], arguments: dict[str, list[str]], tmp_path: Path, verb: str
+) -> None:
+    with (tmp_path / "errors").open("w+") as errors:
+        with in_terminal([*headway_command, *arguments[verb]], errors) as (process, terminal):
+            while not until_listening(verb, line := terminal.line()):
+                assert process.poll() is None, (tmp_path / "errors").read_text()
+            with whole_stream(line.split()[-1]) if verb == "serve" else nullcontext():
+                terminal.close()
+            assert process.wait(timeout=120) == 0
+        assert "Traceback" not in (tmp_path / "errors").read_text()
+
+
+@pytest.mark.parametrize("verb", ["serve", "coordinator", "picker"])
+def test_a_service_goes_on_and_says_that_it_reads_nothing_anew(
+    headway_command: list[str], arguments: dict[str, list[str]], verb: str
+) -> None:
+    process = subprocess.Popen(
+        [*headway_command, *arguments[verb]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        while not until_listening(verb, line := process.stdout.readline()):
+            assert line
+        with whole_stream(line.split()[-1]) if verb == "serve" else nullcontext():
+            process.send_signal(signal.SIGHUP)
+            while "no configuration is read anew" not in (said := process.stderr.readline()):
+                assert said
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(
+    headway_command: list[str], arguments: dict[str, list[str]], tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that
+    try:
+        with (
+            (tmp_path / "errors").open("w+") as errors,
+            in_terminal([*headway_command, *arguments["serve"]], errors) as (process, terminal),
+        ):
+            while not until_listening("serve", line := terminal.line()):
+                assert process.poll() is None
+            with whole_stream(line.split()[-1]):
+                terminal.close()
+            assert process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
