@@ -32,9 +32,7 @@ def end_when_asked(ended: asyncio.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        loop.add_signal_handler(
-            signal.SIGHUP, ended.set if _has_terminal() else _refuse_to_reload
-        )
+        loop.add_signal_handler(signal.SIGHUP, ended.set if _has_terminal() else _refuse_to_reload)
 
 
 def _refuse_to_reload() -> None:

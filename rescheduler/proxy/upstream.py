@@ -7,6 +7,8 @@ from typing import Annotated, Any, NoReturn
 
 import aiohttp
 import msgspec
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.tracing import Trace
 
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError, error_body
@@ -96,7 +98,7 @@ class Upstream:
         self._options = options
         self._own_headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+            connector=_Connector(limit=0, keepalive_timeout=_KEPT_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
@@ -301,6 +303,22 @@ def _in_openais_shape(status: int, body: bytes) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return error_body(status, "the engine refuses the request")
     return body
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Uses no connection again on which an engine has said more than it was asked.
+
+    A whole answer too many, as after one with a wrong ``Content-Length``, would be taken for that
+    to the next request, and the next one's for that after it.
+    """
+
+    async def _get(
+        self, key: ConnectionKey, traces: list[Trace]
+    ) -> aiohttp.connector.Connection | None:
+        kept = self._conns.get(key, ())
+        while kept and kept[0][0].should_close:
+            kept.popleft()[0].close()
+        return await super()._get(key, traces)
 
 
 def _cannot_connect(

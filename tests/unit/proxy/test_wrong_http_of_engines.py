@@ -1,0 +1,281 @@
+"""Engines whose HTTP is wrong: its framing, its headers, or more of it than was asked for."""
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import pytest
+from scripted_cluster import OPTIONS, PROMPT
+from scripted_engine import ScriptedEngine
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Deployment, Instance
+from rescheduler.proxy.proxy import Proxy
+from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
+from rescheduler.serving.listeners import Listeners
+
+BODY = (
+    b'{"id":"a","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":""}'
+    b'],"usage":{"prompt_tokens":3},"kv_transfer_params":{"a":1}}'
+)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+SECONDS = 1.0
+MEMORY = 8 << 20
+
+
+class Wrong(NamedTuple):
+    """What an engine answers.
+
+    Attributes:
+        first: at once.
+        forever: again and again then.
+        closes: the connection.
+        begins: there is a status and all headers, or an error in them.
+    """
+
+    first: bytes
+    forever: bytes = b""
+    closes: bool = False
+    begins: bool = True
+
+
+WRONG = {
+    "longer than its body": Wrong(HEAD + b"Content-Length: 5000\r\n\r\n" + BODY, closes=True),
+    "longer, and stays": Wrong(HEAD + b"Content-Length: 5000\r\n\r\n" + BODY),
+    "an error longer than its body": Wrong(
+        b"HTTP/1.1 500 Error\r\nContent-Length: 5000\r\n\r\n" + BODY
+    ),
+    "shorter than its body": Wrong(HEAD + b"Content-Length: 5\r\n\r\n" + BODY),
+    "of nothing": Wrong(HEAD + b"Content-Length: 0\r\n\r\n" + BODY),
+    "negative": Wrong(HEAD + b"Content-Length: -5\r\n\r\n" + BODY),
+    "signed": Wrong(HEAD + b"Content-Length: +5\r\n\r\n" + BODY),
+    "beyond 64 bits": Wrong(HEAD + b"Content-Length: " + b"9" * 25 + b"\r\n\r\n" + BODY),
+    "of 5000 digits": Wrong(HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n" + BODY),
+    "doubled": Wrong(HEAD + LENGTH + LENGTH + b"\r\n" + BODY),
+    "doubled, and different": Wrong(HEAD + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY),
+    "listed": Wrong(HEAD + b"Content-Length: 5, 6\r\n\r\n" + BODY),
+    "beside chunks": Wrong(HEAD + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    "missing, and stays": Wrong(HEAD + b"\r\n" + BODY),
+    "a header of a megabyte": Wrong(HEAD + b"X: " + bytes(1 << 20) + b"\r\n\r\n"),
+    "a name of a megabyte": Wrong(HEAD + b"X" * (1 << 20) + b": a\r\n" + LENGTH + b"\r\n" + BODY),
+    "10,000 headers": Wrong(HEAD + b"X: a\r\n" * 10_000 + LENGTH + b"\r\n" + BODY),
+    "headers that never end": Wrong(HEAD, b"X: " + b"a" * 1000 + b"\r\n"),
+    "a header that never ends": Wrong(HEAD + b"X: ", b"a" * 10_000),
+    "a status that never ends": Wrong(b"HTTP/1.1 200 ", b"a" * 10_000),
+    "100 for ever": Wrong(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100, begins=False),
+    "103 for ever": Wrong(
+        b"", b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 100, begins=False
+    ),
+    "a chunk without end": Wrong(CHUNKED + b"fffffffffffffff\r\n" + BODY, closes=True),
+    "a chunk beyond 64 bits": Wrong(CHUNKED + b"f" * 40 + b"\r\n" + BODY),
+    "a negative chunk": Wrong(CHUNKED + b"-5\r\n" + BODY),
+    "a chunk's size that never ends": Wrong(CHUNKED, b"0" * 10_000),
+    "a chunk's extension that never ends": Wrong(CHUNKED + b"5;a=", b"a" * 10_000),
+    "trailers that never end": Wrong(CHUNKED + b"0\r\n", b"X: " + b"a" * 1000 + b"\r\n"),
+    "a status of five digits": Wrong(b"HTTP/1.1 20000 OK\r\n" + LENGTH + b"\r\n" + BODY),
+    "another protocol": Wrong(b"HTTP/2 200 OK\r\n" + LENGTH + b"\r\n" + BODY),
+    "no HTTP": Wrong(b"\x00\x01\x02\r\n\r\n"),
+    "a zero byte in a header": Wrong(HEAD + b"X: a\0b\r\n" + LENGTH + b"\r\n" + BODY),
+}
+HARMLESS = {
+    "trailers": CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\nX: a\r\n\r\n",
+    "one 100": b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + LENGTH + b"\r\n" + BODY,
+    "no UTF-8": HEAD + b"X: \xff\xfe\r\n" + LENGTH + b"\r\n" + BODY,
+    "a broken cookie": HEAD + b"Set-Cookie: a\x01=;;=\r\n" + LENGTH + b"\r\n" + BODY,
+}
+
+
+@asynccontextmanager
+async def engine(wrong: Wrong) -> AsyncIterator[Instance]:
+    """An engine that is healthy, and answers everything else wrongly."""
+    connections: set[asyncio.Task[Any]] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"GET /health"):
+                writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            else:
+                writer.write(wrong.first)
+                while wrong.forever:
+                    await writer.drain()
+                    writer.write(wrong.forever)
+                    await asyncio.sleep(0)
+                if not wrong.closes:
+                    await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        yield Instance("wrong", "decode", f"http://127.0.0.1:{port}")
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+def upstream() -> Upstream:
+    options = msgspec.structs.replace(
+        OPTIONS, prefill_seconds=SECONDS / 4, control_seconds=SECONDS / 4
+    )
+    return Upstream(options)
+
+
+@asynccontextmanager
+async def serving(
+    tokenizer: Tokenizer, *instances: Instance
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """A proxy before engines, none of which is waited for long."""
+    options = msgspec.structs.replace(
+        OPTIONS,
+        first_token_seconds=SECONDS,
+        token_seconds=SECONDS,
+        control_seconds=SECONDS,
+        attempts=3,
+    )
+    policy = {"name": "round_robin"}
+    deployment = Deployment(model="m", instances=[*instances], routing=policy, proxy=options)
+    proxy = Proxy(deployment, tokenizer)
+    listeners = Listeners(proxy)
+    try:
+        await proxy.start()
+        await listeners.start()
+        async with aiohttp.ClientSession(listeners.url) as session:
+            yield session
+    finally:
+        await listeners.close()
+        await proxy.close()
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_answer_is_a_failure_of_its_engine(name: str) -> None:
+    async with engine(WRONG[name]) as instance:
+        asks = upstream()
+        tracemalloc.start()
+        try:
+            with pytest.raises(UpstreamError):
+                await asks.prefill(instance, "/v1/completions", b"{}", {})
+            with pytest.raises(UpstreamError):
+                await asks.get(instance, "/v1/models")
+            assert tracemalloc.get_traced_memory()[1] < MEMORY
+        finally:
+            tracemalloc.stop()
+            await asks.close()
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_answer_costs_no_request_that_another_engine_can_serve(
+    name: str, tokenizer: Tokenizer
+) -> None:
+    good = ScriptedEngine("good", "decode", tokenizer, {})
+    try:
+        async with (
+            engine(WRONG[name]) as wrong,
+            serving(tokenizer, wrong, await good.start()) as session,
+        ):
+
+            async def ask(**more: Any) -> None:
+                body = {"model": "m", "prompt": PROMPT, "max_tokens": 3, **more}
+                async with session.post("/v1/completions", json=body) as response:
+                    told = await response.read()
+                    assert response.status == 200, told
+                    if not more.get("stream"):
+                        assert len(json.loads(told)["choices"]) == more.get("n", 1)
+                    elif "n" not in more:
+                        assert b'"error"' not in told
+                    else:  # what the wrong engine has begun to say, its client has got
+                        assert told.endswith(b"data: [DONE]\n\n")
+
+            kinds: list[dict[str, Any]] = [{}, {"stream": True}, {"n": 2, "stream": True}]
+            if WRONG[name].begins:
+                kinds.append({"n": 2})  # else it may take as long as it likes
+            await asyncio.gather(*(ask(**kind) for kind in kinds for _ in range(2)))
+    finally:
+        await good.stop()
+
+
+@pytest.mark.parametrize("name", ["longer, and stays", "an error longer than its body"])
+async def test_the_rest_of_an_answer_that_has_begun_is_not_waited_for_without_end(
+    name: str, tokenizer: Tokenizer
+) -> None:
+    async with engine(WRONG[name]) as wrong, serving(tokenizer, wrong) as session:
+        body = {"model": "m", "prompt": PROMPT, "n": 2}
+        async with asyncio.timeout(60), session.post("/v1/completions", json=body) as response:
+            assert response.status == 502
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+async def test_what_is_only_unusual_is_taken(name: str) -> None:
+    async with engine(Wrong(HARMLESS[name])) as instance:
+        asks = upstream()
+        assert await asks.prefill(instance, "/v1/completions", b"{}", {}) == ({"a": 1}, 3)
+        await asks.close()
+
+
+@pytest.mark.parametrize("said", ["9" * 5000, "²", "-1", "soon", ""])
+async def test_an_engine_that_is_full_may_say_anything_of_how_long(said: str) -> None:
+    headers = f"Retry-After: {said}\r\nContent-Length: 2\r\n\r\n{{}}"
+    full = Wrong(f"HTTP/1.1 429 Full\r\n{headers}".encode())
+    async with engine(full) as instance:
+        asks = upstream()
+        with pytest.raises(EngineFullError) as caught:
+            await asks.open(instance, "/v1/completions", b"{}", {})
+        assert caught.value.seconds == 1
+        await asks.close()
+
+
+@asynccontextmanager
+async def numbering_engine(more: bytes) -> AsyncIterator[tuple[Instance, list[bytes]]]:
+    """An engine that numbers its answers, and says more after each; with the heads it has got."""
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                heads.append(await reader.readuntil(b"\r\n\r\n"))
+                body = b"answer %d" % len(heads)
+                head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n" % len(body)
+                cookie = b"Set-Cookie: client=%d; Path=/\r\n\r\n" % len(heads)
+                writer.write(head + cookie + body)
+                await asyncio.sleep(0.02)  # the answer is taken for whole by then
+                writer.write(more)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "localhost", 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        yield Instance("numbers", "decode", f"http://localhost:{port}"), heads
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("more", [HEAD + LENGTH + b"\r\n" + BODY, b"garbage", b"HTTP/1.1 2"])
+async def test_what_was_not_asked_for_is_nobodys_answer(more: bytes) -> None:
+    async with numbering_engine(more) as (instance, heads):
+        asks = upstream()
+        for number in range(1, 5):
+            assert await asks.get(instance, "/v1/models") == b"answer %d" % number
+            await asyncio.sleep(0.1)
+        assert len(heads) == 4
+        await asks.close()
+
+
+async def test_no_client_gets_the_cookie_that_an_engine_gave_to_another() -> None:
+    async with numbering_engine(b"") as (instance, heads):
+        asks = upstream()
+        for _ in range(3):
+            await asks.get(instance, "/v1/models")
+        assert not any(b"cookie:" in head.lower() for head in heads)
+        await asks.close()
