@@ -1,5 +1,6 @@
 """What the coordinator counts and measures, for Prometheus."""
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -84,6 +85,11 @@ class CoordinatorMetrics(Collector):
             up.add_metric(values, instance.breaker.closed)
             draining.add_metric(values, instance.draining)
         yield from (proxies, waiting, running, tokens, up, draining)
+        yield GaugeMetricFamily(
+            "headway_coordinator_event_loop_tasks",
+            "asyncio tasks: one for each request that waits, none that stays when they go",
+            value=len(asyncio.all_tasks()),
+        )
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

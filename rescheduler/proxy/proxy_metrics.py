@@ -1,5 +1,6 @@
 """What the proxy counts and measures, for Prometheus."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -183,6 +184,11 @@ class ProxyMetrics(Collector):
             for purpose in _PURPOSES:
                 left_out.add_metric([instance.name, purpose], instance.left_out[purpose])
         yield from (running, tokens, up, draining, used, left_out)
+        yield GaugeMetricFamily(
+            "headway_proxy_event_loop_tasks",
+            "asyncio tasks: some for each connection and request, none that stays when they go",
+            value=len(asyncio.all_tasks()),
+        )
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

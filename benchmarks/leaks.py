@@ -1,0 +1,280 @@
+"""Whether a proxy and its coordinator need more memory, descriptors or tasks the longer they serve.
+
+    python -m benchmarks.leaks [--requests 100000] --json OUT
+
+A `headway serve` and a `headway coordinator`, each a process of its own, before engines that
+compute nothing and fail as they are asked. Clients make short requests, 48 at a time: streamed and
+not, completions and chats, two answers at once, bodies of unknown length, with an `X-Request-Id`
+and without; some leave in the middle, some send what is refused; some are answered with errors 500
+or 429, lose their prefill, or a stream that goes on elsewhere. Every second another engine is
+drained, so that requests move; a twentieth are traced.
+
+Memory is read 400 times. Of the first three quarters of the run nothing counts: what is kept on
+purpose reaches its limit, such as the names of the latest 50,000 requests that have ended. The
+slope is that of a line through the means of ten parts of the rest, with the 95% interval that
+Student's t gives: parts, since what is read shortly one after the other is alike. Descriptors,
+threads, tasks and metric series are counted twice while nothing runs and no connection is open,
+after a tenth of the requests and at the end; reported is by how many they grew. Series that say how
+something ended appear when it first ends so: they are counted by themselves.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+import msgspec
+import numpy as np
+from prometheus_client.core import Sample
+from prometheus_client.parser import text_string_to_metric_families
+from scipy import stats
+from tqdm import tqdm
+
+from benchmarks.support.erratic_engines import MODEL
+from benchmarks.support.mixed_clients import OUTCOMES, MixedClients
+from benchmarks.support.report import arguments, report
+from benchmarks.support.server_process import ServerProcess, headway, server
+from benchmarks.support.span_counter import span_counter
+from rescheduler.engines.launch_local import free_ports
+from rescheduler.serving.admin_token import admin_token
+
+__all__ = ["Process", "measure", "slope"]
+
+_AT_ONCE = 48
+_SEED = 0
+_READINGS = 400
+_PARTS = 10
+_DRAIN_SECONDS = 1.0
+_BEFORE = 10
+"""A tenth of the requests is made before anything is counted."""
+_SETTLE_SECONDS = 4.0  # longer than unused connections to engines are kept
+_POLL_SECONDS = 0.5
+_IDLE_SECONDS = 60.0
+_SAMPLED = 0.05
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("whether anything leaks", quick=False)
+    parser.add_argument("--requests", type=int, default=100_000, help="how many (%(default)s)")
+    options = parser.parse_args()
+    figures, unexpected = asyncio.run(measure(options.requests))
+    for name, count in sorted(unexpected.items()):
+        print(f"{name}: {count}", file=sys.stderr)
+    report("leaks", figures, options.json)
+
+
+@dataclass(frozen=True)
+class _Holdings:
+    """What a process holds while nothing runs."""
+
+    descriptors: int
+    threads: int
+    tasks: int
+    series: int
+    outcome_series: int
+
+
+@dataclass
+class Process:
+    """One of the two that are watched.
+
+    Attributes:
+        name: ``proxy`` or ``coordinator``.
+        server: its process.
+        url: of its metrics.
+        resident: memory in KiB, with how many requests had ended.
+    """
+
+    name: str
+    server: ServerProcess
+    url: str
+    resident: list[tuple[int, float]] = field(default_factory=list)
+
+    def read(self, requests: int) -> None:
+        """Read its memory, now that so many requests have ended."""
+        self.resident.append((requests, self.server.resident_kib()))
+
+    async def metrics(self) -> list[Sample]:
+        """Return what it exports."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
+            text = await answer.text()
+        return [one for family in text_string_to_metric_families(text) for one in family.samples]
+
+    async def holdings(self) -> _Holdings:
+        """Count what it holds."""
+        samples = await self.metrics()
+        tasks = next(one.value for one in samples if one.name.endswith("_event_loop_tasks"))
+        outcomes = sum("outcome" in one.labels for one in samples)
+        return _Holdings(
+            self.server.descriptors(),
+            self.server.threads(),
+            int(tasks),
+            len(samples) - outcomes,
+            outcomes,
+        )
+
+
+async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float], Mapping[str, int]]:
+    """Have requests made.
+
+    Args:
+        requests: how many.
+        quiet: no progress bar.
+
+    Returns:
+        The figures, and how many requests ended as they should not, by what they asked for and
+        what came.
+    """
+    with ExitStack() as stack:
+        proxy, coordinator, admin = _started(stack)
+        processes = (proxy, coordinator)
+        bar = stack.enter_context(tqdm(total=requests, unit="requests", disable=quiet))
+        mixed, every = MixedClients(random.Random(_SEED)), max(1, requests // _READINGS)
+
+        def ended() -> None:
+            bar.update()
+            if mixed.ended % every == 0:
+                for process in processes:
+                    process.read(mixed.ended)
+
+        async def asked(share: int) -> None:
+            async with _session(proxy.url) as session, _draining(admin):
+                await mixed.ask(session, share, _AT_ONCE, ended)
+
+        first = requests // _BEFORE
+        await asked(first)
+        before = await asyncio.gather(*(_idle(process) for process in processes))
+        began = time.monotonic()
+        await asked(requests - first)
+        seconds = time.monotonic() - began
+        after = await asyncio.gather(*map(_idle, processes, before))
+        figures: dict[str, float] = {"requests": mixed.ended}
+        figures["requests_per_second"] = (requests - first) / seconds
+        for name in OUTCOMES:
+            figures[f"requests_{name}"] = mixed.outcomes[name]
+        figures["requests_unexpected"] = sum(mixed.unexpected.values())
+        figures["moves"] = sum(
+            sample.value
+            for sample in await proxy.metrics()
+            if sample.name == "headway_proxy_migrations_total"
+            and sample.labels["outcome"] == "moved"
+        )
+        for process, b, a in zip(processes, before, after, strict=True):
+            figures |= _figures(process, b, a)
+        return figures, mixed.unexpected
+
+
+def slope(requests: Sequence[float], kib: Sequence[float]) -> tuple[float, float]:
+    """Return by how many KiB memory grows in 1,000 requests, and half of its 95% interval.
+
+    Args:
+        requests: [n] that had ended.
+        kib: [n] of memory then.
+    """
+    parts = min(_PARTS, len(kib) // 2)
+    x = np.array([part.mean() for part in np.array_split(np.asarray(requests, float), parts)])
+    y = np.array([part.mean() for part in np.array_split(np.asarray(kib, float), parts)])
+    fit = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, parts - 2) * fit.stderr
+    return 1000 * float(fit.slope), 1000 * float(half)
+
+
+def _figures(process: Process, before: _Holdings, after: _Holdings) -> dict[str, float]:
+    name, readings = process.name, process.resident
+    counted = readings[3 * len(readings) // 4 :]
+    growth, half = slope([n for n, _ in counted], [kib for _, kib in counted])
+    figures = {
+        f"{name}_rss_slope_kb_per_1000": growth,
+        f"{name}_rss_slope_kb_per_1000_ci95": half,
+        f"{name}_rss_mb_first": readings[0][1] / 1024,
+        f"{name}_rss_mb_last": readings[-1][1] / 1024,
+    }
+    for key in _Holdings.__dataclass_fields__:
+        figures[f"{name}_{key}"] = getattr(after, key) - getattr(before, key)
+    return figures
+
+
+def _started(stack: ExitStack) -> tuple[Process, Process, str]:
+    """Start everything; return the two that are watched, and the operator's address."""
+    collector = stack.enter_context(span_counter())
+    engines = stack.enter_context(
+        server([sys.executable, "-m", "benchmarks.support.erratic_engines"])
+    )
+    ports = free_ports(3)
+    config = {
+        "model": MODEL,
+        "instances": msgspec.json.decode(engines.said),
+        "migration": {"name": "survival", "interval_seconds": 1.0},
+        "coordinator": {"endpoint": f"tcp://127.0.0.1:{ports[0]}", "port": ports[1]},
+        "proxy": {
+            "port": 0,
+            "admin_port": ports[2],
+            "prefill_concurrency": 64,
+            "ahead": 256,
+            "attempts": 4,
+            "backoff_seconds": 0.01,
+            "breaker_failures": 16,
+            "traces": {"endpoint": collector.endpoint, "sample": _SAMPLED},
+        },
+    }
+    coordinator = stack.enter_context(headway("coordinator", config, logs=False))
+    proxy = stack.enter_context(headway("serve", config, logs=False))
+    return (
+        Process("proxy", proxy, f"http://127.0.0.1:{proxy.port}"),
+        Process("coordinator", coordinator, f"http://127.0.0.1:{ports[1]}"),
+        f"http://127.0.0.1:{ports[2]}",
+    )
+
+
+@asynccontextmanager
+async def _session(url: str) -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        yield session
+
+
+@asynccontextmanager
+async def _draining(admin: str) -> AsyncIterator[None]:
+    """While the body runs, drain one decode engine after the other."""
+    port = int(admin.rpartition(":")[2])
+    headers = {"Authorization": f"Bearer {admin_token(port)}"}
+
+    async def drain() -> None:
+        async with aiohttp.ClientSession(admin, headers=headers) as session:
+            while True:
+                for name in ("decode-0", "decode-1"):
+                    for verb in ("drain", "undrain"):
+                        async with session.post(f"/admin/{verb}/{name}") as response:
+                            assert response.status == 200, await response.text()
+                        await asyncio.sleep(_DRAIN_SECONDS / 2)
+
+    draining = asyncio.create_task(drain())
+    try:
+        yield
+    finally:
+        draining.cancel()
+        await asyncio.wait([draining])
+        if not draining.cancelled():
+            draining.result()
+
+
+async def _idle(process: Process, before: _Holdings | None = None) -> _Holdings:
+    """Return what a process holds once that no longer changes, or is as it was before."""
+    deadline, last = time.monotonic() + _IDLE_SECONDS, before
+    while True:
+        await asyncio.sleep(_SETTLE_SECONDS if before is None else _POLL_SECONDS)
+        held = await process.holdings()
+        alike = last is not None and held == replace(last, outcome_series=held.outcome_series)
+        if alike or time.monotonic() > deadline:
+            return held
+        last = before or held
+
+
+if __name__ == "__main__":
+    main()
