@@ -139,10 +139,11 @@ class ScriptedEngine:
     prefix_caching: bool = True
     recomputed: int = 0
     port: int = 0
+    endpoint: str = "tcp://127.0.0.1:*"
     most_running: int = 0
 
-    async def start(self) -> Instance:
-        """Serve; return what a deployment says of it."""
+    async def start_http(self) -> None:
+        """Answer HTTP."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -156,11 +157,15 @@ class ScriptedEngine:
         self.port = self.port or free_port()  # it may come back there
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
+
+    async def start(self) -> Instance:
+        """Serve; return what a deployment says of it."""
+        await self.start_http()
         self.engines[self.name] = self
-        self._control: ControlServer | None = ControlServer("tcp://127.0.0.1:*", None, self._answer)
-        endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
+        self._control: ControlServer | None = ControlServer(self.endpoint, None, self._answer)
+        self.endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
         self._commands = asyncio.get_running_loop().create_task(self._obey())
-        return Instance(self.name, self.role, f"http://127.0.0.1:{self.port}", endpoint)
+        return Instance(self.name, self.role, f"http://127.0.0.1:{self.port}", self.endpoint)
 
     async def stop(self) -> None:
         """Vanish, connections and all."""
@@ -168,6 +173,10 @@ class ScriptedEngine:
             self._commands.cancel()
             self._control.close()
             self._control = None
+        await self.stop_http()
+
+    async def stop_http(self) -> None:
+        """Vanish from HTTP, connections and all."""
         for server in [self._runner.server]:
             for connection in list(server.connections if server else []):
                 if connection.transport is not None:
