@@ -1,0 +1,59 @@
+"""Labels of metrics: whoever asks, answers or reports, there are only so many series."""
+
+import re
+
+import msgspec
+import pytest
+from scripted_cluster import PROMPT, cluster
+from tokenizers import Tokenizer
+
+from rescheduler.coordination.messages import (
+    Answer,
+    CoordinationError,
+    Notice,
+    Refusal,
+    decode_notice,
+    encode,
+)
+
+
+def label_values(text: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, value in re.findall(r'(\w+)="([^"]*)"', text):
+        found.setdefault(name, set()).add(value)
+    return found
+
+
+async def test_no_client_adds_a_series(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+
+        async def ask(number: int) -> None:
+            body = {"model": f"m{number}", "prompt": PROMPT, "user": f"u{number}", "max_tokens": 2}
+            headers = {"X-Request-Id": f"name-{number}", "Authorization": f"Bearer {number}"}
+            paths = ("completions", "chat/completions", "embeddings", f"x{number}", "%63ompletions")
+            for path in paths:
+                url = f"{it.url}/v1/{path}?number={number}"
+                async with it.session.post(url, json=body, headers=headers) as response:
+                    await response.read()
+
+        async def scraped() -> str:
+            async with it.session.get(it.url + "/metrics") as response:
+                return await response.text()
+
+        await ask(0)
+        before = label_values(await scraped())
+        for number in range(1, 10):
+            await ask(number)
+        assert label_values(await scraped()) == before
+        assert before["instance_name"] == set(it.engines)
+        paths = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+        assert before["path"] <= paths
+
+
+@pytest.mark.parametrize("status", [-1, 0, 200, 399, 600, 2**40])
+def test_a_refusal_has_a_status_of_http(status: int) -> None:
+    answer = Answer(1, -1, Refusal(status, "why", None))
+    with pytest.raises(CoordinationError, match="invalid message"):
+        decode_notice(encode(Notice("a", 1, answers=[answer])))
+    refused = msgspec.structs.replace(answer, refusal=Refusal(429, "why", 1))
+    assert decode_notice(encode(Notice("a", 1, answers=[refused]))).answers == [refused]
