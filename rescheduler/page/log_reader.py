@@ -70,7 +70,7 @@ def read_log(path: Path) -> Log:
     if not path.exists():
         raise LogError(f"{path} does not exist")
     times: list[float] = []
-    about, first, end = None, 0.0, 0
+    about, last, end = None, 0.0, 0
     ends: list[int] = []
     decoder = msgspec.json.Decoder(Snapshot)
     with path.open("rb") as file:
@@ -84,8 +84,9 @@ def read_log(path: Path) -> Log:
                     about = msgspec.json.decode(line, type=About)
                     continue
                 time = decoder.decode(line).time
-                first = time if not times else first
-                times.append(max(time - first, times[-1] if times else 0.0))
+                # A clock that was set back must not stop the log until it has caught up.
+                times.append(times[-1] + max(0.0, time - last) if times else 0.0)
+                last = time
         except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
             if about is None:
                 raise LogError(

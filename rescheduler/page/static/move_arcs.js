@@ -23,7 +23,7 @@ export class MoveArcs {
       many.map((one) => ({ key: `going-${one.number}`, from: name(one.instance), to: name(one.target), going: true })),
     );
     const gone = snapshot.moves
-      .filter((one) => one.outcome === "moved" && snapshot.time - one.time < SHOWN_SECONDS)
+      .filter((one) => one.outcome === "moved" && Math.abs(snapshot.time - one.time) < SHOWN_SECONDS)
       .slice(-SHOWN_GONE)
       .map((one) => ({ key: `gone-${one.name}-${one.time}`, from: one.source, to: one.target, going: false }));
     this.#moves = [...going, ...gone];

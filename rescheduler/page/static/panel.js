@@ -88,7 +88,7 @@ export class Panel {
     this.#keepLanes(decodes.map((i) => snapshot.instances[i]));
     const landed = new Set(
       snapshot.moves
-        .filter((one) => one.outcome === "moved" && snapshot.time - one.time < LANDED_SECONDS)
+        .filter((one) => one.outcome === "moved" && Math.abs(snapshot.time - one.time) < LANDED_SECONDS)
         .map((one) => one.number),
     );
     let longest = 64;
