@@ -8,7 +8,7 @@ import signal
 import subprocess
 import termios
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
@@ -71,9 +71,7 @@ class Terminal:
         return self._said.readline().decode().strip()
 
     def close(self) -> None:
-        if not self._said.closed:
-            self._said.close()
-            os.close(self.there)
+        self._said.close()
 
 
 @contextmanager
@@ -89,6 +87,7 @@ def in_terminal(
         start_new_session=True,
         preexec_fn=terminal.control,
     )
+    os.close(terminal.there)
     try:
         yield process, terminal
     finally:
@@ -107,9 +106,15 @@ def whole_stream(url: str) -> Iterator[None]:
         assert response.read().endswith(b"data: [DONE]\n\n"), "the stream was cut"
 
 
-def until_listening(verb: str, line: str) -> bool:
-    says = {"serve": "serving on ", "coordinator": "coordinating on ", "picker": "picking on "}
-    return line.startswith(says.get(verb, "see it: "))
+def until_ready(verb: str, read: Callable[[], str]) -> str:
+    """Read to the last line that a server says; return the address in the first one."""
+    address, last = "", "picking on " if verb == "picker" else "see it"
+    while True:
+        line = read()
+        assert line, "it has ended"
+        address = address or line.split()[-1]
+        if line.startswith(last):
+            return address
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -118,9 +123,8 @@ def test_a_closed_terminal_ends_a_server_as_sigterm_does(
 ) -> None:
     with (tmp_path / "errors").open("w+") as errors:
         with in_terminal([*headway_command, *arguments[verb]], errors) as (process, terminal):
-            while not until_listening(verb, line := terminal.line()):
-                assert process.poll() is None, (tmp_path / "errors").read_text()
-            with whole_stream(line.split()[-1]) if verb == "serve" else nullcontext():
+            url = until_ready(verb, terminal.line)
+            with whole_stream(url) if verb == "serve" else nullcontext():
                 terminal.close()
             assert process.wait(timeout=120) == 0
         assert "Traceback" not in (tmp_path / "errors").read_text()
@@ -141,9 +145,8 @@ def test_a_service_goes_on_and_says_that_it_reads_nothing_anew(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        while not until_listening(verb, line := process.stdout.readline()):
-            assert line
-        with whole_stream(line.split()[-1]) if verb == "serve" else nullcontext():
+        url = until_ready(verb, process.stdout.readline)
+        with whole_stream(url) if verb == "serve" else nullcontext():
             process.send_signal(signal.SIGHUP)
             while "no configuration is read anew" not in (said := process.stderr.readline()):
                 assert said
@@ -163,9 +166,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(
             (tmp_path / "errors").open("w+") as errors,
             in_terminal([*headway_command, *arguments["serve"]], errors) as (process, terminal),
         ):
-            while not until_listening("serve", line := terminal.line()):
-                assert process.poll() is None
-            with whole_stream(line.split()[-1]):
+            with whole_stream(until_ready("serve", terminal.line)):
                 terminal.close()
             assert process.poll() is None
     finally:
