@@ -249,10 +249,16 @@ async def _draining(admin: str) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(admin, headers=headers) as session:
             while True:
                 for name in ("decode-0", "decode-1"):
-                    for verb in ("drain", "undrain"):
-                        async with session.post(f"/admin/{verb}/{name}") as response:
-                            assert response.status == 200, await response.text()
+                    await post(session, f"/admin/drain/{name}")
+                    try:
                         await asyncio.sleep(_DRAIN_SECONDS / 2)
+                    finally:  # never both of them: nothing would be served
+                        await post(session, f"/admin/undrain/{name}")
+                    await asyncio.sleep(_DRAIN_SECONDS / 2)
+
+    async def post(session: aiohttp.ClientSession, path: str) -> None:
+        async with session.post(path) as response:
+            assert response.status == 200, await response.text()
 
     draining = asyncio.create_task(drain())
     try:
