@@ -108,8 +108,9 @@ def record(folder: Path, rows: int) -> None:
 
 def train_one_epoch(folder: Path, rows: int) -> None:
     """Train the paper's MLP for one epoch."""
-    options = ["fit", "--data.dataset", str(folder / "dataset"), "--out", str(folder / "star")]
-    options += ["--data.batch_size", "128", "--trainer.max_epochs", "1"]
+    options = ["fit", "--model", "RemainingLengthTraining", "--out", str(folder / "star")]
+    options += ["--data.dataset", str(folder / "dataset"), "--data.batch_size", "128"]
+    options += ["--trainer.max_epochs", "1"]
     train([*options, "--trainer.enable_progress_bar", "false"])
 
 
