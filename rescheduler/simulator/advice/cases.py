@@ -149,11 +149,21 @@ def quality_cases(longest: int) -> list[Case]:
 def capacity(
     config: SimulationConfig, trace: ResampledTrace, step_time: StepTime, clock: Clock
 ) -> float:
-    """Return the requests per second that a cluster with jsq_load finishes when overloaded."""
+    """Return the requests per second that a cluster with jsq_load finishes when overloaded.
+
+    Raises:
+        ValueError: none ends in a run of so few requests.
+    """
     overloaded = Scenario(clock, None, 1.0, False, math.nan)
     case = next(case for case in ladder(0.0) if case.key == "jsq_load")
     mean_output = float(trace.recorded.output.mean())
     figures = case_figures(overloaded, case, 0, config, trace, step_time)
+    if "throughput" not in figures:
+        places = config.cluster.instances * config.cluster.slots
+        raise ValueError(
+            f"requests: a run of {trace.requests} is too short for {places} slots: none has ended "
+            f"when all are full; give at least {places}"
+        )
     return figures["throughput"] / mean_output
 
 

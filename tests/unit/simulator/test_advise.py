@@ -303,6 +303,7 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
         ({"kv_capacity": 100}, "of 400 requests need more than the 100 tokens.*--kv_capacity"),
         ({"load": 1.5}, "load must be above 0 and at most 1.2"),
         ({"requests": 0}, "requests must be at least 1"),
+        ({"requests": 9, "slots": 5000}, "none has ended when all are full; give at least 80000"),
         ({"instances": 0}, "cluster.instances must be at least 1"),
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"step_time": {"name": "moe"}}, "'a'"),
