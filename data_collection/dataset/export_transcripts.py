@@ -71,6 +71,7 @@ def export_transcripts(dataset: Path, out: Path) -> None:
         )
     described = {"headway.model": session.model, "headway.revision": session.revision}
     table = pa.Table.from_pylist(transcripts, TRANSCRIPTS_SCHEMA.with_metadata(described))
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(out) as file:
         pq.write_table(table, file, compression="zstd", compression_level=19)
     print(f"{out}: {len(transcripts):,} answers to {len(answers):,} prompts")

@@ -57,7 +57,7 @@ class FinishedLog:
     Half a line, which a killed writer or a full disk leaves at the end, is cut off first.
 
     Args:
-        path: of the log; created if missing.
+        path: of the log; it and its folder are created if missing.
 
     Raises:
         ValueError: the file exists and is not such a log.
@@ -65,6 +65,7 @@ class FinishedLog:
 
     def __init__(self, path: Path) -> None:
         _refuse_other_file(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         os.ftruncate(self._file.fileno(), _size_of_whole_lines(path))
 

@@ -14,13 +14,14 @@ __all__ = ["LogWriter", "refuse_log"]
 
 
 def refuse_log(path: Path) -> None:
-    """Raise now what `LogWriter` would raise.
+    """Make a log's folder, and raise now what `LogWriter` would raise.
 
     Raises:
         OSError: the file exists, or cannot be created.
     """
     if path.exists():
         raise _exists(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
 
 
