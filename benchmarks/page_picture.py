@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
-from playwright.async_api import async_playwright
 
 from rescheduler.page.log_reader import Log, read_log
 from rescheduler.serving.replay_app import replay_app
@@ -51,8 +50,12 @@ async def take(
     """Serve logs, and take a picture of the page.
 
     Raises:
-        RuntimeError: there is no Chromium.
+        RuntimeError: there is no Chromium, or no Playwright.
     """
+    try:
+        from playwright.async_api import async_playwright
+    except ImportError as error:
+        raise RuntimeError("there is no Playwright: pip install 'headway[browser]'") from error
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise RuntimeError("there is no Chromium: apt-get install chromium")
