@@ -1,5 +1,6 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
+# make nightly  the commands of the pages that take minutes, and every benchmark (hours)
 # make unit   the unit tests, in two processes
 # make test   every test, with a real vLLM
 # make browser  the page in Chromium: apt-get install chromium
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit browser fuzz lint docs notebook install clean
+.PHONY: demo test nightly unit browser fuzz lint docs notebook install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -36,6 +37,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration tests/unit
+
+nightly: $(INSTALLED)
+	$(BIN)/python -m pytest tests/nightly
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit

@@ -17,7 +17,7 @@ import msgspec
 from rescheduler.commands.command_parser import CommandParser
 from rescheduler.commands.struct_arguments import add_struct_arguments, struct_of
 
-__all__ = ["command_parser", "run_command"]
+__all__ = ["command_arguments", "command_parser", "run_command"]
 
 _CONFIG_HELP = "YAML file of these options; what follows it overrides it."
 _VERBOSE_HELP = "Also show the messages of the libraries that are used."
@@ -31,6 +31,13 @@ def run_command(function: Callable[..., Any], arguments: list[str], prog: str) -
         SystemExit: with status 2 after a usage error, with 0 after help.
         ValueError: values that do not fit together.
     """
+    return function(**command_arguments(function, arguments, prog))
+
+
+def command_arguments(
+    function: Callable[..., Any], arguments: list[str], prog: str
+) -> dict[str, Any]:
+    """Return what a command line gives a function; raises as `run_command` does before it runs."""
     parser = command_parser(function, prog)
     given = parser.parse_args(arguments)
     made = parser.instantiate(given)
@@ -42,7 +49,7 @@ def run_command(function: Callable[..., Any], arguments: list[str], prog: str) -
             keywords["config"] = struct_of(kind, parser, given, optional)
         else:
             keywords["config"] = kind(**{key.name: made[key.name] for key in fields(kind)})
-    return function(**keywords)
+    return keywords
 
 
 def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib import pyplot
+from shown_commands import PAGES, ROOT
 
-from rescheduler.commands.command_line import main
-
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FOLDERS = (
     "benchmarks|charts|checkpoints|configs|data_collection|deploy|docs|examples|predictor|"
     "rescheduler|tests"
@@ -122,18 +119,6 @@ def test_every_dotted_name_exists(page: Path) -> None:
         for attribute in attributes:
             found = re.search(rf"\b{attribute}\b", source.read_text())
             assert found, f"{page.name} names {name}"
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile"], ids=page_name)
-def test_every_verb_is_one_of_the_command_line(
-    page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([])
-    verbs = re.findall(r"^  ([a-z-]+)  ", capsys.readouterr().out, re.MULTILINE)
-    for verb in re.findall(
-        r"(?:^|[`\"]|(?<!charts)/|\$ |\$\()headway\s([a-z-]+)", page.read_text(), re.MULTILINE
-    ):
-        assert verb in verbs, f"{page.name} runs headway {verb}"
 
 
 def test_the_map_of_the_code_names_every_folder_of_it_and_no_other() -> None:

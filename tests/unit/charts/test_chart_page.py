@@ -16,7 +16,7 @@ HELM = re.findall(r"^helm .*$", PAGE, re.MULTILINE)
 
 
 def my_values() -> dict[str, Any]:
-    (block,) = re.findall(r"`my-values.yaml`:\n```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = re.findall(r"`my-values.yaml`:\n.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
     values: dict[str, Any] = yaml.safe_load(block)
     return values
 

@@ -1,0 +1,206 @@
+"""Whether a command could be run: its verb, its options and the files of the repository in it."""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shown_commands import ROOT
+
+from rescheduler.commands.command import command_arguments, command_parser
+from rescheduler.commands.command_line import _VERBS, _load, main
+from rescheduler.commands.option_spelling import _resolved
+
+__all__ = ["UNCHECKED", "check_mention", "check_words", "programs_of"]
+
+UNCHECKED = ("curl", "envoy", "helm", "jupyter", "kubectl", "openssl", "prometheus", "promtool",
+             "ray", "ssh")  # fmt: skip
+"""Programs whose arguments nobody here knows: a page says who runs them, or why nobody does."""
+
+_CHECKED = ("headway", "make", "pip", "python", "vllm")
+_VLLM = "vllm.entrypoints.openai.api_server"
+
+
+def programs_of(command: str, folder: Path) -> list[list[str]]:
+    """Return the programs that a shell starts for a command, and their arguments.
+
+    Nothing is started: each program writes down what it is given.
+
+    Raises:
+        AssertionError: a program of another name.
+    """
+    programs, log = folder / "programs", folder / "started"
+    if not programs.exists():
+        programs.mkdir()
+        for name in (*UNCHECKED, *_CHECKED):
+            (programs / name).write_text(
+                f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s\\0" "$word"; done >> {log}\n'
+                f'printf "\\1\\0" >> {log}; echo shown\n'
+            )
+            (programs / name).chmod(0o755)
+    log.write_bytes(b"")
+    command = re.sub(r"^source \S+$", "true", command)  # what it does, `make install` shows
+    done = subprocess.run(
+        ["/bin/bash", "-euc", command],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    started = log.read_bytes().decode().split("\0\1\0")
+    return [one.split("\0") for one in started if one]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Check one program and its arguments, in a folder with the files that they name.
+
+    Raises:
+        AssertionError: it would refuse them.
+    """
+    program, rest = words[0], list(words[1:])
+    if program == "headway":
+        _check_headway(rest)
+    elif program == "python" and rest[:1] == ["-m"]:
+        _check_module(rest[1], rest[2:])
+    elif program == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), f"make has no {rest}"
+    elif program == "pip":
+        _check_extras(rest)
+    elif "--" in rest and rest[rest.index("--") + 1] in _CHECKED:
+        check_mention(rest[rest.index("--") + 1 :])  # its files are on another machine
+
+
+def check_mention(words: Sequence[str]) -> None:
+    """Check a command of which a text shows a part: its verb and the options it names.
+
+    Raises:
+        AssertionError: there is no such verb or option.
+    """
+    if words[0] != "headway":
+        partial = words[0] == "python" and words[2].startswith("benchmarks.")
+        if not partial:
+            check_words(words)
+        else:
+            options = set(re.findall(r"--[a-z-]+", " ".join(words[3:])))
+            unknown = options - set(re.findall(r"--[a-z-]+", _help_of(words[2])))
+            assert not unknown, f"{words[2]} has no option {sorted(unknown)}"
+        return
+    rest = [re.sub(r"[,.:;)]+$", "", word) for word in words[1:]]
+    if not rest or rest[0].startswith("-") or rest[0] in ("X", "VERB"):
+        return
+    verb, arguments = rest[0], rest[1:]
+    assert verb in _VERBS, f"there is no verb {verb}"
+    if verb == "train":
+        if "--config" in arguments and "X" not in " ".join(arguments):
+            _check_headway([verb, *arguments, "--data.dataset", "dataset"])
+        return
+    found = _VERBS[verb]
+    function = found.function
+    if found.members:
+        if not arguments or not arguments[0].isidentifier():
+            return
+        assert arguments[0] in found.members, f"{verb} has no {arguments[0]}"
+        function = found.members[arguments[0]][0]
+    parser = command_parser(_load(function), verb)
+    for word in arguments:
+        if word.startswith("--") and word != "--":
+            option = _resolved(parser, word.partition("=")[0])[0]
+            known = any(option == one or option.startswith(f"{one}.") for one in _options(parser))
+            assert known, f"headway {verb} has no option {word}"
+        if re.fullmatch(r"(configs|checkpoints|docs|deploy)/\S+", word):
+            assert Path(word).exists(), f"{word} does not exist"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [*parser._option_string_actions, "--print-config", "--print_config"]
+
+
+def _check_headway(words: list[str]) -> None:
+    with _quiet() as printed:
+        try:
+            _parse_headway(words)
+        except SystemExit as end:
+            assert not end.code, f"headway {' '.join(words)}\n{printed.getvalue()}"
+
+
+def _parse_headway(words: list[str]) -> None:
+    verb, rest = words[0], words[1:]
+    if verb == "train":
+        main([verb, *rest, "--print-config"])
+        return
+    assert verb in _VERBS or verb in ("--help", "--version"), f"there is no verb {verb}"
+    if verb.startswith("-"):
+        return
+    function, prog = _VERBS[verb].function, f"headway {verb}"
+    members = _VERBS[verb].members
+    if members:
+        assert rest[:1] and rest[0] in members, f"{prog} has no {rest[:1]}"
+        function, prog, rest = members[rest[0]][0], f"{prog} {rest[0]}", rest[1:]
+    command_arguments(_load(function), rest, prog)
+
+
+class _ParsedError(Exception):
+    """Ends a program once it has read its arguments."""
+
+
+def _check_module(name: str, arguments: list[str]) -> None:
+    if name == _VLLM:
+        return  # tests/integration/test_shown_engines.py has vLLM read them
+    assert importlib.util.find_spec(name), f"there is no module {name}"
+    if not name.startswith("benchmarks."):
+        return
+    with _quiet() as printed:
+        try:
+            _parse_module(name, arguments)
+        except SystemExit as end:
+            assert not end.code, f"python -m {name} {' '.join(arguments)}\n{printed.getvalue()}"
+
+
+def _help_of(name: str) -> str:
+    with _quiet() as printed, contextlib.suppress(SystemExit):
+        _parse_module(name, ["--help"])
+    return printed.getvalue()
+
+
+def _parse_module(name: str, arguments: list[str]) -> None:
+    package = (ROOT / name.replace(".", "/")).is_dir()
+    module = importlib.import_module(f"{name}.__main__" if package else name)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser) -> None:
+        parse(parser)
+        raise _ParsedError
+
+    given = sys.argv
+    try:
+        sys.argv = [name, *arguments]
+        argparse.ArgumentParser.parse_args = parsed  # type: ignore[assignment, method-assign]
+        module.main()
+    except _ParsedError:
+        pass
+    finally:
+        argparse.ArgumentParser.parse_args = parse  # type: ignore[method-assign]
+        sys.argv = given
+
+
+def _check_extras(arguments: list[str]) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"(?:\.|headway)\[([\w,]+)\]", " ".join(arguments)):
+        unknown = set(extras.split(",")) - set(known["optional-dependencies"])
+        assert not unknown, f"Headway has no extra {sorted(unknown)}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[io.StringIO]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        yield printed

@@ -1,0 +1,294 @@
+"""A folder in which the commands of a page are run: the repository's files, and stand-ins."""
+
+import contextlib
+import gzip
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from checked_commands import check_words, programs_of
+from chosen_ports import free_port
+from made_up_cluster import MadeUpCluster
+from recorded_dataset import new_session, record
+from shown_commands import ROOT, Block, How, Page, Shown
+from training_runs import FEW_ROWS, SURVIVAL, fit
+
+from data_collection.models import prepare_embedded
+from rescheduler.commands.command_line import main
+from rescheduler.page.log_writer import LogWriter
+
+__all__ = ["Desk", "StandIn", "exit_status", "laid"]
+
+StandIn = Callable[[Path], None]
+
+_KEPT = ("benchmarks", "charts", "checkpoints", "configs", "data_collection", "deploy", "docs",
+         "examples", "predictor", "recordings", "rescheduler", "transcripts")  # fmt: skip
+_SERVING = {
+    "serve": "serving on",
+    "coordinator": "coordinating on",
+    "picker": "picking on",
+    "replay": "see it: ",
+    "watch": "",
+    "launch": "Ctrl-C stops them",
+}
+"""Verbs that run until Ctrl-C, and what each prints once it is ready."""
+
+_PATIENCE = 600.0
+
+
+class Desk:
+    """A folder with what the commands of a page name.
+
+    Args:
+        folder: an empty one.
+        page: whose stand-ins and files are put there.
+        more: further stand-ins: what the page calls them -> what makes one.
+        ports: of the page's commands -> those to use in their place.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        page: Page,
+        more: Mapping[str, StandIn] = {},
+        ports: Mapping[int, int] = {},
+    ) -> None:
+        self.folder, self.ports = folder, ports
+        (folder / "desk").mkdir()
+        self.path = folder / "desk"
+        makers = STAND_INS | more
+        taken = {name.partition("/")[0] for name in page.stand_ins}
+        for name in _KEPT:
+            if name not in taken:
+                (self.path / name).symlink_to(ROOT / name)
+            elif (ROOT / name).exists():
+                _link_all(ROOT / name, self.path / name)
+        for name in ("pyproject.toml", "Makefile"):
+            (self.path / name).symlink_to(ROOT / name)
+        for name, kind in page.stand_ins.items():
+            assert kind in makers, f"{page.name}: {name}: nothing here stands for {kind}"
+            (self.path / name).unlink(missing_ok=True)
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            makers[kind](self.path / name)
+        for block in page.blocks:
+            for how in block.hows:
+                if how.kind == "file":
+                    (self.path / how.text.partition(" for ")[0]).write_text(block.text)
+        for block in page.blocks:
+            if block.kind == "added":
+                with (self.path / block.hows[0].text).open("a") as file:
+                    file.write(block.text)
+
+    def check(self, command: Shown) -> list[list[str]]:
+        """Check that a command's programs would accept what it gives them; return them."""
+        programs = programs_of(command.text, self.folder)
+        for words in programs:
+            check_words(words)
+        return programs
+
+    def check_file(self, how: How) -> None:
+        """Check that the verb that a file is for reads it."""
+        name, _, verb = how.text.partition(" for ")
+        check_words(["headway", verb or "launch", "--config", name])
+
+    def run(self, command: Shown, beside: ExitStack) -> str:
+        """Run a command as a shell does, and return what it printed.
+
+        One that serves until Ctrl-C is ready then, and ended when the others are closed.
+        """
+        text = self._moved(command.text).replace("\\\n", " ")
+        words = shlex.split(text, comments=True)
+        if "\n" not in text:
+            text = re.sub(r"\s+# .*", "", text)
+        text += self._moved(command.how.text.removeprefix("with")) if command.how.text else ""
+        verb = words[1] if words[0] == "headway" else ""
+        if verb in _SERVING and "--print" not in words:
+            return str(beside.enter_context(self._serving(text, _SERVING[verb])))
+        words = shlex.split(text)
+        if verb and not re.search(r"[$;|&<>]", text):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                status = exit_status(words[1:])
+            assert status == 0, f"{command.text}\n{printed.getvalue()[-3000:]}"
+            return printed.getvalue()
+        done = subprocess.run(
+            ["/bin/bash", "-euc", text],
+            cwd=self.path,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command.text}\n{done.stdout[-3000:]}"
+        return done.stdout
+
+    def run_python(self, block: Block) -> None:
+        """Run a block of Python in a process of its own."""
+        (self.path / "block.py").write_text(block.text)
+        with ExitStack() as nothing:
+            self.run(Shown("python block.py", How("run", "")), nothing)
+
+    def _moved(self, text: str) -> str:
+        return re.sub(
+            r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+",
+            lambda port: str(self.ports.get(int(port[0]), port[0])),
+            text,
+        )
+
+    @contextmanager
+    def _serving(self, text: str, ready: str) -> Iterator[str]:
+        log = self.folder / f"printed-{len(list(self.folder.glob('printed-*')))}"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                ["/bin/bash", "-euc", f"exec {text}"],
+                cwd=self.path,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            deadline = time.monotonic() + _PATIENCE
+            while not ((printed := log.read_text()) and ready in printed):
+                assert process.poll() is None, f"{text}\n{printed}"
+                assert time.monotonic() < deadline, f"{text}: never ready\n{printed}"
+                time.sleep(0.05)
+            yield printed
+            process.send_signal(signal.SIGINT)
+            status = process.wait(timeout=_PATIENCE)
+            assert status == 0, f"{text}\n{log.read_text()[-3000:]}"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        programs = self.path / "bin"
+        if not programs.exists():
+            programs.mkdir()
+            for name, program in {
+                "headway": f"{sys.executable} -m rescheduler",
+                "python": sys.executable,
+                "curl": f"{shutil.which('curl')} --fail-with-body --no-progress-meter",
+            }.items():
+                (programs / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+                (programs / name).chmod(0o755)
+        paths = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
+        modules = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return os.environ | {
+            "PATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join(modules),
+        }
+
+
+def exit_status(arguments: list[str]) -> int:
+    """Return the exit status of the command line."""
+    try:
+        return main(arguments)
+    except SystemExit as end:  # jsonargparse ends the process itself
+        return int(end.code or 0)
+
+
+@contextmanager
+def laid(folder: Path, page: Page, *more: object) -> Iterator[Desk]:
+    """Lay a desk, and work at it."""
+    desk = Desk(folder, page, *more)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.path)
+        yield desk
+
+
+def _link_all(source: Path, target: Path) -> None:
+    """Make a folder like another one, with links to its files."""
+    for path in source.rglob("*"):
+        linked = target / path.relative_to(source)
+        if path.is_file():
+            linked.parent.mkdir(parents=True, exist_ok=True)
+            linked.symlink_to(path)
+
+
+def _trace(path: Path) -> None:
+    lines = ["arrival_s,input_tokens,output_tokens"]
+    lines += [f"{i / 5:.1f},{20 + i * 37 % 900},{5 + i * 53 % 300}" for i in range(400)]
+    text = "\n".join(lines) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+
+
+def _traces(path: Path) -> None:
+    path.mkdir()
+    _trace(path / "some.csv.gz")
+
+
+def _dataset(path: Path) -> None:
+    record(path, new_session(f"20250101T000000-{sum(path.name.encode())}"), prefix=path.name)
+
+
+def _checkpoint(path: Path) -> None:
+    _dataset(path.with_name("trained-on"))
+    fit("survival", path.with_name("trained-on"), path, *SURVIVAL, *FEW_ROWS)
+
+
+def _regressor(path: Path) -> None:
+    _dataset(path.with_name("trained-on"))
+    fit("star", path.with_name("trained-on"), path, *FEW_ROWS)
+
+
+def _prompts(path: Path) -> None:
+    lines = "".join(f'{{"id": "p{i}", "prompt": "Tell me of {i}.", "task": "story"}}\n'
+                    for i in range(8))  # fmt: skip
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+
+
+def _deployment(path: Path) -> None:
+    """Two engines that decode, and do not answer, on ports that are free."""
+    path.write_text(
+        "model: smollm2\n"
+        f"proxy: {{port: {free_port()}, admin_port: {free_port()}}}\n"
+        "instances:\n"
+        f'  - {{name: decode-0, role: decode, url: "http://127.0.0.1:{free_port()}"}}\n'
+        f'  - {{name: decode-1, role: decode, url: "http://127.0.0.1:{free_port()}"}}\n'
+    )
+
+
+def _model(path: Path) -> None:
+    path.symlink_to(prepare_embedded("smollm2"))
+
+
+def _log(path: Path) -> None:
+    source = MadeUpCluster(2, 3, 4096)
+    with LogWriter(path, source.about) as writer:
+        for _ in range(3):
+            writer.write(msgspec.json.encode(source.look().snapshot()))
+
+
+STAND_INS: dict[str, StandIn] = {
+    "a trace": _trace,
+    "a folder of traces": _traces,
+    "a dataset": _dataset,
+    "a checkpoint": _checkpoint,
+    "a checkpoint of STAR": _regressor,
+    "a file of prompts": _prompts,
+    "a deployment": _deployment,
+    "the deployment": _deployment,
+    "a log": _log,
+    "the model": _model,
+}
+"""What a page calls a file -> what makes one."""

@@ -1,0 +1,153 @@
+"""Every command that pages and programs show: what can be run at once is, the rest is parsed."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from checked_commands import UNCHECKED, check_mention, check_words, programs_of
+from desk import laid
+from shown_commands import KINDS, PAGES, PYTHON, ROOT, UNTESTED, How, read_page, spans_in
+
+from rescheduler.commands.command_line import _USAGE
+
+SOURCES = [
+    path
+    for package in ("benchmarks", "data_collection", "deploy", "predictor", "rescheduler")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+COMMENTED = [
+    *sorted((ROOT / "configs").rglob("*.yaml")),
+    *sorted((ROOT / "deploy").rglob("*.yml")),
+    *sorted((ROOT / "charts").rglob("values.yaml")),
+]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def check_how(where: str, how: How) -> None:
+    """Check that the test exists that is said to run a command, and that there is a reason."""
+    if how.kind == "by":
+        file, _, test = how.text.partition("::")
+        assert (ROOT / file).is_file(), f"{where}: there is no {file}"
+        assert re.search(rf"^(?:async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE), (
+            f"{where}: {file} has no {test}"
+        )
+    if how.kind == "never":
+        assert how.text, f"{where}: say why it cannot be run: 'never, REASON'"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_the_commands_of_a_page(path: Path, tmp_path: Path) -> None:
+    """What can run without engines does; the rest is parsed, and says who runs it."""
+    page = read_page(path)
+    with laid(tmp_path, page) as desk, ExitStack() as beside:
+        for block in page.blocks:
+            commands = block.commands
+            for how in block.hows:
+                check_how(block.where, how)
+                if how.kind == "file":
+                    desk.check_file(how)
+            for command in commands:
+                programs = desk.check(command)
+                if command.how.kind == "check":
+                    unknown = {words[0] for words in programs} & set(UNCHECKED)
+                    assert not unknown, f"{block.where}: nobody here can parse {unknown}"
+                if command.how.kind == "run":
+                    desk.run(command, beside)
+            if block.language in PYTHON and block.kind == "run":
+                desk.run_python(block)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_the_commands_within_the_lines_of_a_page(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for span in spans_in(read_page(path).prose):
+        for words in programs_of(span, tmp_path):
+            check_mention(words)
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings of a program, with an X for what it fills in."""
+    filled = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inner = {id(part) for node in filled for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield node.value
+    for node in filled:
+        parts = (part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+        yield "".join(map(str, parts))
+
+
+COMMAND = re.compile(r"(?:^|: |\n *)(headway [a-z-]+[^\n`]*|python -m benchmarks\.[^\n`]*)")
+INSTALL = re.compile(r"pip install (?:--[\w-]+ )*(?:'[^'\s]+'|[\w.-]+)")
+
+
+def shown_by(path: Path) -> list[str]:
+    """Return the commands in what a module prints and in its docstrings."""
+    shown = []
+    for text in strings_of(ast.parse(path.read_text())):
+        shown += [*spans_in(text), *COMMAND.findall(text), *INSTALL.findall(text)]
+    return shown
+
+
+SHOWN = {path: shown for path in SOURCES if (shown := shown_by(path))}
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=page_name)
+def test_the_commands_in_what_a_program_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages, help texts and docstrings: verbs and options that there are."""
+    monkeypatch.chdir(ROOT)
+    for shown in SHOWN[path]:
+        check_mention(shown.replace('"', "").replace("'", "").split())
+
+
+@pytest.mark.parametrize("path", COMMENTED, ids=page_name)
+def test_the_commands_in_the_comments_of_a_file(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for shown in re.findall(r"^ *# +((?:headway|python -m) .*)$", path.read_text(), re.MULTILINE):
+        for words in programs_of(shown, tmp_path):
+            check_words(words) if words[0] != "kubectl" else None
+
+
+def test_the_usage_shows_commands_that_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = re.findall(r"^  (headway .*)$", _USAGE, re.MULTILINE)
+    assert len(shown) == 6
+    for command in shown:
+        check_words(command.split())
+
+
+def test_the_makefile_says_what_its_targets_do() -> None:
+    text = (ROOT / "Makefile").read_text()
+    described = set(re.findall(r"^# make (\w+)", text, re.MULTILINE))
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert described == set(phony.split()) - {"install", "clean"}
+
+
+def test_every_command_is_accounted_for() -> None:
+    """Print how many commands are tested in each way; `-rP` shows it."""
+    kinds, blocks, spans = Counter[str](), 0, 0
+    for path in PAGES:
+        page = read_page(path)
+        blocks += sum(block.language not in UNTESTED for block in page.blocks)
+        spans += len(list(spans_in(page.prose)))
+        for block in page.blocks:
+            kinds.update(command.how.kind for command in block.commands)
+            if block.hows and not block.commands:
+                kinds[f"{block.language or 'text'}: {block.kind}"] += 1
+    print(f"{len(PAGES)} pages, {blocks} blocks")
+    for kind, number in sorted(kinds.items()):
+        print(f"{number:4} {kind}: {KINDS[kind.rpartition(': ')[2]]}")
+    print(f"{spans:4} commands within lines, parsed")
+    print(f"{sum(map(len, SHOWN.values())):4} commands in what {len(SHOWN)} modules say, parsed")
+    assert kinds["run"] and kinds["engines"]

@@ -1,0 +1,302 @@
+"""What one command writes, another one reads: every pair of them, in one table.
+
+A pair is a command on a shelf of what the commands before it have written, or the name of the test
+that has both sides run where that takes an engine, or minutes.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from batching_profile import profile_of
+from checked_commands import check_words
+from command_for import command_for
+from desk import exit_status
+from msgspec.structs import replace
+from recorded_dataset import new_session, record
+from running_deployment import ENGINE
+from shown_commands import ROOT
+from training_runs import FEW_ROWS, QUIET, SURVIVAL
+
+from rescheduler.commands.command_line import _VERBS
+from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.step_time.profile import BatchTime
+
+BRIEF = (
+    "--seeds 1 --cluster.instances 2 --cluster.slots 4 --policies jsq_load "
+    "--trace '{name: geometric, requests: 60, mean_prompt: 50, mean_output: 40}'"
+)
+TINY = f"{shlex.join((*SURVIVAL, *QUIET))} {shlex.join(FEW_ROWS)}"
+REPLAY = "{name: replay, recording: recorded/recording.parquet}"
+
+PAIRS = {
+    # What `collect` writes, its recorder has written here.
+    "collect -> dataset inspect": "headway dataset inspect dataset",
+    "collect -> dataset validate": "headway dataset validate dataset",
+    "collect -> dataset merge": "headway dataset merge '[dataset, another]' merged",
+    "collect -> dataset transcripts": "headway dataset transcripts dataset texts/mine.parquet",
+    "dataset merge -> dataset validate": "headway dataset validate merged",
+    "dataset merge -> dataset transcripts": "headway dataset transcripts merged texts/all.parquet",
+    "dataset merge -> train fit": (
+        "headway train fit --config configs/predictor/survival.yaml --data.dataset merged "
+        f"--out of-merged {TINY}"
+    ),
+    "dataset transcripts -> collect": (
+        "tests/e2e/test_collect.py::test_transcripts_give_the_rows_of_the_run_that_they_are_of"
+    ),
+    "collect -> train fit, survival": (
+        "headway train fit --config configs/predictor/survival.yaml --data.dataset dataset "
+        f"--out survival {TINY}"
+    ),
+    "collect -> train fit, STAR": (
+        "headway train fit --config configs/predictor/star.yaml --data.dataset dataset "
+        f"--out star {shlex.join((*FEW_ROWS, *QUIET))}"
+    ),
+    "train fit -> evaluate": "headway evaluate dataset survival --out evaluation",
+    "train fit, STAR -> evaluate": "headway evaluate dataset star --out evaluation-of-star",
+    "train fit, STAR -> evaluate, as a comparator": (
+        "headway evaluate dataset survival --out compared "
+        "--comparators '{regressor: {checkpoint: star}}'"
+    ),
+    "collect -> evaluate --on": (
+        "tests/unit/predictor/test_predictor.py::"
+        "test_a_dataset_collected_later_is_measured_in_place_of_the_test_part"
+    ),
+    "collect -> tune": (
+        "headway tune dataset --trials 1 --max-epochs 1 --predictor survival --out tuned"
+    ),
+    "tune -> train fit": "the command that tune prints",
+    "collect, train fit -> record": "headway record dataset survival recorded/recording.parquet",
+    "record -> simulate, as a trace": (
+        f"headway simulate {BRIEF} --trace '{REPLAY}' --trace.requests 60"
+    ),
+    "record -> simulate, as forecasts": (
+        f"headway simulate {BRIEF} --trace '{REPLAY}' --trace.requests 60 --forecast '{REPLAY}' "
+        "--policies bfio"
+    ),
+    "record -> advise": (
+        "headway advise trace.csv --recording recorded/recording.parquet --requests 1200 --seeds 2 "
+        "--clock barrier"
+    ),
+    "train fit -> launch": "headway launch --config forecasting.yaml --print",
+    "train fit -> an engine": (
+        "tests/integration/test_live_forecasts.py::"
+        "test_forecasts_equal_an_offline_pass_over_the_captured_vectors"
+    ),
+    "train fit, watch --log -> recalibrate": (
+        "tests/unit/monitoring/test_forecast_quality.py::test_recalibrating_mends_the_coverage"
+    ),
+    "recalibrate -> an engine": (
+        "tests/unit/monitoring/test_forecast_quality.py::test_recalibrating_mends_the_coverage"
+    ),
+    "an engine -> watch --log": (
+        "tests/e2e/deployment/test_watched_server.py::"
+        "test_a_killed_engine_leaves_nothing_and_its_forecasts_are_scored_after_its_restart"
+    ),
+    "collect -> train-length": (
+        "tests/unit/predictor/test_prompt_length.py::test_the_command_trains_measures_and_goes_on"
+    ),
+    "train-length -> load_length_predictor": (
+        "tests/unit/predictor/test_prompt_length.py::test_an_encoder_checkpoint_forecasts_the_same"
+    ),
+    # What `profile` writes, the function that writes it for `profile` has written here.
+    "profile -> simulate, step times": (
+        f"headway simulate {BRIEF} --step-time '{{name: profile, path: profile.yaml}}'"
+    ),
+    "profile -> simulate, its steps": (
+        f"headway simulate {BRIEF} --step-time '{{name: table, path: steps.csv}}'"
+    ),
+    "profile -> simulate, a planner": (
+        f"headway simulate {BRIEF} --forecast.name kaplan_meier "
+        "--migration.planners '[{name: star, profile: profile.yaml}]'"
+    ),
+    "profile -> launch, batching": "headway launch --config replicas.yaml --print",
+    "profile -> an engine, batching": (
+        "tests/integration/test_fair_batching.py::"
+        "test_every_request_gets_the_tokens_that_vllm_gives_it"
+    ),
+    "profile -> train-router": (
+        "headway train-router --config configs/rl/quick.yaml --out routers --variants '[]' "
+        "--seeds 1 --trace.requests 30 --router.profile profile.yaml --workers 1"
+    ),
+    "train-router -> simulate": (
+        "headway simulate --config configs/simulate/instant.yaml --cluster.instances 4 --seeds 1 "
+        "--trace.requests 60 --policies '[{name: rl, checkpoint: checkpoints/rl-router}]'"
+    ),
+    "train-router -> train-router --checkpoints": (
+        "tests/unit/routing/test_router_training.py::test_the_command_trains_compares_and_writes"
+    ),
+    "keys -> launch": "headway launch --config across.yaml --print",
+    "keys -> watch": (
+        "headway watch --keys keys --connect tcp://127.0.0.1:9 --log watched/log --for-seconds 0"
+    ),
+    "keys -> serve, coordinator": (
+        "tests/unit/proxy/test_many_proxies.py::test_the_conversation_is_encrypted_with_keys"
+    ),
+    "keys -> serve, an engine": (
+        "tests/unit/proxy/test_control_socket.py::test_keys_admit_their_owner_and_nobody_else"
+    ),
+    "launch -> launch, serve, coordinator, picker, drain": (
+        "tests/unit/proxy/test_launch_parts.py::"
+        "test_every_verb_reads_the_deployment_that_launch_writes"
+    ),
+    "launch --serve": (
+        "tests/e2e/test_launch.py::"
+        "test_engines_and_proxy_serve_until_one_dies_and_sigterm_stops_the_rest"
+    ),
+    "launch --on ray -> drain, status, restart, stop": (
+        "tests/e2e/test_ray.py::test_a_deployment_outlives_deaths_and_restarts"
+    ),
+    "launch -> demo": (
+        "tests/e2e/deployment/test_demo.py::test_the_demonstration_moves_requests_and_loses_none"
+    ),
+    "simulate --record -> replay": (
+        "tests/unit/page/test_replay.py::test_simulations_are_recorded_as_they_are_without"
+    ),
+    "serve --record -> replay": (
+        "tests/e2e/deployment/test_shown_commands.py::test_the_commands_of_a_page"
+    ),
+    "coordinator --record -> replay": (
+        "tests/unit/coordination/test_coordinator_command.py::"
+        "test_it_decides_for_proxies_that_connect_and_ends_when_asked"
+    ),
+    "sweep --out -> sweep": (
+        f"headway sweep {BRIEF} --vary cluster.slots=[4] --out swept --workers 1"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Path]:
+    """A folder of what commands write."""
+    folder = tmp_path_factory.mktemp("shelf")
+    for name in ("configs", "checkpoints"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("dataset", "another"):
+        record(folder / name, new_session(f"20250101T000000-{ord(name[0])}"), prefix=name)
+    profile_of(smollm2, folder / "profile.yaml", BatchTime(0.02, 1e-3, 1e-6))
+    (folder / "steps.csv").write_text(
+        "new_tokens,context_tokens,seconds\n"
+        + "".join(f"{new},{context},{0.02 + new / 1e3 + context / 1e6}\n"
+                  for new in (1, 4, 16) for context in (0, 500, 2000))
+    )  # fmt: skip
+    (folder / "trace.csv").write_text(
+        "arrival_s,input_tokens,output_tokens\n"
+        + "".join(f"{i / 5},{20 + i % 90},{5 + i * 7 % 60}\n" for i in range(200))
+    )
+    engine = {
+        "forecasting": {"checkpoint": str(folder / "survival")},
+        "replicas": {"checkpoint": None, "batching": {
+            "profile": str(folder / "profile.yaml"), "ttft_s": 2.0, "tpot_s": 0.2}},
+        "across": {"checkpoint": None},
+    }  # fmt: skip
+    for name, options in engine.items():
+        described = local_deployment("smollm2", replace(ENGINE, **options), prefill=0)
+        keys = str(folder / "keys") if name == "across" else None
+        write_deployment(replace(described, keys=keys), folder / f"{name}.yaml")
+    assert exit_status(["keys", str(folder / "keys")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_one_writes_another_reads(
+    pair: str, shelf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of the table: later pairs read what earlier ones have written."""
+    how = PAIRS[pair]
+    if how.startswith("tests/"):
+        file, _, test = how.partition("::")
+        assert re.search(rf"^def {test}\(|^async def {test}\(", (ROOT / file).read_text(), re.M)
+        return
+    if pair == "tune -> train fit":
+        how = (shelf / "printed by tune").read_text()
+        how = f"{how} --out tuned/best {TINY.partition(' --model')[0]}"
+    assert exit_status(shlex.split(how)[1:]) == 0, capsys.readouterr()
+    printed = capsys.readouterr().out
+    if pair == "collect -> tune":
+        (shown,) = re.findall(r"^ *(headway train fit .*(?:\n .*)*)$", printed, re.MULTILINE)
+        (shelf / "printed by tune").write_text(" ".join(shown.replace("\\\n", " ").split()))
+    if pair == "keys -> launch":
+        assert str(shelf / "keys") in printed
+    if pair == "train fit -> launch":
+        assert str(shelf / "survival") in printed
+    if pair == "profile -> launch, batching":
+        assert str(shelf / "profile.yaml") in printed
+
+
+REQUIRED = {
+    "model": "smollm2",
+    "collect": "out",
+    "train": "fit --model SurvivalTraining --data.dataset dataset",
+    "train-length": "dataset prompts",
+    "tune": "dataset",
+    "evaluate": "dataset checkpoint",
+    "recalibrate": "checkpoint finished out",
+    "launch": "--config configs/serve/local-pd.yaml --serve",
+    "serve": "--config configs/serve/local-pd.yaml",
+    "coordinator": "--config configs/serve/local-pd.yaml --coordinator.endpoint tcp://127.0.0.1:5",
+    "picker": "--config configs/serve/local-replicas.yaml",
+    "replay": "log",
+    "drain": "decode-0 --config configs/serve/local-pd.yaml",
+    "profile": "out",
+    "keys": "folder",
+    "advise": "trace",
+    "sweep": "--out out --vary cluster.slots=[4]",
+    "record": "dataset checkpoint out",
+    "train-router": "--out out",
+    **{f"dataset {name}": "dataset" for name in ("inspect", "validate")},
+    "dataset merge": "[a,b] merged",
+    "dataset transcripts": "dataset mine.parquet",
+    "study scaling": "--out out --config configs/papers/bfio_theory.yaml",
+    "study barrier-tax": "--out out --config configs/papers/barrier_tax.yaml",
+    "study rescheduling": "--out out --config configs/papers/star_two.yaml",
+    "study fairbatching": "--out out --config configs/papers/fairbatching_node.yaml",
+}
+COMMANDS = [
+    *(name for name, verb in _VERBS.items() if not verb.members),
+    *(f"{name} {member}" for name, verb in _VERBS.items() for member in verb.members),
+]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def printed_by(arguments: list[str]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        status = exit_status([*arguments, "--print-config"])
+    assert status == 0, printed.getvalue()
+    return printed.getvalue()
+
+
+def assert_read_back(arguments: list[str], verb: list[str], folder: Path) -> None:
+    """Assert that a verb reads what it prints as its configuration, and prints the same again."""
+    printed = printed_by(arguments)
+    file = folder / "printed.yaml"
+    file.write_text(printed)
+    assert yaml.safe_load(printed_by([*verb, "--config", str(file)])) == yaml.safe_load(printed)
+    check_words(["headway", *verb, "--config", str(file)])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_verb_reads_the_configuration_that_it_prints(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    verb, required = command.split(), REQUIRED.get(command, "").split()
+    assert_read_back([*verb, *required], verb + required[:1] * (command == "train"), tmp_path)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_configuration_that_is_printed_is_read(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = command_for(config)
+    verb = arguments[:2] if arguments[0] in ("train", "study") else arguments[:1]
+    assert_read_back([*arguments, "--config", str(config)], verb, tmp_path)
