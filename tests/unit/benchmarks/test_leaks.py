@@ -7,7 +7,7 @@ from benchmarks.leaks import measure, slope
 from benchmarks.support.mixed_clients import KINDS, OUTCOMES
 
 REQUESTS = 5000
-MOST_KB = {"proxy": 1200.0, "coordinator": 900.0}
+MOST_KB = {"proxy": 1200.0, "coordinator": 750.0}
 """By which memory may grow in 1,000 requests, while what is kept on purpose is not yet complete.
 
 The proxy's part of a request is 2.1 kB of Python objects before its task, trace and HTTP are
