@@ -285,7 +285,7 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
     maximum = read.max_tokens
     if chat and read.max_completion_tokens is not None:
         maximum = read.max_completion_tokens
-    elif not chat and maximum is None:
+    elif not chat and "max_tokens" not in body:  # null: as many as the context holds
         maximum = _DEFAULT_MAX_TOKENS
     options = read.stream_options
     return ClientRequest(

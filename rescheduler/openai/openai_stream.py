@@ -25,8 +25,8 @@ DONE = b"[DONE]"
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[0-9,\s]*\]')
 _encode = msgspec.json.encode
-_DATA = b"data: "
-_LARGEST_EVENT = 8 << 20
+_DATA = b"data:"
+_LARGEST_EVENT = 16 << 20
 """Bytes of an engine's event: the first one may hold a million ids of a prompt's tokens."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -76,6 +76,14 @@ class Chunk(msgspec.Struct):
         return self.choices[0].finish_reason if self.choices else None
 
     @property
+    def has_text(self) -> bool:
+        """Whether it brings any."""
+        return any(
+            choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning))
+            for choice in self.choices
+        )
+
+    @property
     def token_ids(self) -> list[int]:
         """Tokens of this chunk."""
         return (self.choices[0].token_ids or []) if self.choices else []
@@ -110,9 +118,7 @@ class Signs(msgspec.Struct):
 
 
 class _AnyChoice(msgspec.Struct):
-    text: str | None = None
     delta: dict[str, msgspec.Raw] | None = None
-    finish_reason: str | None = None
 
 
 class _AnyEvent(msgspec.Struct):
@@ -147,8 +153,9 @@ def read_signs(data: bytes) -> Signs:
 
 
 def _brings_output(choice: _AnyChoice) -> bool:
+    """Return whether a choice is more than the role: its text may be held back for a while."""
     delta = choice.delta or {}
-    return bool(choice.text or choice.finish_reason) or any(
+    return "role" not in delta or any(
         name != "role" and bytes(value) not in _NOTHING for name, value in delta.items()
     )
 
@@ -171,6 +178,8 @@ class EventReader:
             msgspec.DecodeError: an event does not end.
         """
         rest = self._rest
+        if b"\r" in data:  # what stands before an engine may end lines so; JSON escapes it
+            data = data.replace(b"\r", b"")
         if rest:
             at = len(rest) - 1
             rest += data
@@ -184,9 +193,9 @@ class EventReader:
         found = []
         for part in whole:
             if part.startswith(_DATA):
-                found.append(part[len(_DATA) :])
+                found.append(part[len(_DATA) :].removeprefix(b" "))
             elif (at := part.find(b"\n" + _DATA)) >= 0:  # after the name of an event
-                found.append(part[at + 1 + len(_DATA) :])
+                found.append(part[at + 1 + len(_DATA) :].removeprefix(b" "))
         return found
 
     def _check_size(self) -> None:

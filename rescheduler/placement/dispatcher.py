@@ -13,7 +13,6 @@ import numpy as np
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.cluster_state import longest_prompt
 from rescheduler.placement.decision import Decision
 from rescheduler.placement.guarded_policy import GuardedPolicy
 from rescheduler.placement.guarded_view import guarded_view
@@ -285,13 +284,16 @@ class Dispatcher(Generic[R]):
         self._grant_prefills()
 
     def _refuse_too_large(self) -> None:
-        """Refuse what no instance could hold if it were empty, also of those out of service."""
+        """Refuse what no instance could hold if it were empty, also of those out of service.
+
+        Only by the tokens that it has for certain: the length of a prompt may be a guess, and one
+        that is too long is the engine's to refuse.
+        """
         if not self.waiting:
             return
-        longest = longest_prompt(self._decodes)
         room = max((one.kv_capacity for one in self._decodes if one.slots > 0), default=-1)
         for request, place in self.waiting.items():
-            tokens = min(request.prompt_tokens, longest) + request.generated_tokens
+            tokens = 1 + request.generated_tokens
             if tokens > room and not place.done():
                 message = f"no decode instance can hold a request of {tokens} tokens"
                 place.set_exception(RequestRefusedError(503, message, retry_after=60))

@@ -368,7 +368,7 @@ class LiveRequest:
         """Wait for another instance than the one that has no room for it."""
         state = self._expect(Placed)
         self.avoid |= {state.instance}
-        self._enter(Waiting(state.prefill))
+        self._enter(Waiting(None if state.accepted else state.prefill))
 
     def fail(self, unsent: bool, answered: bool = False) -> Kept | None:
         """Leave the instance that has failed; return what another one keeps in vain.

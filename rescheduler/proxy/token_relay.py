@@ -39,7 +39,7 @@ class EngineStream:
         span: of the request to the engine.
         heard: an event has come that is no error.
         finished: the request's last token has come.
-        tokens: that have come.
+        progress: tokens that have come, or texts without them.
     """
 
     request: LiveRequest
@@ -49,7 +49,7 @@ class EngineStream:
     span: Span
     heard: bool = False
     finished: bool = False
-    tokens: int = 0
+    progress: int = 0
 
 
 class TokenRelay:
@@ -89,7 +89,7 @@ class TokenRelay:
             left = self._options.token_seconds if due is None else due - loop.time()
             stream.deadline.reschedule(None)  # a slow client is not the engine's fault
             passed: list[bytes] = []
-            tokens, finished = stream.tokens, stream.finished
+            progress, finished = stream.progress, stream.finished
             try:
                 for payload in reader.feed(data):
                     if payload == DONE:
@@ -110,7 +110,7 @@ class TokenRelay:
                     stream.request.client_blocks = True  # while this waits
                     await send(passed)
                     stream.request.client_blocks = False
-            if stream.tokens > tokens or stream.finished > finished:
+            if stream.progress > progress or stream.finished > finished:
                 left = self._options.token_seconds
             stream.deadline.reschedule(loop.time() + left)
         if not stream.finished:
@@ -125,7 +125,10 @@ class TokenRelay:
         if chunk.token_ids:
             self._token(stream, len(chunk.token_ids))
             self._check_length(stream, len(chunk.token_ids))
+        elif chunk.has_text:
+            stream.progress += 1  # an engine that does not tell the tokens
         out = splicer.pass_on(payload, chunk)
+        stream.request.prompt_tokens = len(splicer.prompt_token_ids) or stream.request.prompt_tokens
         if out is not None:
             passed.append(out)
         stream.finished = stream.finished or chunk.finish_reason is not None
@@ -161,7 +164,7 @@ class TokenRelay:
     def _token(self, stream: EngineStream, tokens: int) -> None:
         """Note that tokens came."""
         now = asyncio.get_running_loop().time()
-        stream.tokens += tokens
+        stream.progress += tokens
         arrival = stream.request.token(now)
         self._metrics.tokens.inc(tokens)
         if arrival.first:
@@ -217,5 +220,6 @@ class TokenRelay:
             limits.append(request.client.max_tokens)
         engine = request.instance.engine if request.instance else None
         if engine is not None:
-            limits.append(engine.max_model_len - request.prompt_tokens)
+            prompt = len(request.splicer.prompt_token_ids) or request.prompt_tokens
+            limits.append(engine.max_model_len - prompt)
         return min(limits, default=None)

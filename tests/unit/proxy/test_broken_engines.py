@@ -197,11 +197,11 @@ async def test_what_a_sidecar_compresses_is_unpacked(tokenizer: Tokenizer, path:
 
 def test_an_event_without_an_end_is_refused() -> None:
     reader, part, fed = EventReader(), b"data: " + b"x" * 65_000, 0
-    with pytest.raises(msgspec.DecodeError, match="more than 8 MiB"):
+    with pytest.raises(msgspec.DecodeError, match="more than 16 MiB"):
         while fed < 64 << 20:
             fed += len(part)
             assert reader.feed(part) == []
-    assert fed < 9 << 20
+    assert fed < 17 << 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,6 +333,47 @@ async def test_an_engine_that_does_not_stop_is_left(tokenizer: Tokenizer) -> Non
         assert b"the engines failed to serve it" in body
 
 
+async def test_a_stream_whose_lines_end_otherwise_is_read(tokenizer: Tokenizer) -> None:
+    token = b'{"choices":[{"index":0,"text":"a"}]}'
+    for sent in (b"data: " + token + b"\r\n\r\n", b"data:" + token + b"\n\n"):
+        async with cluster(tokenizer, kind=BrokenEngine) as it:
+            engine = broken(it, events(sent))
+            status, body = await ask(it, KINDS["direct, streamed"])
+            assert (status, body, engine.asked) == (200, sent, 1)
+
+
+async def test_text_without_tokens_is_a_sign_of_life(tokenizer: Tokenizer) -> None:
+    text = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    end = b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    async with cluster(tokenizer, kind=BrokenEngine, first_token_seconds=2.0) as it:
+        engine = broken(it, events(*[text] * 10, end, pause=0.5))
+        status, body = await ask(it, KINDS["moves, streamed"])
+        assert status == 200 and engine.asked == 1 and b"error" not in body
+
+
+async def test_no_limit_of_a_completion_is_that_of_the_context(tokenizer: Tokenizer) -> None:
+    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
+    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
+    end = json.dumps({"choices": [token | {"finish_reason": "stop"}]}).encode()
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        engine = broken(it, events(*[one] * 29, b"data: " + end + b"\n\n"))
+        status, body = await ask(it, BODY | {"max_tokens": None, "stream": True})
+        assert status == 200 and engine.asked == 1
+        assert body.count(b'"text"') == 30 and b"error" not in body
+
+
+async def test_a_guessed_prompt_is_no_reason_to_leave_an_engine(tokenizer: Tokenizer) -> None:
+    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
+    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
+    end = json.dumps({"choices": [token | {"finish_reason": "length"}]}).encode()
+    async with cluster(tokenizer, kind=BrokenEngine) as it:
+        it.engines["prefill-0"].fails = 500
+        engine = broken(it, events(*[one] * 4, b"data: " + end + b"\n\n"))
+        body = BODY | {"prompt": "\u4e2d" * 9000, "stream": True}
+        status, answer = await ask(it, body)
+        assert status == 200 and engine.asked == 1 and b"error" not in answer
+
+
 @pytest.mark.parametrize("complete", [True, False])
 async def test_a_large_answer_passes_without_being_kept(
     tokenizer: Tokenizer, complete: bool
@@ -382,7 +423,8 @@ async def test_cookies_of_engines_are_nobodys(tokenizer: Tokenizer) -> None:
         (b'{"choices":[{"delta":{"role":"assistant","content":""}}]}', False),
         (b'{"choices":[{"delta":{"role":"assistant","content":"a"}}]}', True),
         (b'{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}', True),
-        (b'{"choices":[{"text":"","finish_reason":null}]}', False),
+        (b'{"choices":[{"text":"","finish_reason":null}]}', True),  # held back for a stop string
+        (b'{"choices":[{"delta":{},"token_ids":[7]}]}', True),  # held back for a tool call
         (b'{"choices":[{"text":"","finish_reason":"stop"}]}', True),
         (b'{"type":"ping"}', False),
         (b'{"type":"response.output_text.delta","delta":"a"}', True),
