@@ -58,7 +58,7 @@ KINDS: dict[str, _Kind] = {
     "leaves a long stream": _Kind(4, ("left",), {"stream": True, "max_tokens": _LONG}, leaves=True),
     "leaves two answers": _Kind(2, ("left",), {"n": 2, "stream": True}, leaves=True),
     "invalid JSON": _Kind(3, ("400",), {}, raw=b'{"model": '),
-    "invalid field": _Kind(2, ("400",), {"stream": "yes"}),
+    "reserved field": _Kind(2, ("400",), {"kv_transfer_params": {}}),
     "unknown model": _Kind(3, ("404",), {"model": "unknown"}),
     "unknown path": _Kind(1, ("404",), {}, "/v1/unknown"),
     "too long": _Kind(3, ("400",), {"user": "too long"}),

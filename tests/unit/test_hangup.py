@@ -99,7 +99,8 @@ def in_terminal(
 @contextmanager
 def whole_stream(url: str) -> Iterator[None]:
     """A stream that has begun when the body runs, and that ends as it should."""
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(STREAM).encode())
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(STREAM).encode(), kind)
     with urllib.request.urlopen(request, timeout=120) as response:
         assert response.readline().startswith(b"data: ")
         yield

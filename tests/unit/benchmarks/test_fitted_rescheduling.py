@@ -122,6 +122,7 @@ def recording(folder: Path, requests: list[dict[str, Any]]) -> None:
     edges = (0, 10, 100, 400)
     batches = [
         ForecastBatch(
+            "decode-0",
             edges,
             (f"chatcmpl-{one['name']}",),
             np.array([one["prompt"]]),

@@ -201,7 +201,7 @@ BAD: list[tuple[str, bytes, dict[str, str], int, str]] = [
     ("/v1/completions", b'{"prompt": ', {}, 400, "not a valid JSON object"),
     ("/v1/completions", b"", {}, 400, "not a valid JSON object"),
     ("/v1/completions", b"[]", {}, 400, "not a valid JSON object"),
-    ("/v1/completions?a=b", b'{"stream": "yes"}', {}, 400, "Expected `bool | null`"),
+    ("/v1/completions?a=b", b'{"stream": ', {}, 400, "not a valid JSON object"),
     ("/v1/%63ompletions", b'{"kv_transfer_params": {}}', {}, 400, "is set by the proxy"),
     ("/v1/responses", b'{"background": true}', {}, 400, "`background` is not supported"),
     ("/v1/responses/resp_1", b"", {}, 501, "a response is not kept"),
