@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from checked_commands import programs_of
+from checked_commands import VLLM, programs_of
 from forked_vllm import run_forked
 from shown_commands import PAGES, read_page
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from predictor.live.live_config import LiveConfig
 from rescheduler.batching.batching_config import read_batching_config
-
-SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def shown_engines(folder: Path) -> list[list[str]]:
@@ -20,7 +18,7 @@ def shown_engines(folder: Path) -> list[list[str]]:
     for path in PAGES:
         for command in read_page(path).shown("check", "nightly"):
             for words in programs_of(command.text, folder):
-                if words[:3] == ["python", "-m", SERVER]:
+                if words[:3] == ["python", "-m", VLLM]:
                     found.append(words[3:])
                 elif words[:2] == ["vllm", "serve"]:
                     found.append(["--model", *words[2:]])

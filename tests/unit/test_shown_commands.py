@@ -2,15 +2,19 @@
 
 import ast
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checked_commands import UNCHECKED, check_mention, check_words, programs_of
 from desk import laid
-from shown_commands import KINDS, PAGES, PYTHON, ROOT, UNTESTED, How, read_page, spans_in
+from recorded_dataset import record
+from shown_commands import KINDS, PAGES, PYTHON, ROOT, UNTESTED, Block, How, read_page, spans_in
 
 from rescheduler.commands.command_line import _USAGE
 
@@ -110,13 +114,81 @@ def test_the_commands_in_what_a_program_says(path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", COMMENTED, ids=page_name)
-def test_the_commands_in_the_comments_of_a_file(
+def test_the_commands_in_the_text_of_a_file(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Configurations, rules of alerts and the values of the chart."""
     monkeypatch.chdir(ROOT)
-    for shown in re.findall(r"^ *# +((?:headway|python -m) .*)$", path.read_text(), re.MULTILINE):
+    text = path.read_text()
+    for shown in re.findall(r"^ *# +((?:headway|python -m) .*)$", text, re.MULTILINE):
         for words in programs_of(shown, tmp_path):
-            check_words(words) if words[0] != "kubectl" else None
+            check_words(words)
+    for span in spans_in(text.replace("\n#", "\n")):
+        for words in programs_of(span, tmp_path):
+            check_mention(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "hows", "says"),
+    [
+        ("headway doctor\n", (), "docs/x.md, block 3: say how it is tested"),
+        ("headway doctor\n", (How("run", ""), How("run", "")), "of 2 commands.*has 1"),
+        ("echo 'never ends\n", (How("run", ""),), "has no end"),
+    ],
+)
+def test_a_block_that_does_not_say_how_it_is_tested_is_named(
+    text: str, hows: tuple[How, ...], says: str
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        print(Block("docs/x.md, block 3", "", text, hows).commands)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "headway servee --config FILE",
+        "headway simulate --cluster.instnces 3",
+        "headway launch --config configs/serve/none.yaml",
+        "python -m benchmarks.planner --quickly",
+        "pip install 'headway[gpus]'",
+        "make tests",
+    ],
+)
+def test_a_command_that_would_fail_is_found(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(AssertionError):
+        for words in programs_of(command, tmp_path):
+            check_words(words)
+
+
+CARDS = sorted((ROOT / "checkpoints").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("path", CARDS, ids=page_name)
+def test_what_a_card_shows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = path.read_text().replace("this folder", str(path.parent))
+    for command in re.findall(r"^\| command \| (headway .*) \|$", text, re.MULTILINE):
+        check_mention(command.split())
+    for command in re.findall(r"^(headway .*)$", text, re.MULTILINE):
+        check_words(shlex.split(command.replace("FILE.yaml", "configs/simulate/instant.yaml")))
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        columns = 6 if "3 or 6" in block else 3
+        names = {"hidden_states": torch.zeros(1, 576), "numbers": torch.ones(1, columns)}
+        exec(block, names)
+        assert 0 <= float(names["forecast"].at(80)[0]) <= 1
+
+
+def test_what_the_card_of_a_dataset_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "dataset")
+    monkeypatch.chdir(tmp_path / "dataset")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (block,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert len(names["requests"]) == 20 and len(names["rows"]) > 20
 
 
 def test_the_usage_shows_commands_that_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "PAGES",
     "PYTHON",
     "ROOT",
+    "RUN",
     "UNTESTED",
     "Block",
     "How",
@@ -35,6 +36,8 @@ PAGES = [
 
 SHELL = ("", "bash", "sh", "console", "shell")
 PYTHON = ("python", "py")
+RUN = ("run", "engines", "nightly")
+"""What is run by the tests of all pages."""
 UNTESTED = ("mermaid",)
 """Languages of blocks that hold nothing to test."""
 
