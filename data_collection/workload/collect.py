@@ -224,7 +224,7 @@ def done_prompts(dataset: Path, n: int) -> set[str]:
 def _describe(
     dataset: Path, sampling: Sampling, arrivals: Arrivals, prompts: str, transcripts: Path | None
 ) -> None:
-    """Write into the newest session how it was driven."""
+    """Write into the newest session how it was driven, and print what it has recorded."""
     try:
         session = read_sessions(dataset)[-1]
     except DatasetError:
@@ -238,3 +238,6 @@ def _describe(
         session.workload["trace"] = Path(arrivals.trace).name
     session.write(dataset)
     write_card(dataset)
+    lost = {"dropped": session.dropped_rows, "refused": session.refused_rows}
+    counts = [f"{count} {how}" for how, count in lost.items() if count]
+    print(", ".join([f"{session.rows} rows of {session.requests} requests recorded", *counts]))

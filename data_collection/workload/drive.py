@@ -114,7 +114,6 @@ class _Drive:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             engine.shutdown()
-            print(self._summary(), file=self._terminal.out)
 
     def _that_fit(self, engine: AsyncLLM, requests: list[EngineRequest]) -> list[EngineRequest]:
         """Leave out, by name, what does not fit the model."""
@@ -210,10 +209,3 @@ class _Drive:
 
     def _has(self, count: str) -> bool:
         return bool(self._status.get(count, 0))
-
-    def _summary(self) -> str:
-        text = f"{self._status.get('rows', 0)} rows seen by the recorder"
-        for count in ("dropped_rows", "refused_rows"):
-            if self._has(count):
-                text += f", {self._status[count]} {count.replace('_', ' ')}"
-        return text

@@ -142,6 +142,7 @@ def test_transcripts_give_the_rows_of_the_run_that_they_are_of(
     with running_command(arguments(folder, live), folder / "live.log") as command:
         status, output = command.end()
     assert status == 0, output[-3000:]
+    assert f"{len(load_rows(live))} rows of {N_PROMPTS} requests recorded" in output
     export_transcripts(live, transcripts)
 
     replay = arguments(
