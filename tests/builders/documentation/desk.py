@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import io
+import json
 import os
 import re
 import shlex
@@ -32,8 +33,10 @@ __all__ = ["Desk", "StandIn", "exit_status", "laid"]
 
 StandIn = Callable[[Path], None]
 
-_KEPT = ("benchmarks", "charts", "checkpoints", "configs", "data_collection", "deploy", "docs",
-         "examples", "predictor", "recordings", "rescheduler", "transcripts")  # fmt: skip
+_KEPT = ("charts", "checkpoints", "configs", "deploy", "examples", "recordings", "transcripts")
+_WRITTEN = ("benchmarks/results", "docs/papers")
+"""Folders of the repository that its own commands write to: here they are others."""
+
 _SERVING = {
     "serve": "serving on",
     "coordinator": "coordinating on",
@@ -74,6 +77,8 @@ class Desk:
                 (self.path / name).symlink_to(ROOT / name)
             elif (ROOT / name).exists():
                 _link_all(ROOT / name, self.path / name)
+        for name in _WRITTEN:
+            (self.path / name).mkdir(parents=True)
         for name in ("pyproject.toml", "Makefile"):
             (self.path / name).symlink_to(ROOT / name)
         for name, kind in page.stand_ins.items():
@@ -256,8 +261,9 @@ def _regressor(path: Path) -> None:
 
 
 def _prompts(path: Path) -> None:
-    lines = "".join(f'{{"id": "p{i}", "prompt": "Tell me of {i}.", "task": "story"}}\n'
-                    for i in range(8))  # fmt: skip
+    described = {"task": "story", "source": "us", "licence": "MIT"}
+    prompts = ({"id": f"p{i}", "prompt": f"Tell me of {i}."} | described for i in range(8))
+    lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines.encode()))
     else:
