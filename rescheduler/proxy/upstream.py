@@ -39,10 +39,6 @@ class _PrefillAnswer(msgspec.Struct):
     usage: _Usage
 
 
-class _Refused(msgspec.Struct):
-    error: dict[str, Any] | str
-
-
 class UpstreamError(Exception):
     """Raised when an engine fails; the request can be tried again.
 
@@ -285,7 +281,7 @@ def _refusal(
         return EngineFullError(instance, min(int(retry_after), _LONGEST_RETRY) if known else 1)
     if not 400 <= status < 500 or status in _RETRIED:  # a redirect, or no content, is no answer
         return UpstreamError(instance, f"HTTP {status}: {body[:300]!r}", answered=True)
-    return EngineRefusedError(status, _in_openais_shape(status, body))
+    return EngineRefusedError(status, _as_json(status, body))
 
 
 def reported_error(instance: Instance, error: dict[str, Any]) -> EngineRefusedError | UpstreamError:
@@ -296,10 +292,10 @@ def reported_error(instance: Instance, error: dict[str, Any]) -> EngineRefusedEr
     return UpstreamError(instance, str(error.get("message"))[:300], answered=True)
 
 
-def _in_openais_shape(status: int, body: bytes) -> bytes:
-    """Return an error as it is, if it has OpenAI's shape: not all that answers is an engine."""
+def _as_json(status: int, body: bytes) -> bytes:
+    """Return an error as it is if it is vLLM's: not all that answers is an engine."""
     try:
-        msgspec.json.decode(body, type=_Refused)
+        msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return error_body(status, "the engine refuses the request")
     return body
