@@ -98,7 +98,7 @@ async def test_a_key_that_no_header_can_hold_is_told(
     file = tmp_path / "key"
     file.write_text(f"a{key}b")
     options = ProxyOptions(engine_key_file=str(file))
-    with pytest.raises(DeploymentError, match="engine_key_file: (the key holds a line end|.*NUL)"):
+    with pytest.raises(DeploymentError, match=r"engine_key_file: (the key holds a line end|.*NUL)"):
         Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
     if "\0" not in key:  # no variable holds that
         monkeypatch.setenv("VLLM_API_KEY", key)
