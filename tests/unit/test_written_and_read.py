@@ -159,7 +159,7 @@ PAIRS = {
         "tests/unit/page/test_replay.py::test_simulations_are_recorded_as_they_are_without"
     ),
     "serve --record -> replay": (
-        "tests/e2e/deployment/test_shown_commands.py::test_the_commands_of_a_page"
+        "tests/e2e/deployment/test_shown_serving.py::test_the_commands_of_a_page"
     ),
     "coordinator --record -> replay": (
         "tests/unit/coordination/test_coordinator_command.py::"

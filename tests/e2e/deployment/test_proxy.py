@@ -211,7 +211,7 @@ def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, mome
         ({"max_tokens": 100_000}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
-        ({"n": "three"}, 400, "n"),
+        ({"n": "three"}, 400, "body.n"),  # as vLLM names it
     ],
 )
 def test_errors_have_openais_shape(

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -92,38 +92,54 @@ HARMLESS = {
 }
 
 
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 @asynccontextmanager
-async def engine(wrong: Wrong) -> AsyncIterator[Instance]:
-    """An engine that is healthy, and answers everything else wrongly."""
+async def answering(answer: Answer, host: str) -> AsyncIterator[str]:
+    """The address of a server that answers so, with its connections closed at the end."""
     connections: set[asyncio.Task[Any]] = set()
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         connections.add(task)
-        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            if head.startswith(b"GET /health"):
-                writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-            else:
-                writer.write(wrong.first)
-                while wrong.forever:
-                    await writer.drain()
-                    writer.write(wrong.forever)
-                    await asyncio.sleep(0)
-                if not wrong.closes:
-                    await reader.read()
-        writer.close()
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await answer(reader, writer)
+        finally:
+            writer.transport.abort()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, host, 0)
     try:
-        port = server.sockets[0].getsockname()[1]
-        yield Instance("wrong", "decode", f"http://127.0.0.1:{port}")
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
         for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(0)  # what is aborted is closed by the next turn of the loop
+
+
+@asynccontextmanager
+async def engine(wrong: Wrong) -> AsyncIterator[Instance]:
+    """An engine that is healthy, and answers everything else wrongly."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        else:
+            writer.write(wrong.first)
+            while wrong.forever:
+                await writer.drain()
+                writer.write(wrong.forever)
+                await asyncio.sleep(0)
+            if not wrong.closes:
+                await reader.read()
+
+    async with answering(answer, "127.0.0.1") as url:
+        yield Instance("wrong", "decode", url)
 
 
 def upstream() -> Upstream:
@@ -242,23 +258,17 @@ async def numbering_engine(more: bytes) -> AsyncIterator[tuple[Instance, list[by
     heads: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                heads.append(await reader.readuntil(b"\r\n\r\n"))
-                body = b"answer %d" % len(heads)
-                head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n" % len(body)
-                cookie = b"Set-Cookie: client=%d; Path=/\r\n\r\n" % len(heads)
-                writer.write(head + cookie + body)
-                await asyncio.sleep(0.02)  # the answer is taken for whole by then
-                writer.write(more)
-        writer.close()
+        while True:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            body = b"answer %d" % len(heads)
+            head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n" % len(body)
+            cookie = b"Set-Cookie: client=%d; Path=/\r\n\r\n" % len(heads)
+            writer.write(head + cookie + body)
+            await asyncio.sleep(0.02)  # the answer is taken for whole by then
+            writer.write(more)
 
-    server = await asyncio.start_server(answer, "localhost", 0)
-    try:
-        port = server.sockets[0].getsockname()[1]
-        yield Instance("numbers", "decode", f"http://localhost:{port}"), heads
-    finally:
-        server.close()
+    async with answering(answer, "localhost") as url:
+        yield Instance("numbers", "decode", url), heads
 
 
 @pytest.mark.parametrize("more", [HEAD + LENGTH + b"\r\n" + BODY, b"garbage", b"HTTP/1.1 2"])
