@@ -41,7 +41,7 @@ from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, server
 from benchmarks.support.span_counter import span_counter
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.serving.admin_token import admin_token
+from rescheduler.serving.admin_client import admin_token
 
 __all__ = ["Process", "measure", "slope"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rescheduler.page.log_reader import Log, read_log
-from rescheduler.serving.replay_app import replay_app
+from rescheduler.serving.replay import replay_app
 
 _TOKEN = "of-this-picture"
 _SECONDS = 60.0

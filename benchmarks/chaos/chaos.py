@@ -23,7 +23,7 @@ from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.serving.admin_token import TOKEN_VARIABLE
+from rescheduler.serving.admin_client import TOKEN_VARIABLE
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 

@@ -15,7 +15,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.move_outcome import MoveOutcome
+from rescheduler.placement.placeable import MoveOutcome
 
 __all__ = ["DrivenProxies", "DrivenProxy", "Lengths", "driven_proxies"]
 

@@ -97,7 +97,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
         "replay": _Verb(
             "rescheduler.serving.replay:replay", "show a recorded log on a page, or two of them"
         ),
-        "drain": _Verb("rescheduler.serving.drain:drain", "drain an instance"),
+        "drain": _Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
         "status": _Verb("rescheduler.on_ray.status:status", "show a deployment on a Ray cluster"),
         "restart": _Verb(
             "rescheduler.on_ray.restart:restart", "restart its engines, one after another"

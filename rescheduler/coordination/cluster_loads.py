@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rescheduler.coordination.limits import MOST, MOST_REQUESTS
-from rescheduler.coordination.messages import Load
+from rescheduler.coordination.messages import MOST, MOST_REQUESTS, Load
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Counted, PlacedRequests
 

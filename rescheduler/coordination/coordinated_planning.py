@@ -11,20 +11,33 @@ from rescheduler.coordination.link import Link
 from rescheduler.coordination.link_socket import LinkSockets
 from rescheduler.coordination.placer import CoordinatedPlacer
 from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordination.watched_placements import WatchedPlacements
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.placement.dispatcher import Dispatcher
-from rescheduler.placement.ejections import Ejections
-from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.instance_state import Ejections, InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.move_outcome import MoveOutcome
-from rescheduler.placement.placeable import Mover
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["CoordinatedPlanning", "instances_digest"]
+__all__ = ["CoordinatedPlanning", "WatchedPlacements", "instances_digest"]
+
+
+class WatchedPlacements(Placements[LiveRequest]):
+    """Which request is on which instance; requests keep it up to date with each change.
+
+    Args:
+        changed: called with each request that has changed.
+    """
+
+    def __init__(self, changed: Callable[[LiveRequest], None]) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def put(self, request: LiveRequest, instance: InstanceState | None) -> None:
+        """Note where a request is now; None: on no instance."""
+        super().put(request, instance)
+        self._changed(request)
 
 
 def instances_digest(deployment: Deployment) -> str:

@@ -14,17 +14,17 @@ import zmq.asyncio
 
 from predictor.live.curve_keys import apply_curve, is_loopback, refuse_open_endpoint
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.limits import LARGEST_MESSAGE, MOST_UNREAD
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
+    LARGEST_MESSAGE,
+    MOST_UNREAD,
     CoordinationError,
     Load,
     ProxyLoad,
     decode_notice,
     encode,
 )
-from rescheduler.coordination.peer_endpoints import PeerEndpointError, checked_endpoint
-from rescheduler.coordination.peer_sockets import PeerSockets
+from rescheduler.coordination.peer_sockets import PeerEndpointError, PeerSockets, checked_endpoint
 from rescheduler.coordination.refused_messages import RefusedMessages
 
 __all__ = ["BEAT_SECONDS", "LinkSockets"]

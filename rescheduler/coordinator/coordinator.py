@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,26 +13,71 @@ from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
-from rescheduler.coordinator.orders import Orders
-from rescheduler.coordinator.reception import Reception
-from rescheduler.coordinator.session import Shared
-from rescheduler.coordinator.sessions import Sessions
+from rescheduler.coordinator.session import Session, Shared
+from rescheduler.coordinator.sessions import Reception, Sessions
 from rescheduler.engines.bound_addresses import bound_address
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placements import Placements
-from rescheduler.proxy.engine_key import engine_key
-from rescheduler.proxy.move_history import EndedMove
-from rescheduler.proxy.planning import Planning
+from rescheduler.placement.placeable import MoveOutcome, Placements
+from rescheduler.proxy.migrator import EndedMove, MoveHistory
+from rescheduler.proxy.planner_loop import Planning
 from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.upstream import Upstream
+from rescheduler.proxy.upstream import Upstream, engine_key
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.transfer.control_client import ControlClient
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Orders"]
+
 
 logger = logging.getLogger("headway.serve")
+
+_OUTCOMES = frozenset(
+    {"moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer", "gone"}
+    | {"refused"}
+)
+
+
+class Orders:
+    """Has proxies move requests.
+
+    Args:
+        sessions: of the proxies, by name.
+        metrics: counts the orders.
+
+    Attributes:
+        history: of the latest moves.
+    """
+
+    def __init__(self, sessions: Mapping[str, Session], metrics: CoordinatorMetrics) -> None:
+        self._sessions, self._metrics = sessions, metrics
+        self.history = MoveHistory()
+
+    async def move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
+        """Order a request to move; return how that ended, as soon as it is known."""
+        source, session = request.instance, self._sessions.get(request.session)
+        if source is None or session is None or not request.can_move:
+            return MoveOutcome("gone")
+        ended = await session.move(request, target, why)
+        if ended.outcome not in _OUTCOMES:  # a metric must not get labels without end
+            ended = MoveOutcome("other", ended.pause)
+        self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
+        if ended.pause is not None:
+            self.history.landed(request.id, ended.pause)
+        tokens = request.generated_tokens
+        self.history.ended(
+            request.id, request.name, source.name, target.name, tokens, why, ended.outcome
+        )
+        logger.info(
+            "request %s, %d tokens: %s to %s: %s (%s)",
+            request.id,
+            request.context_tokens,
+            source.name,
+            target.name,
+            ended.outcome,
+            why,
+        )
+        return ended
 
 
 class Coordinator:

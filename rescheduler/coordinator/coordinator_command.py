@@ -5,21 +5,46 @@ import gc
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from aiohttp import web
+
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.coordinator.coordinator import Coordinator
-from rescheduler.coordinator.coordinator_app import coordinator_app
 from rescheduler.engines.deployment import Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.log_writer import refuse_log
 from rescheduler.page.recorder import recording
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.serving.addresses import cannot_listen
-from rescheduler.serving.admin_app import Operated
-from rescheduler.serving.admin_listener import AdminListener
+from rescheduler.serving.admin_app import AdminListener, Operated
 from rescheduler.serving.connection import operators_server
 
-__all__ = ["coordinator"]
+__all__ = ["coordinator", "coordinator_app"]
+
+
+def coordinator_app(coordinator: Coordinator) -> web.Application:
+    """Return the application."""
+
+    async def health(http: web.Request) -> web.Response:
+        del http
+        return web.Response()
+
+    async def ready(http: web.Request) -> web.Response:
+        del http
+        return web.Response(status=200 if coordinator.ready else 503)
+
+    async def metrics(http: web.Request) -> web.Response:
+        del http
+        return web.Response(
+            body=coordinator.metrics.text(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/health", health), web.get("/ready", ready), web.get("/metrics", metrics)]
+    )
+    return app
 
 
 def coordinator(config: Deployment, record: Path | None = None, verbose: bool = False) -> None:

@@ -12,7 +12,7 @@ from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 
 __all__ = ["CoordinatorMetrics"]
 

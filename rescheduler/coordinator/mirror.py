@@ -4,10 +4,8 @@ import asyncio
 from dataclasses import dataclass
 
 from rescheduler.coordination.messages import Record
-from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.move_outcome import MoveOutcome
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Decision, MoveOutcome, Placements
 
 __all__ = ["Mirror", "Order"]
 

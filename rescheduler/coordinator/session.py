@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rescheduler.coordination.limits import (
+from rescheduler.coordination.link import Arrival, Numbering
+from rescheduler.coordination.messages import (
     MOST_ANSWERS,
     MOST_ORDERS,
     MOST_REQUESTS,
     MOST_TOKENS,
     NOWHERE,
-)
-from rescheduler.coordination.messages import (
     Answer,
     CoordinationError,
     Ended,
@@ -28,15 +27,13 @@ from rescheduler.coordination.messages import (
     Report,
     View,
 )
-from rescheduler.coordination.numbering import Arrival, Numbering
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror, Order
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.move_outcome import MoveOutcome
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import MoveOutcome, Placements
 
 __all__ = ["Session", "Shared"]
 

@@ -1,16 +1,22 @@
 """One HTTP exchange: where its request goes, and what its answer says until it ends."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import unquote
 
-from rescheduler.gateway.answers import body_answers, refusal, routed, unchanged
-from rescheduler.gateway.endpoints import Endpoints
 from rescheduler.gateway.engine_answer import EngineAnswer
-from rescheduler.gateway.events import Body, Event, Head, ProtocolError
-from rescheduler.gateway.request_body import announced_size, read_body
-from rescheduler.gateway.running_requests import RunningRequests
-from rescheduler.openai.body_memory import BodyMemory
+from rescheduler.gateway.messages import (
+    Body,
+    Event,
+    Head,
+    ProcessingResponse,
+    ProtocolError,
+    Trailers,
+)
+from rescheduler.gateway.running_requests import Endpoints, RunningRequests
+from rescheduler.openai.body_memory import BodyMemory, KeptBody
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -22,7 +28,134 @@ from rescheduler.openai.openai_request import (
 from rescheduler.openai.request_name import given_name
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["Exchange"]
+__all__ = [
+    "DESTINATION",
+    "Exchange",
+    "announced_size",
+    "body_answers",
+    "read_body",
+    "refusal",
+    "routed",
+    "unchanged",
+]
+
+
+DESTINATION = "x-gateway-destination-endpoint"
+
+_NAMESPACE = "envoy.lb"
+_OVERWRITE_IF_EXISTS_OR_ADD = 2
+_PIECE = 62 << 10  # Envoy recommends pieces below 64 KiB
+
+
+def routed(endpoint: str, headers: Mapping[str, str]) -> bytes:
+    """Return the answer to a request's headers: send it to an endpoint.
+
+    Args:
+        endpoint: ``ip:port``; it is said in a header and in the metadata, as the endpoint picker
+            protocol of the Gateway API Inference Extension has it.
+        headers: that the engine gets beside those of the client, in place of them.
+    """
+    answer = ProcessingResponse()
+    response = answer.request_headers.response
+    _set(response.header_mutation, {**headers, DESTINATION: endpoint})
+    response.clear_route_cache = True
+    metadata = answer.dynamic_metadata.fields[_NAMESPACE].struct_value
+    metadata.fields[DESTINATION].string_value = endpoint
+    return _bytes(answer)
+
+
+def unchanged(event: Head | Trailers) -> bytes:
+    """Return the answer to headers or trailers that stay as they are."""
+    answer = ProcessingResponse()
+    side = "response" if event.response else "request"
+    name = f"{side}_{'headers' if isinstance(event, Head) else 'trailers'}"
+    getattr(answer, name).SetInParent()
+    return _bytes(answer)
+
+
+def body_answers(body: Body) -> Iterator[bytes]:
+    """Yield the answers that hand a piece of a body on as it is."""
+    name = "response_body" if body.response else "request_body"
+    for start in range(0, max(1, len(body.data)), _PIECE):
+        answer = ProcessingResponse()
+        piece = getattr(answer, name).response.body_mutation.streamed_response
+        piece.SetInParent()
+        piece.body = body.data[start : start + _PIECE]
+        piece.end_of_stream = body.ends and start + _PIECE >= len(body.data)
+        yield _bytes(answer)
+
+
+def refusal(error: RequestRefusedError) -> bytes:
+    """Return the answer that has the gateway refuse a request."""
+    answer = ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = error.status
+    headers = {"content-type": "application/json"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    _set(immediate.headers, headers)
+    immediate.body = error.body
+    immediate.details = "headway_picker"
+    return _bytes(answer)
+
+
+def _set(mutation: Any, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        option = mutation.set_headers.add(append_action=_OVERWRITE_IF_EXISTS_OR_ADD)
+        option.header.key, option.header.raw_value = name, value.encode()
+
+
+def _bytes(answer: Any) -> bytes:
+    data: bytes = answer.SerializeToString()
+    return data
+
+
+def announced_size(head: Head) -> int | None:
+    """Return how many bytes a body is said to have; None if nothing is said.
+
+    Raises:
+        RequestRefusedError: 415, it is compressed.
+    """
+    if head.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise RequestRefusedError(415, "engines read no compressed bodies")
+    said = head.headers.get("content-length", "")
+    return int(said) if said.isdecimal() and len(said) < 20 else None
+
+
+async def read_body(
+    head: Head, event: Callable[[], Awaitable[Event | None]], kept: KeptBody, seconds: float
+) -> list[Event] | None:
+    """Return the pieces of a body, and the trailers if there are any; None if it has no end.
+
+    Args:
+        head: of the request.
+        event: waits for what the gateway says next.
+        kept: counts what arrives.
+        seconds: for which a body may be incomplete.
+
+    Raises:
+        RequestRefusedError: 408, it came too slowly; 413, it is too large; 503, there is no
+            memory.
+        ProtocolError: something else comes before its end.
+    """
+    events: list[Event] = []
+    ended = head.ends
+    try:
+        async with asyncio.timeout(seconds):
+            while not ended:
+                one = await event()
+                if one is None:
+                    return None
+                if one.response or isinstance(one, Head):
+                    raise ProtocolError("something else comes within the body of a request")
+                if isinstance(one, Body):
+                    kept.grow(len(one.data))
+                events.append(one)
+                ended = not isinstance(one, Body) or one.ends
+    except TimeoutError:
+        raise RequestRefusedError(408, f"the body took more than {seconds:g} s") from None
+    return events
+
 
 _GENERATING = (COMPLETIONS, CHAT, *FORWARDED)
 _KEPT_RESPONSES = "/v1/responses/"

@@ -9,22 +9,18 @@ from typing import Any
 import grpc
 
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.gateway.endpoints import Endpoints
-from rescheduler.gateway.events import Event, ProtocolError, read_event
 from rescheduler.gateway.exchange import Exchange
-from rescheduler.gateway.running_requests import RunningRequests
-from rescheduler.gateway.suspects import Suspects
+from rescheduler.gateway.messages import Event, ProtocolError, read_event
+from rescheduler.gateway.running_requests import Endpoints, RunningRequests, Suspects
 from rescheduler.openai.body_memory import BodyMemory
-from rescheduler.placement.deployed_policy import deployed_policy
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.guarded_policy import PrefillBudgets, deployed_policy
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
-from rescheduler.placement.prefill_budgets import PrefillBudgets
-from rescheduler.proxy.engine_key import engine_key
+from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.upstream import Upstream
+from rescheduler.proxy.upstream import Upstream, engine_key
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient

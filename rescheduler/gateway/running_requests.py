@@ -1,22 +1,147 @@
 """The requests that gateways have been told where to send, until their answers end."""
 
 import asyncio
+import ipaddress
+import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
 
-from rescheduler.gateway.endpoints import Endpoints, nowhere_to_go
+from rescheduler.engines.deployment import DeploymentError, Instance
 from rescheduler.gateway.engine_answer import EngineAnswer
-from rescheduler.gateway.suspects import Suspects
-from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
+from rescheduler.proxy.prober import Prober
+from rescheduler.proxy.upstream import (
+    EngineFullError,
+    EngineRefusedError,
+    Upstream,
+    UpstreamError,
+)
 
-__all__ = ["RunningRequests"]
+__all__ = ["Endpoints", "RunningRequests", "Suspects", "nowhere_to_go"]
+
+
+logger = logging.getLogger("headway.serve")
+
+_REST_SECONDS = 0.5
+
+
+class Suspects:
+    """Asks an engine itself whether it works, when a request's end makes that doubtful.
+
+    The picker sees neither why a stream was cut, which the client may have done, nor whether an
+    error is the request's own fault. So neither counts against an engine; the check does. It is
+    made once at a time and at most every half second, whatever clients do.
+
+    Args:
+        upstream: connections to the engines.
+        prober: asks for an engine's health.
+        model: name that the engines serve.
+        background: runs a check.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        prober: Prober,
+        model: str,
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._upstream, self._prober, self._model = upstream, prober, model
+        self._background = background
+        self._checked: set[InstanceState] = set()
+
+    def cut(self, instance: InstanceState) -> None:
+        """Note that an answer ended before its time: ask for the engine's health."""
+        self._check(instance, self._prober.probe)
+
+    def erred(self, instance: InstanceState) -> None:
+        """Note that a request was answered with a server's error: have one token generated."""
+        self._check(instance, self._generate)
+
+    def _check(
+        self,
+        instance: InstanceState,
+        check: Callable[[InstanceState], Coroutine[Any, Any, None]],
+    ) -> None:
+        if not instance.breaker.closed or instance in self._checked:
+            return
+        self._checked.add(instance)
+
+        async def run() -> None:
+            try:
+                await check(instance)
+                await asyncio.sleep(_REST_SECONDS)
+            finally:
+                self._checked.discard(instance)
+
+        self._background(run())
+
+    async def _generate(self, instance: InstanceState) -> None:
+        try:
+            await self._upstream.generate_one(instance.instance, self._model)
+        except (EngineFullError, RequestRefusedError):
+            return
+        except (UpstreamError, EngineRefusedError) as error:
+            if instance.breaker.failed(asyncio.get_running_loop().time(), certain=True):
+                logger.warning("%s; out of service", error)
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class Endpoints:
+    """The ``ip:port`` of each engine, and which engines a gateway allows for a request.
+
+    Args:
+        instances: that requests may go to.
+
+    Raises:
+        DeploymentError: an engine's url has a name in place of an address.
+    """
+
+    def __init__(self, instances: Iterable[InstanceState]) -> None:
+        self._of: Mapping[InstanceState, str] = {one: _endpoint(one.instance) for one in instances}
+
+    def of(self, instance: InstanceState) -> str:
+        """Return the ``ip:port`` of an engine, an IPv6 address in brackets."""
+        return self._of[instance]
+
+    def outside(self, subset: frozenset[str] | None) -> frozenset[InstanceState]:
+        """Return the engines that a request must not go to.
+
+        Args:
+            subset: endpoints that its gateway allows; None: all.
+        """
+        if subset is None:
+            return frozenset()
+        return frozenset(one for one, endpoint in self._of.items() if endpoint not in subset)
+
+
+def nowhere_to_go() -> RequestRefusedError:
+    """Return the refusal of a request that no engine in service may serve."""
+    return RequestRefusedError(503, "no engine in service may serve this request", retry_after=1)
+
+
+def _endpoint(instance: Instance) -> str:
+    parts = urlsplit(instance.url)
+    try:
+        address = ipaddress.ip_address(parts.hostname or "")
+    except ValueError as error:
+        raise DeploymentError(
+            f"{instance.name}: url: {instance.url}: a gateway is told addresses, not names; "
+            "write the engine's IP address"
+        ) from error
+    host = f"[{address}]" if address.version == 6 else str(address)
+    return f"{host}:{parts.port or _PORTS[parts.scheme]}"
 
 
 class RunningRequests:

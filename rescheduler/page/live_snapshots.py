@@ -27,11 +27,11 @@ from rescheduler.page.snapshot import (
     Snapshot,
 )
 from rescheduler.placement.cluster_state import running_requests
-from rescheduler.placement.guarded_view import guarded_view
+from rescheduler.placement.guarded_policy import guarded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, PlacedRequests
-from rescheduler.proxy.move_history import EndedMove
+from rescheduler.proxy.migrator import EndedMove
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["Cluster", "LiveSnapshots", "Look"]

@@ -13,14 +13,15 @@ import numpy as np
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.decision import Decision
-from rescheduler.placement.guarded_policy import GuardedPolicy
-from rescheduler.placement.guarded_view import guarded_view
+from rescheduler.placement.guarded_policy import (
+    GuardedPolicy,
+    PrefillBudgets,
+    crowded_view,
+    guarded_view,
+)
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, PlacedRequests, R
-from rescheduler.placement.prefill_budgets import PrefillBudgets
-from rescheduler.placement.warm_up import crowded_view
+from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 

@@ -2,13 +2,25 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from rescheduler.cluster.cluster_view import ClusterView
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
-from rescheduler.routing.policy import RoutingPolicy
+from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["GuardedPolicy"]
+__all__ = ["GuardedPolicy", "PrefillBudgets", "crowded_view", "deployed_policy", "guarded_view"]
+
 
 logger = logging.getLogger("headway.serve")
 
@@ -66,3 +78,175 @@ class GuardedPolicy:
         self.decided_by = self._fallback.name
         targets: list[int] = self._fallback.assign(view).instance.tolist()
         return targets
+
+
+def deployed_policy(deployment: Deployment) -> RoutingPolicy:
+    """Create the routing policy.
+
+    Raises:
+        DeploymentError: unknown policy, or one whose forecasts or budgets no instance publishes.
+    """
+    try:
+        policy = create_policy(**deployment.routing)
+        if deployment.routing.get("solver") == "exact":
+            raise ValueError("solver: exact may take seconds, for which every stream would wait")
+        policy.refuse_other_cluster(len(deployment.decode))
+    except ValueError as error:
+        raise DeploymentError(f"routing: {error}") from error
+    if policy.needs_budget and deployment.prefill:
+        raise DeploymentError(
+            f"routing.name: {policy.name} chooses between engines that prefill and decode; here "
+            f"{deployment.prefill[0].name} prefills for the others"
+        )
+    if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
+        raise DeploymentError(
+            f"routing.name: {policy.name} requires the prefill budget of every instance, "
+            "and some have no telemetry"
+        )
+    if policy.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
+        raise DeploymentError(
+            f"routing.name: {policy.name} requires forecasts, and no decode instance has telemetry"
+        )
+    return policy
+
+
+_MOST_SENT = 1024
+"""Prompts that may have been sent to an engine since its last report."""
+
+
+class PrefillBudgets:
+    """The engines' prefill budgets, less the prompts that an engine's report cannot know of.
+
+    Those are the prompts sent to it since its last report, and those that were still on their way
+    when it came. An engine reckons its budget with its first step. Until then it counts as having
+    as much as the one that has most.
+
+    Source: FairBatching (Lyu et al. 2025), §3.4.
+
+    Args:
+        telemetry: of the engines.
+    """
+
+    def __init__(self, telemetry: TelemetrySubscriber) -> None:
+        self._telemetry = telemetry
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._sent: dict[str, dict[Placeable, int]] = {}
+
+    def left(self, instances: Sequence[InstanceState]) -> npt.NDArray[np.float64]:
+        """Return the budgets of some instances now, [G], in tokens."""
+        budget: dict[str, float] = {}
+        with self._telemetry.lock:
+            for key, view in self._telemetry.view.instances.items():
+                snapshot = view.epoch, view.snapshot_seq
+                if self._seen.get(key.name) != snapshot:
+                    self._seen[key.name] = snapshot
+                    sent = self._sent.get(key.name, {})
+                    self._sent[key.name] = {
+                        request: tokens for request, tokens in sent.items() if request.on_its_way
+                    }
+                if view.gauges.prefill_budget is not None:
+                    budget[key.name] = view.gauges.prefill_budget
+        most = max(budget.values(), default=0.0)
+        return np.array(
+            [
+                budget.get(one.name, most) - sum(self._sent.get(one.name, {}).values())
+                for one in instances
+            ]
+        )
+
+    def spend(self, instance: InstanceState, request: Placeable) -> None:
+        """Count the prompt of a request that is being sent to an instance."""
+        sent = self._sent.setdefault(instance.name, {})
+        sent[request] = request.prompt_tokens
+        if len(sent) > _MOST_SENT:  # it reports nothing
+            del sent[next(iter(sent))]
+
+
+def guarded_view(
+    purpose: Literal["placing", "planning", "page"],
+    placements: PlacedRequests[Counted],
+    instances: Sequence[InstanceState],
+    waiting: Sequence[Placeable],
+    forecasts: LiveForecasts | None,
+    now: float,
+    step_seconds: float,
+    dispatched: int = 0,
+    budgets: PrefillBudgets | None = None,
+) -> tuple[list[InstanceState], ClusterView]:
+    """Return the instances that can be viewed, and the view of them.
+
+    An instance of which no view can be built by itself, whatever it says of itself, is left out
+    and noted. If the view of all others still fails, it is built without forecasts and budgets.
+
+    Args:
+        purpose: what the view is for.
+        placements: as for `cluster_view`, like all that follow but the budgets.
+        instances: that requests may go to.
+        waiting: requests that wait for one of them.
+        forecasts: of remaining lengths, if they are needed.
+        now: seconds.
+        step_seconds: of a decode step.
+        dispatched: requests placed so far.
+        budgets: of prompts that can be computed in time, if they are needed.
+    """
+
+    def view(
+        shown: Sequence[InstanceState],
+        waiting: Sequence[Placeable],
+        forecasts: LiveForecasts | None = forecasts,
+        budgets: PrefillBudgets | None = budgets,
+    ) -> ClusterView:
+        left = None if budgets is None else budgets.left(shown)
+        return cluster_view(
+            placements, shown, waiting, forecasts, now, step_seconds, dispatched, left
+        )
+
+    try:
+        return list(instances), view(instances, waiting)
+    except Exception as error:
+        failure = error
+    shown = []
+    for instance in instances:
+        try:
+            view([instance], [])
+        except Exception as error:
+            instance.leave_out(purpose, error)
+        else:
+            shown.append(instance)
+    if len(shown) < len(instances):
+        try:
+            return shown, view(shown, waiting)
+        except Exception as error:
+            failure = error
+    logger.debug("%s without forecasts and budgets", purpose, exc_info=failure)
+    return shown, view(shown, waiting, None, None)
+
+
+_RUNNING, _WAITING = 4, 2
+
+
+def crowded_view(n_instances: int = 2) -> ClusterView:
+    """Return instances of which one has all requests, so that planners have much to move."""
+    none = np.zeros(n_instances, dtype=np.int64)
+    running, waiting = np.full(_RUNNING, 100), np.full(_WAITING, 100)
+    return ClusterView(
+        slots=none + 2 * _RUNNING,
+        kv_capacity=none + UNLIMITED,
+        queued=none,
+        instance=np.zeros(_RUNNING, dtype=np.int64),
+        prompt_tokens=running,
+        generated_tokens=running,
+        forecast=_forecast(_RUNNING),
+        waiting_prompt_tokens=waiting,
+        waiting_generated_tokens=waiting,
+        waiting_forecast=_forecast(_WAITING),
+        waited_steps=np.zeros(_WAITING, dtype=np.int64),
+        prefill_budget=np.zeros(n_instances),
+    )
+
+
+def _forecast(n: int) -> SurvivalForecast:
+    """Return curves of requests that have a hundred thousand tokens to go, in the mean."""
+    edges = np.array([0.0, 1e3, 1e6])
+    survival = np.tile(np.exp(-edges / 1e5), (n, 1))
+    return SurvivalForecast.new(edges, survival, np.full(n, np.inf))

@@ -1,15 +1,93 @@
 """What the proxy knows of one instance."""
 
+import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
 
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.placement.circuit_breaker import CircuitBreaker
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
 
-__all__ = ["InstanceState"]
+__all__ = ["BreakerState", "CircuitBreaker", "Ejections", "InstanceState"]
+
+
+_LONGEST = 16  # times the first wait
+
+
+class BreakerState(Enum):
+    """Whether an instance is in service."""
+
+    CLOSED = "closed"
+    """It is."""
+    OPEN = "open"
+    """It is not, and is left alone."""
+    HALF_OPEN = "half_open"
+    """It is not, and is being probed."""
+
+
+class CircuitBreaker:
+    """Takes an instance out of service after failures in a row, and back after a probe.
+
+    Requests go to an instance whose breaker is closed. Some failures in a row open it, or a
+    single one that leaves no doubt. After a while one probe is due (half open): if it succeeds
+    the breaker closes, if not it opens for twice as long, up to 16 times the first wait.
+
+    Nothing here has a clock: the caller says what time it is, in seconds.
+
+    Args:
+        failures: in a row that open it.
+        seconds: until the first probe.
+    """
+
+    def __init__(self, failures: int, seconds: float) -> None:
+        self.state = BreakerState.CLOSED
+        self._limit, self._seconds = failures, seconds
+        self._failures = 0
+        self._wait = seconds
+        self._opened = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests may go there."""
+        return self.state is BreakerState.CLOSED
+
+    def succeeded(self) -> None:
+        """Note an answer."""
+        self.state = BreakerState.CLOSED
+        self._failures, self._wait = 0, self._seconds
+
+    def failed(self, now: float, certain: bool = False) -> bool:
+        """Note a failure; return whether it took the instance out of service.
+
+        Args:
+            now: seconds.
+            certain: nothing listens there, so that one failure is enough.
+        """
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._wait = min(2 * self._wait, _LONGEST * self._seconds)
+        elif self.state is BreakerState.OPEN or not (certain or self._failures >= self._limit):
+            return False
+        was_closed = self.closed
+        self.state, self._opened = BreakerState.OPEN, now
+        return was_closed
+
+    def probe_due(self, now: float) -> bool:
+        """Return whether to probe now; from then on it is half open."""
+        if self.state is BreakerState.OPEN and now - self._opened >= self._wait:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return False
+
+    def seconds_to_probe(self, now: float) -> float:
+        """Return how long until the next probe, 0 if it is due or the instance is in service."""
+        if self.state is not BreakerState.OPEN:
+            return 0.0
+        return max(0.0, self._opened + self._wait - now)
+
 
 logger = logging.getLogger("headway.serve")
 
@@ -70,3 +148,38 @@ class InstanceState:
                 error,
             )
         self.left_out[purpose] += 1
+
+
+class Ejections:
+    """Counts failures against instances.
+
+    Whatever requests see, at least half of the instances of a role stay in service: where all of
+    them fail, the cause is seldom the instances. A refused connection takes any instance out.
+
+    Source: the design follows Envoy's outlier detection (``max_ejection_percent``).
+
+    Args:
+        instances: all.
+    """
+
+    def __init__(self, instances: Sequence[InstanceState]) -> None:
+        self._instances = instances
+
+    def count(self, instance: InstanceState, certain: bool) -> None:
+        """Count a failure.
+
+        Args:
+            instance: that has failed.
+            certain: nothing listens there, so that one failure is enough.
+        """
+        if not (certain or self._may_leave(instance)):
+            return
+        now = asyncio.get_running_loop().time()
+        if instance.breaker.failed(now, certain):
+            logger.warning("%s: out of service", instance.name)
+
+    def _may_leave(self, instance: InstanceState) -> bool:
+        """Return whether half of the instances of its role would stay in service without it."""
+        peers = [one for one in self._instances if one.instance.role == instance.instance.role]
+        out = sum(not one.breaker.closed for one in peers if one is not instance)
+        return 2 * (out + 1) <= len(peers)

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.openai_stream import StreamSplicer
-from rescheduler.placement.decision import Decision
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Decision, Placements
 from rescheduler.placement.request_state import (
     Copying,
     Decoding,

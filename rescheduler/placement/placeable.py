@@ -1,13 +1,70 @@
 """What placing and moving need to know of a request, whichever process carries its stream."""
 
-from collections.abc import Collection
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from rescheduler.placement.decision import Decision
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.move_outcome import MoveOutcome
+from rescheduler.tracing.span import Attribute
 
-__all__ = ["Counted", "Mover", "Placeable", "PlacedRequests", "R"]
+__all__ = [
+    "Counted",
+    "Decision",
+    "MoveOutcome",
+    "Mover",
+    "Placeable",
+    "PlacedRequests",
+    "Placements",
+    "R",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision about requests that waited.
+
+    Attributes:
+        policy: name of the routing policy that decided.
+        instances: that it chose from.
+        view: that it decided on.
+        began: nanoseconds since 1970.
+        ended: nanoseconds since 1970.
+    """
+
+    policy: str
+    instances: Sequence[InstanceState]
+    view: ClusterView
+    began: int
+    ended: int
+
+    def attributes(self) -> dict[str, Attribute]:
+        """Return what a trace says of it; lists are by instance."""
+        capacity = self.view.kv_capacity
+        known = bool((capacity < UNLIMITED).all())
+        budget = self.view.prefill_budget
+        return {
+            "policy": self.policy,
+            "waiting": self.view.n_waiting,
+            "instances": [instance.name for instance in self.instances],
+            "requests": self.view.running.tolist(),
+            "kv_tokens": self.view.kv_load.tolist(),
+            "kv_capacity_tokens": capacity.tolist() if known else None,
+            "prefill_budget_tokens": budget.tolist() if budget is not None else None,
+        }
+
+
+class MoveOutcome(NamedTuple):
+    """How a move ended, well or not.
+
+    Attributes:
+        outcome: ``moved``, or why the request stays; `docs/serve.md` lists them.
+        pause: seconds from the last token at the source to the first at the target; None if it
+            did not move.
+    """
+
+    outcome: str
+    pause: float | None = None
 
 
 class Counted(Protocol):
@@ -124,3 +181,32 @@ class Mover(Protocol[_Moved]):
 
     async def move(self, request: _Moved, target: InstanceState, why: str) -> MoveOutcome:
         """Move a request; return how that ended once it runs at its target, or stays."""
+
+
+Held = TypeVar("Held", bound=Hashable)
+
+
+class Placements(Generic[Held]):
+    """The requests on each instance; a request is on one instance at most.
+
+    Requests keep this up to date themselves, with each change of their state.
+    """
+
+    def __init__(self) -> None:
+        self._on: dict[InstanceState, dict[Held, None]] = {}
+        self._at: dict[Held, InstanceState] = {}
+
+    def on(self, instance: InstanceState) -> Collection[Held]:
+        """Return the requests on an instance, in the order in which they came."""
+        return self._on.get(instance, {}).keys()
+
+    def put(self, request: Held, instance: InstanceState | None) -> None:
+        """Note where a request is now; None: on no instance."""
+        before = self._at.get(request)
+        if before is instance:
+            return
+        if before is not None:
+            del self._on[before][request], self._at[request]
+        if instance is not None:
+            self._at[request] = instance
+            self._on.setdefault(instance, {})[request] = None

@@ -15,7 +15,7 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placer import Placer
 from rescheduler.proxy.client_answer import ClientAnswer
-from rescheduler.proxy.outlier_detection import OutlierDetection
+from rescheduler.proxy.prober import OutlierDetection
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import (
     EngineFullError,

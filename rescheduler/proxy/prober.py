@@ -7,10 +7,13 @@ from collections.abc import Callable
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 
-__all__ = ["Prober"]
+__all__ = ["OutlierDetection", "Prober"]
+
 
 logger = logging.getLogger("headway.serve")
 
@@ -81,3 +84,37 @@ class Prober:
                     logger.warning("%s: %s", instance.name, error)
                 self._said[instance.name] = str(error)
         self._wake()
+
+
+class OutlierDetection:
+    """Notes what requests see of the instances.
+
+    An error that an instance answers may be the request's own fault. It counts only once another
+    instance has served the same request.
+
+    Source: the design follows Envoy's outlier detection (consecutive gateway failures).
+
+    Args:
+        count: counts a failure against an instance; the flag: nothing listens there.
+        metrics: counts the failed calls.
+    """
+
+    def __init__(self, count: Callable[[InstanceState, bool], None], metrics: ProxyMetrics) -> None:
+        self._count, self._metrics = count, metrics
+
+    def failed(self, request: LiveRequest, instance: InstanceState, error: UpstreamError) -> None:
+        """Note that an instance failed a request."""
+        self._metrics.failures.labels(instance.name).inc()
+        logger.warning("request %s: %s", request.id, error)
+        if error.answered:
+            request.failed_by.append(instance)
+        else:
+            self._count(instance, error.unsent)
+
+    def succeeded(self, request: LiveRequest, instance: InstanceState) -> None:
+        """Note that an instance serves a request; those that answered it with an error failed."""
+        instance.breaker.succeeded()
+        for other in request.failed_by:
+            if other is not instance:
+                self._count(other, False)
+        request.failed_by.clear()

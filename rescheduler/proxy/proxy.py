@@ -17,19 +17,15 @@ from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.placement.placer import Placer
-from rescheduler.proxy.engine_key import engine_key
-from rescheduler.proxy.loop_monitor import watch_loop
-from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.move_history import EndedMove
-from rescheduler.proxy.outlier_detection import OutlierDetection
+from rescheduler.proxy.migrator import EndedMove, Migrator
 from rescheduler.proxy.pass_through import PassThrough
-from rescheduler.proxy.planning import Planning
-from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.proxy.planner_loop import Planning
+from rescheduler.proxy.prober import OutlierDetection, Prober
+from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
 from rescheduler.proxy.request_flow import RequestFlow
-from rescheduler.proxy.upstream import Upstream
+from rescheduler.proxy.upstream import Upstream, engine_key
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.tracing.create_tracer import create_tracer
 from rescheduler.tracing.request_attributes import end_request

@@ -1,6 +1,7 @@
 """What the proxy counts and measures, for Prometheus."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,10 +10,11 @@ from prometheus_client.registry import Collector
 
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.placement.placer import Placer
 
-__all__ = ["ProxyMetrics"]
+__all__ = ["ProxyMetrics", "watch_loop"]
+
 
 _INSTANCE = "instance_name"  # `instance` is Prometheus' own name of what it scrapes
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -193,3 +195,18 @@ class ProxyMetrics(Collector):
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+_SECONDS = 0.02
+
+
+async def watch_loop(metrics: ProxyMetrics) -> None:
+    """Measure, forever, how late the loop runs what is due, and how long it computes at a stretch.
+
+    The first also counts other programs on the same cores, the second the loop's thread alone.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due, computed = loop.time() + _SECONDS, time.thread_time()
+        await asyncio.sleep(_SECONDS)
+        metrics.loop_late(loop.time() - due, time.thread_time() - computed)

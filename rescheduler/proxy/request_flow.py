@@ -15,7 +15,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placer import Placer
 from rescheduler.placement.request_state import Kept, Landing, Returned, Waiting
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.outlier_detection import OutlierDetection
+from rescheduler.proxy.prober import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
 from rescheduler.proxy.upstream import (

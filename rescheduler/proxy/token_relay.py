@@ -14,7 +14,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placer import Placer
 from rescheduler.placement.request_state import Frozen, Kept, Unanswered
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.outlier_detection import OutlierDetection
+from rescheduler.proxy.prober import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.upstream import UpstreamError, reported_error
 from rescheduler.tracing.span import Span

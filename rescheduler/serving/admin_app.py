@@ -1,23 +1,81 @@
 """The endpoints for operators: instances, draining, and the page."""
 
-from collections.abc import Mapping
+import hmac
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Generic
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.openai.openai_request import RequestRefusedError, error_body
 from rescheduler.page.page_files import PageFiles
 from rescheduler.page.page_stream import PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import PlacedRequests, R
-from rescheduler.proxy.drainer import Drainer
-from rescheduler.serving.http_errors import answer_errors
-from rescheduler.serving.token_check import token_check
+from rescheduler.proxy.planner_loop import Drainer
+from rescheduler.serving.addresses import cannot_listen, url_of
+from rescheduler.serving.admin_client import admin_token_place, create_admin_token
+from rescheduler.serving.connection import operators_server
 
-__all__ = ["Operated", "admin_app"]
+__all__ = ["AdminListener", "Operated", "admin_app", "answer_errors", "token_check"]
+
+
+_Open = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def token_check(token: str, open_to_all: _Open | None = None) -> Middleware:
+    """Return what refuses requests that lack the token.
+
+    Args:
+        token: given as ``Authorization: Bearer``, and never in an address.
+        open_to_all: the endpoint that needs none, if there is one.
+    """
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        is_open = open_to_all is not None and request.match_info.handler == open_to_all
+        if not is_open and not hmac.compare_digest(given, expected):
+            raise RequestRefusedError(401, "the proxy's admin token is required")
+        return await handler(request)
+
+    return check_token
+
+
+logger = logging.getLogger("headway.serve")
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a refusal, a wrong path and a failure of our own."""
+    try:
+        return await handler(request)
+    except RequestRefusedError as error:
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        return _document(error.status, error.body, headers)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {error.reason}"
+        allowed = {key: error.headers[key] for key in ("Allow",) if key in error.headers}
+        return _document(error.status, error_body(error.status, message), allowed)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _document(500, error_body(500, "the proxy failed; see its log"), {})
+
+
+def _document(status: int, body: bytes, headers: dict[str, str]) -> web.Response:
+    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
 
 @dataclass(frozen=True)
@@ -109,3 +167,69 @@ class _Endpoints(Generic[R]):
 
 def _json(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+_HOST = "127.0.0.1"
+
+
+class AdminListener(Generic[R]):
+    """Answers the operator on this machine.
+
+    Args:
+        operated: what is operated.
+        port: 0 takes a free one.
+        token: that the operator has to know; empty: one is created.
+        feed: what the page shows; None: there is no page.
+
+    Attributes:
+        url: for the operator.
+        token: that the operator has to know.
+    """
+
+    def __init__(
+        self,
+        operated: Operated[R],
+        port: int,
+        token: str = "",
+        feed: SnapshotFeed | None = None,
+    ) -> None:
+        self.url, self.token = "", token
+        self._operated, self._port, self._feed = operated, port, feed
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            DeploymentError: the port is in use, or there is no place for the operator's token.
+        """
+        try:
+            listening = socket.create_server((_HOST, self._port))
+        except OSError as error:
+            raise cannot_listen("proxy.admin_port", _HOST, self._port, error) from error
+        port = listening.getsockname()[1]
+        try:
+            self.token = self.token or create_admin_token(port)
+        except OSError as error:
+            listening.close()
+            raise DeploymentError(f"the admin token cannot be kept: {error}") from error
+        app = admin_app(self._operated, self.token, self._feed)
+        await self._stack.enter_async_context(operators_server(app, sock=listening))
+        self.url = url_of(_HOST, port)
+
+    @property
+    def page_url(self) -> str:
+        """Address of the page; what follows the # stays in the browser."""
+        return f"{self.url}/ui#token={quote(self.token, safe='')}"
+
+    @property
+    def where_to_see(self) -> str:
+        """Where the page is; with the token on a terminal only, since others keep logs."""
+        if sys.stdout is not None and sys.stdout.isatty():
+            return f"see it live: {self.page_url}"
+        place = admin_token_place(int(self.url.rpartition(":")[2]))
+        return f"see it live: {self.url}/ui (its token: {place})"
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._stack.aclose()

@@ -1,16 +1,78 @@
 """What an operator asks a proxy or a coordinator on this machine."""
 
 import json
+import os
+import secrets
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from rescheduler.serving.admin_token import TOKEN_VARIABLE, admin_token
+from data_collection.text_file import read_text
+from rescheduler.engines.deployment import Deployment
 
-__all__ = ["Listed", "drain_instance", "listed_instances", "undrain_instance"]
+__all__ = [
+    "TOKEN_VARIABLE",
+    "Listed",
+    "admin_token",
+    "admin_token_place",
+    "create_admin_token",
+    "drain",
+    "drain_instance",
+    "listed_instances",
+    "undrain_instance",
+]
+
+
+TOKEN_VARIABLE = "HEADWAY_ADMIN_TOKEN"
+_FOLDER = Path(".cache") / "headway"
+
+
+def admin_token(port: int) -> str | None:
+    """Return the token of the proxy on this machine whose admin listener has a port.
+
+    Returns:
+        What `TOKEN_VARIABLE` says, or what the proxy wrote for its own user; None: neither.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
+    try:
+        return read_text(_path(port)).strip() or None
+    except ValueError:
+        return None
+
+
+def create_admin_token(port: int) -> str:
+    """Return `TOKEN_VARIABLE`, or a new token, written where only this user can read it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
+    token = secrets.token_urlsafe(32)
+    path = _path(port)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # with whatever permissions it had
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def admin_token_place(port: int) -> str:
+    """Return in words where the operator finds the token of the proxy of this process."""
+    return TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else str(_path(port))
+
+
+def _path(port: int) -> Path:
+    return Path.home() / _FOLDER / f"admin-{port}.token"
+
 
 Answer = TypeVar("Answer")
 
@@ -84,3 +146,50 @@ def _ask(url: str, method: str, kind: type[Answer]) -> Answer:
             f"{url}: no answer: {error}; does `headway serve` run on this machine, or "
             "`headway coordinator` if the deployment has one?"
         ) from error
+
+
+_URL = "http://127.0.0.1:8001"
+_SECONDS = 0.5
+
+
+def drain(
+    instance: str,
+    config: Deployment | None = None,
+    url: str | None = None,
+    undo: bool = False,
+) -> None:
+    """Move all requests away from an instance, so that it can be stopped or upgraded.
+
+    It receives no new requests until --undo. Shows how many are left; Ctrl-C stops the display,
+    not the draining.
+
+    Args:
+        instance: its name in the deployment.
+        config: the deployment, for the admin port of its proxy, or of its coordinator if it has
+            one: on their machine.
+        url: the admin address, in place of --config; http://127.0.0.1:8001 when neither
+            is given. Its token is that of HEADWAY_ADMIN_TOKEN, or the one that `headway serve`, or
+            the coordinator, wrote for its own user on this machine.
+        undo: let the instance receive requests again.
+
+    Raises:
+        ValueError: both the deployment and the address are given.
+        RuntimeError: the proxy does not answer, or does not know the instance.
+    """
+    if config is not None and url is not None:
+        raise ValueError("give --config or --url, not both")
+    base = config.admin_url if config else (url or _URL).rstrip("/")
+    if undo:
+        undrain_instance(base, instance)
+        print(f"{instance} receives requests again")
+        return
+    state = drain_instance(base, instance)
+    shown = None
+    while state.requests:
+        left = (state.requests, state.movable)
+        if left != shown:
+            print(f"{instance}: {left[0]} requests left, {left[1]} of them movable", flush=True)
+            shown = left
+        time.sleep(_SECONDS)
+        state = next((one for one in listed_instances(base) if one.name == instance), state)
+    print(f"{instance} is empty: stop it, or put it back with `headway drain {instance} --undo`")

@@ -11,8 +11,7 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.addresses import cannot_listen, url_of
-from rescheduler.serving.admin_app import Operated
-from rescheduler.serving.admin_listener import AdminListener
+from rescheduler.serving.admin_app import AdminListener, Operated
 from rescheduler.serving.connection import CLEANUP_SECONDS, connections
 from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 

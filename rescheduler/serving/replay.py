@@ -6,12 +6,64 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from rescheduler.commands.event_loop import end_when_asked, run_server
-from rescheduler.page.log_reader import Log, read_log
-from rescheduler.serving.connection import operators_server
-from rescheduler.serving.replay_app import replay_app
+import msgspec
+from aiohttp import web
 
-__all__ = ["replay"]
+from rescheduler.commands.event_loop import end_when_asked, run_server
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.page.log_reader import Log, read_log
+from rescheduler.page.page_files import PageFiles
+from rescheduler.serving.admin_app import answer_errors, token_check
+from rescheduler.serving.connection import operators_server
+
+__all__ = ["replay", "replay_app"]
+
+
+def replay_app(logs: Sequence[Log], token: str) -> web.Application:
+    """Return the application.
+
+    Args:
+        logs: that are shown beside each other.
+        token: as of `admin_app`.
+    """
+    endpoints, page = _Endpoints(logs), PageFiles()
+    app = web.Application(middlewares=[answer_errors, token_check(token, page.answer)])
+    app.add_routes(
+        [
+            *page.routes,
+            web.get("/admin/page", endpoints.page),
+            web.get(r"/admin/snapshots/{log:\d{1,9}}/{number:\d{1,9}}", endpoints.snapshot),
+        ]
+    )
+    return app
+
+
+class _Endpoints:
+    def __init__(self, logs: Sequence[Log]) -> None:
+        self._logs = logs
+
+    async def page(self, http: web.Request) -> web.Response:
+        """Return what the page is to show."""
+        del http
+        logs = [
+            {"name": log.path.name, "about": log.about, "times": log.times} for log in self._logs
+        ]
+        shown = msgspec.json.encode({"shows": "replay", "logs": logs})
+        return web.Response(body=shown, content_type="application/json")
+
+    async def snapshot(self, http: web.Request) -> web.Response:
+        """Return a snapshot of a log, as the log has it."""
+        try:
+            log = self._logs[int(http.match_info["log"])]
+            packed = log.packed(int(http.match_info["number"]))
+        except IndexError as error:
+            raise RequestRefusedError(404, "no such snapshot") from error
+        return web.Response(
+            body=packed,
+            headers={"Content-Encoding": "gzip", "Cache-Control": "no-store"},
+            content_type="application/json",
+        )
+
 
 _HOST = "127.0.0.1"
 

@@ -9,8 +9,7 @@ from aiohttp.test_utils import TestServer
 from rescheduler.page.page_files import PageFiles
 from rescheduler.page.page_stream import PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed, Source
-from rescheduler.serving.http_errors import answer_errors
-from rescheduler.serving.token_check import token_check
+from rescheduler.serving.admin_app import answer_errors, token_check
 
 __all__ = ["TOKEN", "page_app", "page_served"]
 

@@ -17,8 +17,7 @@ from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.admin_app import Operated
-from rescheduler.serving.admin_listener import AdminListener
+from rescheduler.serving.admin_app import AdminListener, Operated
 from rescheduler.serving.listeners import Listeners
 
 __all__ = ["Coordinated", "coordinated_cluster"]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_server import PickerServer
+from rescheduler.gateway.picker_command import PickerServer
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["Gateway", "documented_envoy", "gateway", "running_envoy"]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from rescheduler.engines.deployment import Deployment
 from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
 from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_server import PickerServer
+from rescheduler.gateway.picker_command import PickerServer
 
 __all__ = ["Asked", "asked_picker", "request_head", "said"]
 

@@ -20,7 +20,7 @@ from running_deployment import RunningDeployment
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.event_stream import read_events
-from rescheduler.serving.admin_token import admin_token
+from rescheduler.serving.admin_client import admin_token
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = [

@@ -5,12 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.limits import MOST, MOST_REQUESTS
-from rescheduler.coordination.messages import TOPIC, CoordinationError, Load, decode_load, encode
+from rescheduler.coordination.messages import (
+    MOST,
+    MOST_REQUESTS,
+    TOPIC,
+    CoordinationError,
+    Load,
+    decode_load,
+    encode,
+)
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.transfer.control_messages import EngineState
 
 LOST = 10.0

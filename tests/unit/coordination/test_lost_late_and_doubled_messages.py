@@ -15,12 +15,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.link import Link
+from rescheduler.coordination.coordinated_planning import WatchedPlacements
+from rescheduler.coordination.link import FAR, Link
 from rescheduler.coordination.messages import CoordinationError, Notice, Report
-from rescheduler.coordination.numbering import FAR
 from rescheduler.coordination.placer import CoordinatedPlacer
 from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordination.watched_placements import WatchedPlacements
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
@@ -30,8 +29,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_r
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.move_outcome import MoveOutcome
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import MoveOutcome, Placements
 from rescheduler.placement.request_state import (
     Copying,
     Decoding,

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rescheduler.coordination.limits import MOST
 from rescheduler.coordination.messages import (
+    MOST,
     TOPIC,
     Answer,
     CoordinationError,

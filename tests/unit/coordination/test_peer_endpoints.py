@@ -2,7 +2,7 @@
 
 import pytest
 
-from rescheduler.coordination.peer_endpoints import PeerEndpointError, checked_endpoint
+from rescheduler.coordination.peer_sockets import PeerEndpointError, checked_endpoint
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.coordination.limits import MOST_FAILURES, MOST_REQUESTS
+from rescheduler.coordination.coordinated_planning import WatchedPlacements
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
+    MOST_FAILURES,
+    MOST_REQUESTS,
     Answer,
     CoordinationError,
     Load,
@@ -20,7 +22,6 @@ from rescheduler.coordination.messages import (
     decode_report,
     encode,
 )
-from rescheduler.coordination.watched_placements import WatchedPlacements
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.instance_state import InstanceState

@@ -11,9 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.limits import MOST, MOST_REQUESTS, MOST_TOKENS
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
+    MOST,
+    MOST_REQUESTS,
+    MOST_TOKENS,
     TOPIC,
     Answer,
     CoordinationError,
@@ -42,7 +44,7 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.jsq_load import JSQLoad
 
 OPTIONS = ProxyOptions(pool=8, ahead=4, prefill_concurrency=2)

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
-from rescheduler.gateway import event_stream
-from rescheduler.gateway.answers import body_answers, refusal, routed, unchanged
-from rescheduler.gateway.endpoints import Endpoints
-from rescheduler.gateway.event_stream import EventStream
-from rescheduler.gateway.events import Body, Head, ProtocolError, Trailers, read_event
-from rescheduler.gateway.messages import ProcessingRequest, ProcessingResponse
+from rescheduler.gateway import engine_answer
+from rescheduler.gateway.engine_answer import EventStream, TokenCount
+from rescheduler.gateway.exchange import body_answers, refusal, routed, unchanged
+from rescheduler.gateway.messages import (
+    Body,
+    Head,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolError,
+    Trailers,
+    read_event,
+)
 from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.token_count import TokenCount
+from rescheduler.gateway.running_requests import Endpoints
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 
@@ -242,8 +248,8 @@ class CountingPattern:
 
 
 def test_a_stream_in_small_packets_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = CountingPattern(event_stream._BLANK_LINE)
-    monkeypatch.setattr(event_stream, "_BLANK_LINE", counting)
+    counting = CountingPattern(engine_answer._BLANK_LINE)
+    monkeypatch.setattr(engine_answer, "_BLANK_LINE", counting)
     stream, size = EventStream(), 20_000
     for _ in range(size):
         assert stream.feed(b"x") == []

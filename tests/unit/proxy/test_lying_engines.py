@@ -20,11 +20,11 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.guarded_policy import PrefillBudgets
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
-from rescheduler.placement.prefill_budgets import PrefillBudgets
+from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView

@@ -16,8 +16,15 @@ from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 
 from rescheduler.coordination.coordinated_planning import instances_digest
-from rescheduler.coordination.limits import MOST_REQUESTS
-from rescheduler.coordination.messages import Failure, Notice, Record, Report, decode_notice, encode
+from rescheduler.coordination.messages import (
+    MOST_REQUESTS,
+    Failure,
+    Notice,
+    Record,
+    Report,
+    decode_notice,
+    encode,
+)
 
 SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
 LONG = {"prompt": "Tell me of a river", "max_tokens": 400}

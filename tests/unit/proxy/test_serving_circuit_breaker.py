@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.placement.circuit_breaker import BreakerState, CircuitBreaker
+from rescheduler.placement.instance_state import BreakerState, CircuitBreaker
 
 
 def test_failures_in_a_row_take_an_instance_out_of_service() -> None:

@@ -18,7 +18,7 @@ from chosen_ports import free_port
 
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import read_deployment
-from rescheduler.serving.admin_token import TOKEN_VARIABLE
+from rescheduler.serving.admin_client import TOKEN_VARIABLE
 
 DEPLOYMENT = """\
 model: smollm2

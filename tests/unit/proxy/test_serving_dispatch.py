@@ -17,7 +17,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing import JSQ, Needs, RoutingPolicy
 

@@ -22,8 +22,7 @@ from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
-from rescheduler.placement.guarded_policy import GuardedPolicy
-from rescheduler.placement.warm_up import crowded_view
+from rescheduler.placement.guarded_policy import GuardedPolicy, crowded_view
 from rescheduler.proxy import upstream
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing.policy import create_policy

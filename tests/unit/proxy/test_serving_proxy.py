@@ -11,7 +11,7 @@ from scripted_cluster import PROMPT, cluster, text_of, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
-from rescheduler.placement.move_outcome import MoveOutcome
+from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import Copying
 
 

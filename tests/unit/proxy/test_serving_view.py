@@ -29,12 +29,11 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.cluster_state import cluster_view
+from rescheduler.placement.guarded_policy import PrefillBudgets, crowded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
-from rescheduler.placement.prefill_budgets import PrefillBudgets
-from rescheduler.placement.warm_up import crowded_view
+from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView

@@ -17,7 +17,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placements import Placements
+from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.jsq import JSQ
 from rescheduler.routing.policy import RoutingPolicy
 from rescheduler.tracing.otlp_tracer import OtlpTracer
