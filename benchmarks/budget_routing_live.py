@@ -41,9 +41,8 @@ from benchmarks.support.fairbatching_figures import print_tables, summarised
 from benchmarks.support.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
 REPLICAS = 2
 ROUTERS = ("round_robin", "jsq", "jsq_load", "pab")

@@ -39,15 +39,13 @@ from benchmarks.support.live_runs import completed
 from benchmarks.support.report import arguments, report
 from data_collection.atomic_file import write_text_atomically
 from data_collection.models import resolve_model
-from rescheduler.commands.interrupts import ending_signals_raised
+from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import EngineOptions
-from rescheduler.engines.engine_command import lone_engine_command
-from rescheduler.engines.launch_checks import check_versions, cpu_interpreter
+from rescheduler.engines.engine_command import check_versions, cpu_interpreter, lone_engine_command
+from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.engines.launch_progress import LaunchProgress
-from rescheduler.engines.server_group import ServerGroup
+from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.profiling.profile_command import profile as measure_profile
 from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace

@@ -45,9 +45,8 @@ from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.engine_command import IN_PROCESS
-from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
 ENGINE = EngineOptions(
     dtype="float32",

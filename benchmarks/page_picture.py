@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rescheduler.page.log_reader import Log, read_log
+from rescheduler.page.snapshot_log import Log, read_log
 from rescheduler.serving.replay import replay_app
 
 _TOKEN = "of-this-picture"

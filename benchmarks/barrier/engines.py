@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from benchmarks.support.moe_model import write_moe_model
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
-from rescheduler.engines.launch_engines import Launched, launched
+from rescheduler.engines.launch_engines import Launched, LaunchProgress, launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
 __all__ = ["ENGINE", "Engines", "Kind", "running"]
 

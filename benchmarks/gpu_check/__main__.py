@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.gpu_check.parts import PARTS, Outcome, run_part
 from benchmarks.support.report import arguments, write_report
-from rescheduler.commands.interrupts import ending_signals_raised
+from rescheduler.commands.event_loop import ending_signals_raised
 
 
 def main() -> int:

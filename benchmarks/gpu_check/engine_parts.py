@@ -287,12 +287,12 @@ def _serve(engine: Any, look: Callable[[], None]) -> dict[str, list[int]]:
 
 def _write_profile(vllm_config: Any, path: Path) -> None:
     """Write a profile of this engine with rough times, which it corrects as it runs."""
-    from rescheduler.step_time.engine_description import describe_engine
     from rescheduler.step_time.profile import (
         BatchTime,
         FitQuality,
         Gradients,
         Profile,
+        describe_engine,
         write_profile,
     )
 

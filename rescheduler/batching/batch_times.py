@@ -3,7 +3,7 @@
 from rescheduler.batching.batch_formation import DECODE_FIRST, FORMATIONS, BatchRules
 from rescheduler.batching.batching_config import BatchingConfig
 from rescheduler.batching.step_clock import MeasuredStep
-from rescheduler.step_time.online_fit import Recalibration
+from rescheduler.step_time.fit import Recalibration
 from rescheduler.step_time.profile import BatchTime
 
 __all__ = ["BatchTimes"]

@@ -50,8 +50,7 @@ from rescheduler.batching.vllm_adapter import (
     room,
     step_tokens,
 )
-from rescheduler.step_time.engine_description import describe_engine
-from rescheduler.step_time.profile import load_profile
+from rescheduler.step_time.profile import describe_engine, load_profile
 from rescheduler.step_time.step_log import StepLog
 
 __all__ = ["AsyncFairBatchingScheduler", "FairBatchingScheduler", "SyncFairBatchingScheduler"]

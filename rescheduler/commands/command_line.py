@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from rescheduler.commands.log_format import escaped
-from rescheduler.commands.quiet import quieten, quieten_loggers
+from rescheduler.commands.log_format import escaped, quieten, quieten_loggers
 
 __all__ = ["main"]
 
@@ -98,11 +97,11 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
             "rescheduler.serving.replay:replay", "show a recorded log on a page, or two of them"
         ),
         "drain": _Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
-        "status": _Verb("rescheduler.on_ray.status:status", "show a deployment on a Ray cluster"),
+        "status": _Verb("rescheduler.on_ray.operate:status", "show a deployment on a Ray cluster"),
         "restart": _Verb(
-            "rescheduler.on_ray.restart:restart", "restart its engines, one after another"
+            "rescheduler.on_ray.operate:restart", "restart its engines, one after another"
         ),
-        "stop": _Verb("rescheduler.on_ray.stop:stop", "stop it"),
+        "stop": _Verb("rescheduler.on_ray.operate:stop", "stop it"),
         "watch": _Verb(
             "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"
         ),

@@ -4,10 +4,20 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
-__all__ = ["end_when_asked", "run_server"]
+__all__ = [
+    "end_when_asked",
+    "ending_signals_held",
+    "ending_signals_raised",
+    "held_interrupts",
+    "run_server",
+]
+
 
 logger = logging.getLogger("headway.serve")
 
@@ -46,3 +56,64 @@ def _has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+_ASK_TO_END = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held_interrupts(*others: signal.Signals) -> Iterator[None]:
+    """Defer a Ctrl-C that arrives in a block until the block ends.
+
+    A `KeyboardInterrupt` may be raised between any two Python instructions: while a row group is
+    written, or where numba turns arguments into pointers, which replaces it by a `TypeError`.
+    Only the main thread receives it, so that elsewhere there is nothing to hold, nor where a
+    signal is ignored.
+
+    Args:
+        others: signals that are held likewise.
+    """
+    handlers = {}
+    if current_thread() is main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, *others)}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    held: list[tuple[int, FrameType | None]] = []
+    for number in handlers:
+        signal.signal(number, lambda which, frame: held.append((which, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if held:
+        first, frame = held[0]
+        handlers[signal.Signals(first)](first, frame)
+
+
+@contextmanager
+def ending_signals_held() -> Iterator[None]:
+    """Defer a Ctrl-C, SIGTERM or SIGHUP that arrives in a block until the block ends."""
+    with held_interrupts(*_ASK_TO_END):
+        yield
+
+
+@contextmanager
+def ending_signals_raised() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` also for SIGTERM, and for SIGHUP when the terminal goes away.
+
+    By default they end a process without a chance to stop what it has started. A signal that
+    is ignored, as under ``nohup``, or has a handler is left alone, and so is all where this is
+    not the main thread.
+    """
+    raised = [
+        number
+        for number in _ASK_TO_END
+        if current_thread() is main_thread() and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    try:
+        for number in raised:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number in raised:
+            signal.signal(number, signal.SIG_DFL)

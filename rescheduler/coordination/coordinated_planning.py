@@ -17,7 +17,7 @@ from rescheduler.placement.instance_state import Ejections, InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["CoordinatedPlanning", "WatchedPlacements", "instances_digest"]

@@ -15,8 +15,8 @@ from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session, Shared
 from rescheduler.coordinator.sessions import Reception, Sessions
-from rescheduler.engines.bound_addresses import bound_address
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.launch_engines import bound_address
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import MoveOutcome, Placements

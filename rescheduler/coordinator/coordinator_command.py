@@ -12,9 +12,8 @@ from rescheduler.commands.log_format import log_serving
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.page.log_writer import refuse_log
-from rescheduler.page.recorder import recording
 from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.serving.addresses import cannot_listen
 from rescheduler.serving.admin_app import AdminListener, Operated
 from rescheduler.serving.connection import operators_server

@@ -16,13 +16,11 @@ from rich.text import Text
 
 from rescheduler.demo.demo_figures import Objectives, load_figures
 from rescheduler.demo.demo_load import LoadRequest, ServedRequest
-from rescheduler.demo.demo_moves import Move
-from rescheduler.demo.demo_phase import Phase, running_phase
+from rescheduler.demo.demo_phase import Move, Phase, running_phase
 from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
 from rescheduler.engines.deployment import Deployment, EngineOptions
-from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
 __all__ = ["demo"]
 

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rescheduler.demo.demo_load import ServedRequest
-from rescheduler.demo.demo_moves import Move
-from rescheduler.demo.demo_phase import Phase
+from rescheduler.demo.demo_phase import Move, Phase
 
 __all__ = ["move_line", "screen", "stream_text", "summary_line"]
 

@@ -10,7 +10,7 @@ import yaml
 
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
-from rescheduler.engines.launch_checks import LaunchError, why_port_is_not_free
+from rescheduler.engines.engine_command import LaunchError, why_port_is_not_free
 
 __all__ = ["free_blocks", "free_ports", "local_deployment", "write_deployment"]
 

@@ -17,6 +17,7 @@ from rescheduler.gateway.messages import (
 )
 from rescheduler.gateway.running_requests import Endpoints, RunningRequests
 from rescheduler.openai.body_memory import BodyMemory, KeptBody
+from rescheduler.openai.engine_body import given_name
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -25,7 +26,6 @@ from rescheduler.openai.openai_request import (
     read_forwarded,
     read_request,
 )
-from rescheduler.openai.request_name import given_name
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = [

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from data_collection.models import resolve_model
-from rescheduler.engines.bound_addresses import with_bound_addresses
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.engines.engine_command import engine_command
-from rescheduler.engines.launch_checks import LaunchError, cpu_interpreter
-from rescheduler.engines.launch_engines import Launched, chosen, launched
-from rescheduler.engines.launch_progress import LaunchProgress
+from rescheduler.engines.engine_command import LaunchError, cpu_interpreter, engine_command
+from rescheduler.engines.launch_engines import (
+    Launched,
+    LaunchProgress,
+    chosen,
+    launched,
+    with_bound_addresses,
+)
 from rescheduler.on_ray.launch_on_ray import launch_on_ray
 from rescheduler.on_ray.ray_deployment import RayDeployment
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.learned_router.reward import WORK, RewardRules
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.learned_router.stepping import (

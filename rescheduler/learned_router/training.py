@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from data_collection.atomic_file import replace_file
 from data_collection.versions import source_commit
-from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.learned_router.agent import AgentConfig, DoubleDQN, Episode
 from rescheduler.learned_router.environment import RouterVectorEnvironment, Shaping
 from rescheduler.learned_router.router_config import RouterConfig

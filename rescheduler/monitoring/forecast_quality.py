@@ -1,24 +1,120 @@
 """How good the forecasts of running engines are, from the requests that have ended."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from predictor.forecasts.recalibration import observed_levels, observed_share
-from rescheduler.monitoring.forecast_figures import (
-    AGES,
-    BAND,
-    INTERVALS,
-    MIN_REQUESTS,
-    ForecastFigures,
-)
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
-__all__ = ["ForecastQuality", "ScoredRequest", "score"]
+__all__ = [
+    "AGES",
+    "BAND",
+    "INTERVALS",
+    "MIN_REQUESTS",
+    "ForecastFigures",
+    "ForecastQuality",
+    "LastHour",
+    "ScoredRequest",
+    "score",
+]
+
 
 FloatArray = npt.NDArray[np.float64]
+
+AGES = ("0", "1-127", "128-511", "512+")
+"""Generated tokens when a forecast was made, by which errors are grouped."""
+
+INTERVALS = (50, 80, 90)
+"""Central intervals, in percent, whose coverage is watched."""
+
+BAND = 0.1
+"""How far the coverage of the 80% interval may be off before it is an alarm."""
+
+MIN_REQUESTS = 50
+"""Requests that must have ended before anything is an alarm."""
+
+_ALARMED = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastFigures:
+    """Errors and coverage of the forecasts of some requests, as sums over their forecasts.
+
+    Attributes:
+        requests: how many requests.
+        forecasts: [n_ages] how many forecasts, by `AGES`.
+        absolute: [n_ages] sum of |median − remaining|.
+        signed: [n_ages] sum of median − remaining.
+        inside: [n_intervals] how many ends fell into each of the `INTERVALS`.
+        late: how many ends came after the median.
+    """
+
+    requests: int
+    forecasts: FloatArray
+    absolute: FloatArray
+    signed: FloatArray
+    inside: FloatArray
+    late: float
+
+    @classmethod
+    def total(cls, parts: Collection["ForecastFigures"]) -> "ForecastFigures":
+        """Return the figures of all the requests of several, at least one."""
+        return cls(
+            requests=sum(one.requests for one in parts),
+            forecasts=np.sum([one.forecasts for one in parts], axis=0),
+            absolute=np.sum([one.absolute for one in parts], axis=0),
+            signed=np.sum([one.signed for one in parts], axis=0),
+            inside=np.sum([one.inside for one in parts], axis=0),
+            late=sum(one.late for one in parts),
+        )
+
+    def mae(self) -> float:
+        """Return the mean |median − remaining| in tokens."""
+        return float(self.absolute.sum() / self.forecasts.sum())
+
+    def bias(self) -> float:
+        """Return the mean of median − remaining in tokens: above 0 is too long."""
+        return float(self.signed.sum() / self.forecasts.sum())
+
+    def bias_by_age(self) -> dict[str, float]:
+        """Return the same by `AGES`, for those of which there are forecasts."""
+        forecasts, signed = self.forecasts.tolist(), self.signed.tolist()
+        ages = zip(AGES, forecasts, signed, strict=True)
+        return {age: tokens / count for age, count, tokens in ages if count}
+
+    def coverage(self) -> dict[int, float]:
+        """Return the share of ends inside each of the `INTERVALS`.
+
+        Of uncapped curves, see `observed_share`.
+        """
+        shares = self.inside / self.forecasts.sum()
+        return dict(zip(INTERVALS, shares.tolist(), strict=True))
+
+    def late_share(self) -> float:
+        """Return the share of ends after the uncapped median: a half when nothing is biased."""
+        return float(self.late / self.forecasts.sum())
+
+    def alarm(self, band: float = BAND) -> str | None:
+        """Return what is wrong with the intervals, and what to do; None when nothing is.
+
+        Args:
+            band: how far the coverage of the 80% interval may be off.
+        """
+        share = self.coverage()[_ALARMED]
+        if abs(share - _ALARMED / 100) <= band:
+            return None
+        wrong = "narrow" if share < _ALARMED / 100 else "wide"
+        return (
+            f"the 80% intervals are too {wrong}: they held {share:.0%} of the ends of the last "
+            f"{self.requests} requests. The model, the prompts or the sampling have changed "
+            "since the predictor was trained; `headway recalibrate` mends it from a log of "
+            "finished requests"
+        )
+
 
 _AGE_STARTS = (1, 128, 512)
 _NOMINAL = np.array([[50 - level / 2, 50 + level / 2] for level in INTERVALS]) / 100
@@ -154,3 +250,68 @@ def score(finished: FinishedForecasts) -> ScoredRequest | None:
         medians=forecast.median(),
         levels=observed_levels(forecast.uncapped(), remaining, np.full(len(remaining), cut)),
     )
+
+
+_KEPT_MINUTES = 60
+_RECENT_MINUTES = 15
+_WORSE = 1.5
+
+
+class LastHour:
+    """The figures of the requests that ended within the last hour, kept by the minute.
+
+    Nothing here has a clock: times are seconds on one that does not go back.
+    """
+
+    def __init__(self) -> None:
+        self._minutes: deque[tuple[int, ForecastFigures]] = deque()
+
+    def add(self, scored: ScoredRequest, now: float) -> None:
+        """Count a request that ends now."""
+        minute, figures = _minute(now), scored.figures()
+        if self._minutes and self._minutes[-1][0] == minute:
+            figures = ForecastFigures.total([self._minutes.pop()[1], figures])
+        self._minutes.append((minute, figures))
+
+    def figures(self, now: float) -> ForecastFigures | None:
+        """Return those of the last hour; None if no request has ended in it."""
+        self._forget(now)
+        return _total([figures for _, figures in self._minutes])
+
+    def drift(self, now: float) -> str | None:
+        """Return in which way the forecasts have become worse within the hour.
+
+        Empty when they have not: the median's error in the last quarter of an hour is at most one
+        and a half times that of the time before. None while either has too few requests, or the
+        time before is less than a quarter of an hour: the first requests to end are the short ones.
+        """
+        self._forget(now)
+        split = _minute(now) - _RECENT_MINUTES
+        if not self._minutes or self._minutes[0][0] > split - _RECENT_MINUTES:
+            return None
+        before = _total([figures for minute, figures in self._minutes if minute <= split])
+        recent = _total([figures for minute, figures in self._minutes if minute > split])
+        for one in (before, recent):
+            if one is None or one.requests < MIN_REQUESTS:
+                return None
+        assert before is not None
+        assert recent is not None
+        if recent.mae() <= _WORSE * before.mae():
+            return ""
+        return (
+            f"the forecasts have become worse: the median was off by {recent.mae():,.0f} tokens "
+            f"in the last quarter of an hour, and by {before.mae():,.0f} before. Longer answers "
+            "alone can do that"
+        )
+
+    def _forget(self, now: float) -> None:
+        while self._minutes and self._minutes[0][0] <= _minute(now) - _KEPT_MINUTES:
+            self._minutes.popleft()
+
+
+def _minute(now: float) -> int:
+    return int(now // 60)
+
+
+def _total(parts: list[ForecastFigures]) -> ForecastFigures | None:
+    return ForecastFigures.total(parts) if parts else None

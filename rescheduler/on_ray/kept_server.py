@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
-from rescheduler.engines.launch_checks import LaunchError
+from rescheduler.engines.engine_command import LaunchError
 from rescheduler.engines.launch_process import ServerProcess
 
 __all__ = ["KeptServer", "KeptStage"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from rescheduler.commands.interrupts import ending_signals_held, ending_signals_raised
+from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import DeploymentError
-from rescheduler.engines.launch_checks import LaunchError
+from rescheduler.engines.engine_command import LaunchError
 from rescheduler.engines.launch_local import write_deployment
-from rescheduler.engines.server_group import GRACE_SECONDS, Stage
+from rescheduler.engines.launch_process import GRACE_SECONDS, Stage
 from rescheduler.on_ray.composition import (
     COORDINATOR,
     Composition,

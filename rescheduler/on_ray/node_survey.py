@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data_collection.models import resolve_model
 from data_collection.versions import installed_version, vllm_version
-from rescheduler.engines.launch_checks import LaunchError, check_versions, why_port_is_not_free
+from rescheduler.engines.engine_command import LaunchError, check_versions, why_port_is_not_free
 from rescheduler.engines.launch_local import free_blocks
 from rescheduler.on_ray.composition import Place, fixed_proxy_ports, ports_needed
 from rescheduler.on_ray.ray_deployment import RayDeployment

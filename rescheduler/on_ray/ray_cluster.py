@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.launch_checks import LaunchError
+from rescheduler.engines.engine_command import LaunchError
 from rescheduler.on_ray.composition import Server
 from rescheduler.on_ray.ray_deployment import RayOptions
 from rescheduler.on_ray.server_actor import ServerActor

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from data_collection.models import resolve_model
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.engine_command import EngineCommand, engine_command
-from rescheduler.engines.launch_checks import LaunchError, check_ports, cpu_interpreter
+from rescheduler.engines.engine_command import (
+    EngineCommand,
+    LaunchError,
+    check_ports,
+    cpu_interpreter,
+    engine_command,
+)
 from rescheduler.engines.launch_local import write_deployment
-from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.engines.server_group import GRACE_SECONDS
+from rescheduler.engines.launch_process import GRACE_SECONDS, ServerProcess
 from rescheduler.on_ray.composition import Server
 from rescheduler.on_ray.kept_server import KeptServer, KeptStage
 from rescheduler.serving.admin_client import (

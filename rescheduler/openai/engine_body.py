@@ -1,5 +1,6 @@
 """What each engine is asked in a client's name."""
 
+import re
 from typing import Any
 
 from msgspec.json import encode
@@ -8,7 +9,8 @@ from data_collection.capture.request_ids import MIGRATION_PARAMS
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.transfer.params_signature import signed
 
-__all__ = ["EngineBodies"]
+__all__ = ["EngineBodies", "given_name"]
+
 
 _NOT_FOR_PREFILL = (
     "stream_options",
@@ -156,3 +158,17 @@ def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:
     if not request.stream:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
+
+
+_NAME = re.compile(r"[\w.:-]{1,128}")
+
+
+def given_name(header: str | None, client: ClientRequest) -> str | None:
+    """Return the name that a client gave a request; None if it gave none that can be one.
+
+    Args:
+        header: ``X-Request-Id``.
+        client: what it asks for; its ``request_id`` counts where there is no header.
+    """
+    name = header or client.request_id
+    return name if name is not None and _NAME.fullmatch(name) else None

@@ -1,21 +1,21 @@
 """Snapshots of a proxy that serves, or of all proxies of a coordinator."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.engines.deployment import Deployment
-from rescheduler.page.engine_steps import EngineSteps
+from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, LastHour, score
 from rescheduler.page.expectations import expectations, known, remaining_interval
-from rescheduler.page.live_accuracy import LiveAccuracy
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -33,8 +33,115 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, PlacedRequests
 from rescheduler.proxy.migrator import EndedMove
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import InstanceKey
 
-__all__ = ["Cluster", "LiveSnapshots", "Look"]
+__all__ = ["Cluster", "EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
+
+
+class _Seen(NamedTuple):
+    """An engine at work.
+
+    Attributes:
+        epoch: of its publisher.
+        step: steps that it had done.
+        received: when it said so.
+        seconds: of a step until then; None before the second look.
+    """
+
+    epoch: int
+    step: int
+    received: float
+    seconds: float | None
+
+
+class EngineSteps:
+    """Tells the duration of a step from two looks at an engine that works at both.
+
+    Args:
+        telemetry: of the engines.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._telemetry, self._clock = telemetry, clock
+        self._seen: dict[InstanceKey, _Seen] = {}
+
+    def seconds(self) -> dict[str, float]:
+        """Look; return the mean seconds of a step since the look before, by name.
+
+        Of an engine with several ranks the slowest one's; nothing of one that idles, is stale, or
+        was not at work at the last look.
+        """
+        now, seen = self._clock(), {}
+        with self._telemetry.lock:
+            view = self._telemetry.view
+            for key, instance in view.instances.items():
+                if instance.requests and not view.is_stale(key, now):
+                    seen[key] = self._look(key, instance.epoch, instance.step, instance.received)
+        self._seen = seen
+        slowest: dict[str, float] = {}
+        for key, one in seen.items():
+            if one.seconds is not None:
+                slowest[key.name] = max(one.seconds, slowest.get(key.name, 0.0))
+        return slowest
+
+    def _look(self, key: InstanceKey, epoch: int, step: int, received: float) -> _Seen:
+        before = self._seen.get(key)
+        if before is None or before.epoch != epoch or step < before.step:
+            return _Seen(epoch, step, received, None)
+        if step == before.step:
+            return before  # nothing new has come
+        return _Seen(epoch, step, received, (received - before.received) / (step - before.step))
+
+
+class LiveAccuracy:
+    """Scores the requests that end while somebody watches; nothing is kept otherwise.
+
+    Args:
+        telemetry: that the requests are heard of by.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._telemetry, self._clock = telemetry, clock
+        self._hour = LastHour()
+        self._scoring = threading.Lock()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the forecasts of running requests kept while the body runs."""
+        self._telemetry.keep_history(True)
+        try:
+            yield
+        finally:
+            self._telemetry.keep_history(False)
+
+    def now(self) -> Accuracy | None:
+        """Score what has ended, and return the figures of the last hour; None without any."""
+        with self._scoring:
+            now = self._clock()
+            for finished in self._telemetry.take_finished():
+                scored = score(finished)
+                if scored is not None:
+                    self._hour.add(scored, now)
+            figures, drift = self._hour.figures(now), self._hour.drift(now)
+        if figures is None:
+            return None
+        alarm = None if figures.requests < MIN_REQUESTS else figures.alarm() or ""
+        return Accuracy(
+            requests=figures.requests,
+            coverage=[round(share, 4) for share in figures.coverage().values()],
+            error=round(figures.mae(), 1),
+            bias=round(figures.bias(), 1),
+            late=round(figures.late_share(), 4),
+            alarm=alarm,
+            drift=drift,
+        )
+
 
 _LONGEST_NAME = 40
 _SECONDS = 0.5

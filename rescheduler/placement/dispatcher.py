@@ -22,7 +22,7 @@ from rescheduler.placement.guarded_policy import (
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 
 __all__ = ["Dispatcher"]

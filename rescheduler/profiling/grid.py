@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from rescheduler.step_time.engine_description import EngineDescription
+from rescheduler.step_time.profile import EngineDescription
 
 __all__ = ["Cell", "drive", "grid"]
 

@@ -7,33 +7,60 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 from tqdm import tqdm
 
+from data_collection.atomic_file import replace_file
 from data_collection.models import resolve_model
-from rescheduler.commands.interrupts import ending_signals_raised
+from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.engines.deployment import EngineOptions
-from rescheduler.engines.engine_command import lone_engine_command
-from rescheduler.engines.launch_checks import check_versions, cpu_interpreter
+from rescheduler.engines.engine_command import check_versions, cpu_interpreter, lone_engine_command
+from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.engines.launch_progress import LaunchProgress
-from rescheduler.engines.server_group import ServerGroup
+from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.profiling.grid import drive, grid
-from rescheduler.profiling.profile_figure import draw_profile
-from rescheduler.step_time.engine_description import EngineDescription
 from rescheduler.step_time.fit import (
     fit_batch_time,
     fit_gradients,
     fit_quality,
     typical_steps,
 )
-from rescheduler.step_time.profile import Profile, write_profile
+from rescheduler.step_time.profile import EngineDescription, Profile, write_profile
 from rescheduler.step_time.step_log import read_engine, read_steps
 
-__all__ = ["fitted_profile", "profile", "profiled_engine"]
+__all__ = ["draw_profile", "fitted_profile", "profile", "profiled_engine"]
+
+
+def draw_profile(profile: Profile, steps: npt.NDArray[np.float64], out: Path) -> None:
+    """Draw estimated over measured seconds, and the errors, of steps [n, 3] as a PNG."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    new, context, seconds = steps.T
+    batch = profile.batch
+    estimate = batch.constant + batch.per_new * new + batch.per_context * context
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    decodes = new <= profile.engine.max_num_seqs
+    for kind, name in ((decodes, "decode"), (~decodes, "with a prompt")):
+        left.loglog(1e3 * seconds[kind], 1e3 * estimate[kind], ".", label=name, alpha=0.6)
+        right.semilogx(
+            1e3 * seconds[kind], 100 * (estimate / seconds - 1)[kind], ".", label=name, alpha=0.6
+        )
+    ends = 1e3 * np.array([seconds.min(), seconds.max()])
+    left.plot(ends, ends, "k-", linewidth=0.8)
+    right.axhline(0.0, color="k", linewidth=0.8)
+    left.set(xlabel="measured, ms", ylabel="a + b·new + c·context, ms")
+    right.set(xlabel="measured, ms", ylabel="error, %")
+    left.legend()
+    engine = profile.engine
+    figure.suptitle(f"{engine.model}, {engine.dtype}, {engine.machine}: seconds of a step")
+    with replace_file(out) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    pyplot.close(figure)
+
 
 FloatArray = npt.NDArray[np.float64]
 

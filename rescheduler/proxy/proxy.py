@@ -28,7 +28,7 @@ from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream, engine_key
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.tracing.create_tracer import create_tracer
-from rescheduler.tracing.request_attributes import end_request
+from rescheduler.tracing.span import end_request
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]

@@ -4,21 +4,17 @@ from rescheduler.routing.balance.balance_future_dp import BalanceFutureDP
 from rescheduler.routing.balance.balance_route import BR0, BRH
 from rescheduler.routing.balance.overflow_cost import FastPhi, Overflow
 from rescheduler.routing.bfio.policy import BFIO
-from rescheduler.routing.heuristics.decode_balancer import DecodeBalancer
-from rescheduler.routing.heuristics.dedicated_small_large import DedicatedSmallLarge
-from rescheduler.routing.heuristics.fcfs import FCFS
 from rescheduler.routing.heuristics.headroom import Headroom
-from rescheduler.routing.heuristics.jsq import JSQ
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
-from rescheduler.routing.heuristics.jsq_tokens import JSQTokens
-from rescheduler.routing.heuristics.max_capacity import MaxCapacity
-from rescheduler.routing.heuristics.max_min import MaxMin
-from rescheduler.routing.heuristics.min_min import MinMin
-from rescheduler.routing.heuristics.power_of_d import PowerOfD
-from rescheduler.routing.heuristics.random_choice import RandomChoice
-from rescheduler.routing.heuristics.round_robin import RoundRobin
-from rescheduler.routing.heuristics.throttled import Throttled
-from rescheduler.routing.heuristics.vllm_score import VLLMScore
+from rescheduler.routing.heuristics.join_shortest_queue import (
+    JSQ,
+    DecodeBalancer,
+    JSQLoad,
+    JSQTokens,
+    VLLMScore,
+)
+from rescheduler.routing.heuristics.max_capacity import DedicatedSmallLarge, MaxCapacity
+from rescheduler.routing.heuristics.pool_order import FCFS, MaxMin, MinMin, Throttled
+from rescheduler.routing.heuristics.random_choice import PowerOfD, RandomChoice, RoundRobin
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.routing.pab import PAB
 from rescheduler.routing.policy import (

@@ -16,8 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.openai_request import RequestRefusedError, error_body
-from rescheduler.page.page_files import PageFiles
-from rescheduler.page.page_stream import PageStream
+from rescheduler.page.page_files import PageFiles, PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import PlacedRequests, R

@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rescheduler.openai.fair_shares import FairShares, client_of
+from rescheduler.openai.body_memory import FairShares, client_of
 from rescheduler.openai.openai_request import error_body
 
 __all__ = ["CLEANUP_SECONDS", "AllowedOrigins", "Connection", "connections", "operators_server"]

@@ -8,8 +8,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.openai.body_memory import BodyMemory, KeptBody
-from rescheduler.openai.fair_shares import client_of
+from rescheduler.openai.body_memory import BodyMemory, KeptBody, client_of
+from rescheduler.openai.engine_body import given_name
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -21,7 +21,6 @@ from rescheduler.openai.openai_request import (
     read_forwarded,
     read_request,
 )
-from rescheduler.openai.request_name import given_name
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy

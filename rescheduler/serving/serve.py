@@ -13,8 +13,7 @@ from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.page.log_writer import refuse_log
-from rescheduler.page.recorder import recording
+from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.listeners import Listeners
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, ClusterView
 from rescheduler.page.expectations import expectations, known, remaining_interval
-from rescheduler.page.log_writer import LogWriter
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -20,6 +19,7 @@ from rescheduler.page.snapshot import (
     Requests,
     Snapshot,
 )
+from rescheduler.page.snapshot_log import LogWriter
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import Candidate
 from rescheduler.simulator.simulation import Simulation

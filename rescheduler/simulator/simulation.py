@@ -10,7 +10,7 @@ import numpy.typing as npt
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.batching.prefill_budget import prefill_budget
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.migration import MigrationPolicy
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of

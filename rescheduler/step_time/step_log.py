@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.text_file import read_text, text_lines
-from rescheduler.step_time.engine_description import EngineDescription
+from rescheduler.step_time.profile import EngineDescription
 
 __all__ = ["COLUMNS", "StepLog", "read_engine", "read_steps"]
 

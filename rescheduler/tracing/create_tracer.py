@@ -2,9 +2,8 @@
 
 import os
 
-from rescheduler.engines.deployment import DeploymentError
-from rescheduler.engines.trace_options import TraceOptions
-from rescheduler.tracing.tracer import Tracer
+from rescheduler.engines.deployment import DeploymentError, TraceOptions
+from rescheduler.tracing.span import Tracer
 
 __all__ = ["create_tracer"]
 

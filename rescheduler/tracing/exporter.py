@@ -8,7 +8,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import TraceOptions
 
 __all__ = ["ReportedExporter", "otlp_exporter"]
 

@@ -18,14 +18,12 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import TraceOptions
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.tracing.exporter import ReportedExporter
 from rescheduler.tracing.recorded_span import RecordedSpan, named
-from rescheduler.tracing.request_attributes import asked_attributes
-from rescheduler.tracing.span import NO_SPAN, Span
+from rescheduler.tracing.span import NO_SPAN, Span, Tracer, asked_attributes
 from rescheduler.tracing.trace_context import TraceContext, new_context, read_traceparent
-from rescheduler.tracing.tracer import Tracer
 
 __all__ = ["OtlpTracer"]
 

@@ -16,9 +16,9 @@ from playwright.async_api import Locator, Page, expect
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
-from rescheduler.page.log_writer import LogWriter
 from rescheduler.page.snapshot import Accuracy, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot_log import LogWriter
 
 Open = Callable[..., Awaitable[Page]]
 

@@ -16,7 +16,7 @@ from command_for import command_for
 from recorded_dataset import record
 
 from rescheduler.commands.command_line import _VERBS, main
-from rescheduler.commands.option_spelling import normalised
+from rescheduler.commands.command_parser import normalised
 
 ROOT = Path(__file__).parents[2]
 

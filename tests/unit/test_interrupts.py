@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.commands.event_loop import held_interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
-from rescheduler.routing.heuristics.fcfs import UNBOUNDED
+from rescheduler.routing.heuristics.pool_order import UNBOUNDED
 from rescheduler.routing.inputs import RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 

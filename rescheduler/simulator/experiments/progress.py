@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from predictor.compilation import is_kept
-from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.simulator.engine.engine import advance
 
 __all__ = ["compile_notice", "gather", "progress_bar"]

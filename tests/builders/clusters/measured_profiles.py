@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from rescheduler.step_time.engine_description import EngineDescription
 from rescheduler.step_time.fit import fit_batch_time, fit_gradients, fit_quality
-from rescheduler.step_time.profile import BatchTime, Profile
+from rescheduler.step_time.profile import BatchTime, EngineDescription, Profile
 
 __all__ = ["ENGINE", "TRUE", "profile_of", "steps_of"]
 

@@ -16,7 +16,7 @@ from shown_commands import ROOT
 
 from rescheduler.commands.command import command_arguments, command_parser
 from rescheduler.commands.command_line import _VERBS, _load, main
-from rescheduler.commands.option_spelling import _resolved
+from rescheduler.commands.command_parser import _resolved
 
 __all__ = ["UNCHECKED", "VLLM", "check_mention", "check_words", "programs_of"]
 

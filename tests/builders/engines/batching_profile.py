@@ -4,9 +4,9 @@ from pathlib import Path
 
 from data_collection.models import identify
 from data_collection.versions import machine, vllm_version
-from rescheduler.step_time.engine_description import EngineDescription
 from rescheduler.step_time.profile import (
     BatchTime,
+    EngineDescription,
     FitQuality,
     Gradients,
     Profile,

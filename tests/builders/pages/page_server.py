@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rescheduler.page.page_files import PageFiles
-from rescheduler.page.page_stream import PageStream
+from rescheduler.page.page_files import PageFiles, PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed, Source
 from rescheduler.serving.admin_app import answer_errors, token_check
 

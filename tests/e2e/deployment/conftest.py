@@ -8,9 +8,9 @@ from moving import Run, runner_on
 from msgspec.structs import replace
 from running_deployment import ENGINE, PATIENT, RunningDeployment
 
+from rescheduler.engines.deployment import TraceOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
-from rescheduler.engines.trace_options import TraceOptions
 
 
 @pytest.fixture(scope="session")

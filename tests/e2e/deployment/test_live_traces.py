@@ -9,7 +9,7 @@ from collector import Collected, Collector, rendered
 from proxying import COMPLETIONS, Client, served
 from running_deployment import RunningDeployment
 
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import TraceOptions
 from rescheduler.openai.event_stream import read_events
 
 pytestmark = pytest.mark.timeout(1200)

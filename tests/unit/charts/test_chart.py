@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from rendered_chart import REQUIRED, VALUES, Rendered, render, rendered
 
-from rescheduler.engines.bound_addresses import with_bound_addresses
 from rescheduler.engines.deployment import EngineOptions, ProxyOptions
 from rescheduler.engines.engine_command import engine_command
+from rescheduler.engines.launch_engines import with_bound_addresses
 
 
 @pytest.fixture(params=VALUES)

@@ -11,8 +11,12 @@ import pytest
 import yaml
 from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
 
-from rescheduler.engines.deployment import CoordinatorOptions, EngineOptions, ProxyOptions
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import (
+    CoordinatorOptions,
+    EngineOptions,
+    ProxyOptions,
+    TraceOptions,
+)
 
 
 @pytest.mark.parametrize(

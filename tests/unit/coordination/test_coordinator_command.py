@@ -14,7 +14,7 @@ import pytest
 from chosen_ports import free_port
 
 from rescheduler.commands.command_line import main
-from rescheduler.page.log_reader import read_log
+from rescheduler.page.snapshot_log import read_log
 
 DEPLOYMENT = """\
 model: smollm2

@@ -38,7 +38,7 @@ from rescheduler.placement.request_state import (
     Prefilling,
     Waiting,
 )
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.transfer.control_client import ControlClient
 
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)

@@ -45,7 +45,7 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 
 OPTIONS = ProxyOptions(pool=8, ahead=4, prefill_concurrency=2)
 PACKABLE = ODD_VALUES.filter(lambda one: not isinstance(one, int) or -(2**63) <= one < 2**64)

@@ -3,8 +3,7 @@
 import pytest
 from test_forecast_quality import finished_requests, quality_of
 
-from rescheduler.monitoring.forecast_quality import score
-from rescheduler.monitoring.last_hour import LastHour
+from rescheduler.monitoring.forecast_quality import LastHour, score
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
 MINUTE = 60.0

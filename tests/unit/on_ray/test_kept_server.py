@@ -12,8 +12,7 @@ import pytest
 from forked_vllm import free_port
 from process_groups import processes_in
 
-from rescheduler.engines.engine_command import EngineCommand
-from rescheduler.engines.launch_checks import LaunchError
+from rescheduler.engines.engine_command import EngineCommand, LaunchError
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.on_ray.kept_server import KeptServer
 

@@ -9,10 +9,8 @@ from scripted_cluster import cluster
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import FinishedEvent
-from rescheduler.monitoring.forecast_figures import ForecastFigures
-from rescheduler.monitoring.forecast_quality import score
-from rescheduler.page.engine_steps import EngineSteps
-from rescheduler.page.live_accuracy import LiveAccuracy
+from rescheduler.monitoring.forecast_quality import ForecastFigures, score
+from rescheduler.page.live_snapshots import EngineSteps, LiveAccuracy
 from rescheduler.page.snapshot import Snapshot
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import (

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_cluster import MadeUpCluster
 
-from rescheduler.page.log_reader import Log, LogError, read_log
-from rescheduler.page.log_writer import LogWriter
-from rescheduler.page.recorder import recording
 from rescheduler.page.snapshot import About, Accuracy, Instance, MoveReport, Requests, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot_log import Log, LogError, LogWriter, read_log, recording
 
 ABOUT = About(source="proxy", title="m", routing="jsq_load", migration="", seconds=0.5)
 

@@ -17,9 +17,8 @@ import yaml
 from made_up_cluster import MadeUpCluster
 
 from rescheduler.commands.command_line import main
-from rescheduler.page.log_reader import read_log
-from rescheduler.page.log_writer import LogWriter
 from rescheduler.page.snapshot import Phase, Snapshot
+from rescheduler.page.snapshot_log import LogWriter, read_log
 
 SMALL = {
     "cluster": {"instances": 2, "slots": 4, "kv_capacity": 2000},

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from predictor.live.curve_keys import create_keys
 from rescheduler.commands.command_line import main
-from rescheduler.engines.bound_addresses import with_bound_addresses
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 from rescheduler.engines.engine_command import engine_command
-from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_engines import launched, with_bound_addresses
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import Released

@@ -14,8 +14,7 @@ from rich.console import Console
 from rescheduler.demo.demo import skewed_load
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
-from rescheduler.demo.demo_moves import Move
-from rescheduler.demo.demo_phase import Phase
+from rescheduler.demo.demo_phase import Move, Phase
 from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.launch_local import local_deployment

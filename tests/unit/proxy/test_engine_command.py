@@ -14,6 +14,7 @@ from rescheduler.engines.deployment import (
     EngineOptions,
     Instance,
     ProxyOptions,
+    TraceOptions,
     read_deployment,
 )
 from rescheduler.engines.engine_command import (
@@ -22,7 +23,6 @@ from rescheduler.engines.engine_command import (
     engine_command,
     lone_engine_command,
 )
-from rescheduler.engines.trace_options import TraceOptions
 
 PREFILL = Instance("prefill-0", "prefill", "http://127.0.0.1:8100")
 DECODE = Instance(

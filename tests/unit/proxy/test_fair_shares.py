@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.openai.body_memory import BodyMemory
-from rescheduler.openai.fair_shares import FairShares, client_of
+from rescheduler.openai.body_memory import BodyMemory, FairShares, client_of
 from rescheduler.openai.openai_request import RequestRefusedError
 
 

@@ -18,14 +18,12 @@ from msgspec.structs import replace
 
 from data_collection.versions import installed_version
 from rescheduler.commands.command_line import main
-from rescheduler.commands.interrupts import ending_signals_held, ending_signals_raised
+from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import EngineOptions, read_deployment
-from rescheduler.engines.engine_command import EngineCommand
-from rescheduler.engines.launch_checks import LaunchError, check_ports
+from rescheduler.engines.engine_command import EngineCommand, LaunchError, check_ports
 from rescheduler.engines.launch_engines import Launched, chosen
 from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment
-from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.engines.server_group import Stage
+from rescheduler.engines.launch_process import ServerProcess, Stage
 from rescheduler.on_ray.ray_deployment import RayDeployment
 
 SERVER = """

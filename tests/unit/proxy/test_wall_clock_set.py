@@ -13,10 +13,8 @@ from made_up_cluster import MadeUpCluster
 from scripted_cluster import PROMPT, cluster, tokens_of, until
 from tokenizers import Tokenizer
 
-from rescheduler.engines.trace_options import TraceOptions
-from rescheduler.page.log_reader import read_log
-from rescheduler.page.log_writer import LogWriter
-from rescheduler.page.recorder import recording
+from rescheduler.engines.deployment import TraceOptions
+from rescheduler.page.snapshot_log import LogWriter, read_log, recording
 
 HOURS = (-5, 7, 0, -24, 2)
 TOKENS = 60

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from rescheduler.profiling.grid import drive, grid
 from rescheduler.step_time.fit import (
+    Recalibration,
     fit_batch_time,
     fit_gradients,
     fit_quality,
     typical_steps,
 )
-from rescheduler.step_time.online_fit import Recalibration
 from rescheduler.step_time.profile import BatchTime, load_profile, write_profile
 from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 

@@ -24,7 +24,7 @@ from simulated_cases import reference_cases
 
 from predictor.forecasts.forecast import Forecast, PointForecast
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.routing.heuristics.jsq_load import JSQLoad
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 
 

@@ -11,8 +11,7 @@ import pytest
 from scripted_cluster import PROMPT, cluster, tokens_of
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import DeploymentError
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import DeploymentError, TraceOptions
 from rescheduler.tracing.create_tracer import create_tracer
 
 PATHS = pytest.mark.parametrize("path", ["", "/v1/traces"], ids=["grpc", "http"])
@@ -33,7 +32,7 @@ import sys
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from rescheduler.commands.log_format import log_serving
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import TraceOptions
 from rescheduler.tracing.exporter import ReportedExporter, otlp_exporter
 
 log_serving(verbose=True)

@@ -11,14 +11,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import Instance, ProxyOptions, TraceOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
-from rescheduler.routing.heuristics.jsq import JSQ
+from rescheduler.routing.heuristics.join_shortest_queue import JSQ
 from rescheduler.routing.policy import RoutingPolicy
 from rescheduler.tracing.otlp_tracer import OtlpTracer
 

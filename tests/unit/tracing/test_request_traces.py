@@ -13,7 +13,7 @@ from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
-from rescheduler.engines.trace_options import TraceOptions
+from rescheduler.engines.deployment import TraceOptions
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SERVER, CLIENT = 2, 3

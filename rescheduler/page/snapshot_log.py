@@ -1,16 +1,87 @@
-"""Reading a log of snapshots: all of it once, and then any line of it."""
+"""Snapshots of a run in a file, as they are written and read."""
 
+import asyncio
+import gzip
+import logging
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
 
+from data_collection.atomic_file import refuse_unwritable
 from rescheduler.page.snapshot import About, Snapshot
+from rescheduler.page.snapshot_feed import SnapshotFeed
 
-__all__ = ["Log", "LogError", "read_log"]
+__all__ = ["Log", "LogError", "LogWriter", "read_log", "recording", "refuse_log"]
+
+
+def refuse_log(path: Path) -> None:
+    """Make a log's folder, and raise now what `LogWriter` would raise.
+
+    Raises:
+        OSError: the file exists, or cannot be created.
+    """
+    if path.exists():
+        raise _exists(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_unwritable(path)
+
+
+class LogWriter:
+    """Writes a gzip file of JSON lines: what is logged, and then a line a snapshot.
+
+    Each line is a gzip member of its own, written at once: a process that is killed leaves a file
+    that can be read to its last whole line, and a reader finds any line without those before.
+
+    Args:
+        path: of the log; the process's own, or absent.
+        about: what is logged.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+
+    def __init__(self, path: Path, about: About) -> None:
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError as error:
+            raise _exists(path) from error
+        self.write(msgspec.json.encode(about))
+
+    def write(self, line: bytes) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: there is no room, or the file cannot be written.
+        """
+        left = memoryview(gzip.compress(line + b"\n", mtime=0))
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def __enter__(self) -> "LogWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _exists(path: Path) -> FileExistsError:
+    return FileExistsError(f"{path} exists: delete it, or name another file")
+
 
 _BLOCK = 1 << 16
 _GZIP = 16 + zlib.MAX_WBITS
@@ -121,3 +192,41 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         line = b"".join(parts)
         end += read
         yield end, line
+
+
+logger = logging.getLogger("headway.serve")
+
+
+@asynccontextmanager
+async def recording(feed: SnapshotFeed, path: Path | None) -> AsyncIterator[None]:
+    """Record a feed while the body runs; without a path, nothing.
+
+    A file that cannot be written any more ends the recording, and nothing else.
+
+    Raises:
+        OSError: the file exists, or cannot be created.
+    """
+    if path is None:
+        yield
+        return
+    with LogWriter(path, feed.about) as log:
+        task = asyncio.get_running_loop().create_task(_record(feed, log, path))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _record(feed: SnapshotFeed, log: LogWriter, path: Path) -> None:
+    with feed.watching() as watcher:
+        while (line := await watcher.next()) is not None:
+            writing = asyncio.ensure_future(asyncio.to_thread(log.write, line))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait([writing])  # the file is closed next
+                raise
+            except OSError as error:
+                logger.error("%s is recorded no further: %s", path, error.strerror or error)
+                return

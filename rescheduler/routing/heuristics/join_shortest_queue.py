@@ -1,0 +1,214 @@
+"""Policies that send a request to the instance with the least load."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.compilation import compiled
+from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place, place_least
+from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
+
+__all__ = [
+    "JSQ",
+    "DecodeBalancer",
+    "JSQLoad",
+    "JSQTokens",
+    "VLLMScore",
+    "decode_balancer",
+    "jsq",
+    "jsq_load",
+    "jsq_tokens",
+    "vllm_score",
+]
+
+
+@compiled
+def jsq(
+    inputs: RoutingInputs,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where the fewest requests are."""
+    place_least(inputs, target, inputs.running)
+
+
+@routing_policy("jsq")
+@dataclass(frozen=True)
+class JSQ(RoutingPolicy):
+    r"""Join the shortest queue, in requests: :math:`g = \arg\min_g N_g`, started or not.
+
+    Ties go to the lowest index: a balancer that counts requests knows no loads to break them by.
+    The queue of tokens still to be processed is `decode_balancer`, that of tokens held `jsq_load`.
+
+    Source: A Universal Load Balancing Principle (Chen et al. 2026), A.1.1.
+    """
+
+    needs = Needs.COUNTS
+    kernel = jsq
+
+
+@compiled
+def jsq_load(
+    inputs: RoutingInputs,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where the load is least."""
+    place_least(inputs, target, inputs.load)
+
+
+@routing_policy("jsq_load")
+@dataclass(frozen=True)
+class JSQLoad(RoutingPolicy):
+    r"""Join the shortest queue, in tokens: :math:`g = \arg\min_g L_g`.
+
+    The greedy step that most lowers :math:`\sum_g (L_g - \bar L)^2`. Ties go to the lowest index.
+
+    Source: The EP Barrier Tax (Li 2026), 'A Simple but Strong Baseline'.
+    """
+
+    needs = Needs.LOADS
+    kernel = jsq_load
+
+
+@compiled
+def jsq_tokens(
+    inputs: RoutingInputs,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where the fewest tokens are left to process."""
+    left = inputs.work + inputs.unanswered
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, left)
+        if best >= 0:
+            left[best] += inputs.size[i] + inputs.remaining[i]
+            place(inputs, target, i, best)
+        elif full(inputs):
+            return
+
+
+@routing_policy("jsq_tokens")
+@dataclass(frozen=True)
+class JSQTokens(RoutingPolicy):
+    r"""The instance with the least number of prompt and decode tokens yet to be processed.
+
+    .. math:: g = \arg\min_g \sum_{i \in g} (p_i [n_i = 0] + \hat R_i)
+
+    A prompt counts in whole until its request has a token. Where requests come prefilled this is
+    `DecodeBalancer`. Ties go to the lowest load, then to the lowest index.
+
+    Source: Performance Aware LLM Load Balancer (Jain et al. 2025), C.3.1.
+    """
+
+    needs = Needs.LENGTHS
+    kernel = jsq_tokens
+
+
+@compiled
+def decode_balancer(
+    inputs: RoutingInputs,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where the least work is left."""
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, inputs.work)
+        if best >= 0:
+            place(inputs, target, i, best)
+        elif full(inputs):
+            return
+
+
+@routing_policy("decode_balancer")
+@dataclass(frozen=True)
+class DecodeBalancer(RoutingPolicy):
+    r"""Balance the sum of decode tokens: :math:`g = \arg\min_g \sum_{i \in g} \hat R_i`.
+
+    The paper knows every output length; here it is the forecast's mean, and with an oracle the
+    truth. Ties go to the lowest load, then to the lowest index. The paper's Join Shortest Queue
+    (C.3.1, least prompt and decode tokens yet to be processed) is `JSQTokens`, which is the same
+    once prompts are processed elsewhere, as those of requests that a decode instance gets are.
+
+    Source: Performance Aware LLM Load Balancer (Jain et al. 2025), C.2.6.
+    """
+
+    needs = Needs.LENGTHS
+    kernel = decode_balancer
+
+
+@compiled
+def vllm_score(
+    inputs: RoutingInputs,
+    parameters: npt.NDArray[np.float64],
+    target: npt.NDArray[np.int64],
+) -> None:
+    """Place each request, in order of arrival, where vLLM's score is least."""
+    queue_weight, pressure_weight, rotates = parameters[0], parameters[1], parameters[2] > 0
+    slots, room, load, capacity = inputs.slots, inputs.room, inputs.load, inputs.capacity
+    running, queued = inputs.running, inputs.queued
+    n_instances = len(slots)
+    for i in range(len(inputs.size)):
+        size = inputs.size[i]
+        first = inputs.dispatched[0] % n_instances if rotates else 0
+        best, least = -1, 0.0
+        for step in range(n_instances):
+            g = (first + step) % n_instances
+            if slots[g] <= 0 or room[g] < size:
+                continue
+            waiting = queued[g]
+            started = running[g] - waiting
+            usage = min(load[g] / capacity[g], 1.0)
+            pressure = pressure_weight * max(0.0, usage - 0.5)
+            score = started + waiting * (queue_weight + pressure)
+            if best < 0 or score < least:
+                best, least = g, score
+        if best >= 0:
+            place(inputs, target, i, best)
+            # vLLM counts what it routes as waiting until the engine reports.
+            queued[best] += 1
+        elif full(inputs):
+            return
+
+
+@routing_policy("vllm")
+@dataclass(frozen=True)
+class VLLMScore(RoutingPolicy):
+    r"""The engine that vLLM's data-parallel client would choose.
+
+    .. math:: \text{0.32:}\; w + r + 6\,w\,\max(0, u - \tfrac12), \qquad
+              \text{0.20:}\; 4 w + r
+
+    with w requests waiting at the engine, r running there and u the share of its KV cache in
+    use. The least score wins. Version 0.32 begins to look one engine further at every request,
+    so equal scores take turns; version 0.20 takes the lowest index. Tokens of requests that
+    have not started are part of u here, and of nothing in vLLM, whose cache does not hold them.
+    The client's own count of requests in flight, which 0.32 does not let w + r fall below, is
+    w + r here, where no report is late.
+
+    Attributes:
+        version: of vLLM.
+
+    Source: ``DPLBAsyncMPClient.get_core_engine_for_request`` of the two versions; for 0.20 also
+    The EP Barrier Tax (Li 2026), 'Real EP serving experiments'.
+    """
+
+    version: Literal["0.32", "0.20"] = "0.32"
+
+    needs = Needs.LOADS
+    kernel = vllm_score
+
+    def __post_init__(self) -> None:
+        """Refuse a version whose score is not known.
+
+        Raises:
+            ValueError: neither of the two versions.
+        """
+        if self.version not in ("0.32", "0.20"):
+            raise ValueError(f"vllm: version is {self.version!r}; choose '0.32' or '0.20', as text")
+
+    def parameters(self) -> npt.NDArray[np.float64]:
+        """Return the weights of the queue and of KV pressure, and whether ties take turns."""
+        return np.array([1.0, 6.0, 1.0] if self.version == "0.32" else [4.0, 0.0, 0.0])
