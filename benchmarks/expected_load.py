@@ -18,7 +18,7 @@ import numpy.typing as npt
 from benchmarks.support.report import arguments, report
 from predictor.forecasts.expected_load import ExpectedLoad, expected_load
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.forecasts.survival_grid import survival_edges
+from predictor.forecasts.kaplan_meier import survival_edges
 
 N_INSTANCES, REQUESTS_PER_INSTANCE = 256, 64
 HORIZON = 128

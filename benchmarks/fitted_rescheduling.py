@@ -38,7 +38,7 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     TransferConfig,
 )
-from rescheduler.simulator.engine.energy import power_model
+from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import Replay
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup

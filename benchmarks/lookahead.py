@@ -40,8 +40,7 @@ from rescheduler.simulator.config.simulation_config import (
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
-from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
-from rescheduler.simulator.workloads.trace import first_requests
+from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
 from rescheduler.simulator.workloads.trace_files import read_trace
 
 RECORDING = "recordings/smollm2-135m-instruct.parquet"

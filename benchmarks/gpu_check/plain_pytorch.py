@@ -14,13 +14,12 @@ from data_collection.capture.capture_hook import CaptureHook
 from data_collection.capture.captured_rows import CapturedRows, FinishedRequest, RowConsumer
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import Session
-from predictor.evaluation.latency import median_latency_ms
+from predictor.evaluation.evaluate import median_latency_ms
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.forecaster import Forecaster
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hazard_likelihood import hazard_nll
 from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
-from predictor.models.survival_mlp import SurvivalMLP
+from predictor.models.survival_mlp import SurvivalMLP, hazard_nll
 from predictor.training.row_table import load_rows
 
 __all__ = ["CHECKPOINT", "CURVES_WITHIN", "forecaster", "replayed_capture", "replayed_forecasts"]

@@ -19,8 +19,8 @@ from data_collection.dataset.dataset_schema import (
     requests_files,
     rows_files,
     rows_schema,
+    split_requests,
 )
-from data_collection.dataset.split import split_requests
 
 __all__ = ["open_shard", "validate"]
 

@@ -10,20 +10,21 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from data_collection.atomic_file import write_text_atomically
-from data_collection.dataset.split import split_requests
+from data_collection.dataset.dataset_schema import split_requests
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier
 from predictor.evaluation.figures import draw_figures
-from predictor.evaluation.latency import median_latency_ms
-from predictor.evaluation.metrics import error_by_bin, summarise_errors
 from predictor.evaluation.report import markdown_report
 from predictor.evaluation.result import AgeScores, Calibration, Evaluation, MethodResult
 from predictor.evaluation.survival_metrics import (
     Outcomes,
     d_calibration,
+    error_by_bin,
     levels_of,
+    summarise_errors,
     survival_scores,
 )
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
@@ -34,7 +35,33 @@ from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "median_latency_ms"]
+
+
+def median_latency_ms(
+    call: Callable[[], object], seconds: float = 2.0, calls: tuple[int, int] = (5, 1000)
+) -> float:
+    """Return the median time of a call in milliseconds, on one thread, after a warm-up.
+
+    Args:
+        call: one prediction of one batch.
+        seconds: keep calling for so long,
+        calls: but at least and at most so many times.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        call()
+        times: list[float] = []
+        deadline = time.perf_counter() + seconds
+        while len(times) < calls[0] or (len(times) < calls[1] and time.perf_counter() < deadline):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return float(np.median(times)) * 1e3
+
 
 _BINS = 8
 

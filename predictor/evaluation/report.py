@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from predictor.evaluation.metrics import BinnedError
 from predictor.evaluation.result import (
     LABELS,
     OWN_NAME,
@@ -11,7 +10,7 @@ from predictor.evaluation.result import (
     Evaluation,
     MethodResult,
 )
-from predictor.evaluation.survival_metrics import LEVELS, WITHIN
+from predictor.evaluation.survival_metrics import LEVELS, WITHIN, BinnedError
 
 __all__ = ["markdown_report"]
 

@@ -4,8 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from predictor.evaluation.metrics import BinnedError, ErrorSummary
-from predictor.evaluation.survival_metrics import SurvivalScores
+from predictor.evaluation.survival_metrics import BinnedError, ErrorSummary, SurvivalScores
 
 __all__ = ["LABELS", "OWN_NAME", "AgeScores", "Calibration", "Evaluation", "MethodResult"]
 

@@ -4,6 +4,8 @@ All measures take what requests generated under their ``max_tokens``: r tokens, 
 cap ended them, ``left`` tokens to the cap when they were forecast.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +19,22 @@ from predictor.forecasts.recalibration import observed_levels, observed_share
 __all__ = [
     "LEVELS",
     "WITHIN",
+    "BinnedError",
+    "ErrorSummary",
     "Outcomes",
     "SurvivalScores",
     "concordance",
     "coverage",
     "d_calibration",
+    "error_by_bin",
     "integrated_brier",
     "levels_of",
     "pinball_loss",
+    "summarise_errors",
     "survival_scores",
     "within",
 ]
+
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -217,3 +224,79 @@ def d_calibration(levels: FloatArray, cut: BoolArray, bins: int = 10) -> tuple[F
 
     shares = np.diff(observed_share(levels, cut, np.linspace(0, 1, bins + 1)))
     return shares, float(chisquare(shares * len(levels)).pvalue)
+
+
+Floats = npt.NDArray[np.floating[Any]]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Absolute errors |ŷ - y| in tokens.
+
+    Attributes:
+        mae: their mean.
+        median_ae: their median.
+        p90_ae: their 90th percentile.
+    """
+
+    mae: float
+    median_ae: float
+    p90_ae: float
+
+
+@dataclass(frozen=True)
+class BinnedError:
+    """Mean absolute error of the rows whose key lies in [low, high)."""
+
+    low: int
+    high: int
+    rows: int
+    mae: float
+
+
+def summarise_errors(predicted: Floats, remaining: IntArray) -> ErrorSummary:
+    """Return mean, median and 90th percentile of the absolute error, in tokens.
+
+    Args:
+        predicted: [n_rows] predicted remaining tokens.
+        remaining: [n_rows] true remaining tokens.
+
+    Raises:
+        ValueError: the arrays are empty, differ in length or hold NaN.
+    """
+    errors = _absolute_errors(predicted, remaining)
+    return ErrorSummary(
+        mae=float(errors.mean()),
+        median_ae=float(np.median(errors)),
+        p90_ae=float(np.percentile(errors, 90)),
+    )
+
+
+def error_by_bin(
+    predicted: Floats, remaining: IntArray, key: IntArray, edges: Sequence[int]
+) -> list[BinnedError]:
+    """Return the MAE by a key: tokens already generated (STAR's Figure 7), or true length.
+
+    Args:
+        predicted: [n_rows] predicted remaining tokens.
+        remaining: [n_rows] true remaining tokens.
+        key: [n_rows] what to bin by.
+        edges: ascending; bin i is [edges[i], edges[i+1]). Empty bins are left out.
+    """
+    errors = _absolute_errors(predicted, remaining)
+    bins = []
+    for low, high in itertools.pairwise(edges):
+        inside = (key >= low) & (key < high)
+        if inside.any():
+            bins.append(BinnedError(low, high, int(inside.sum()), float(errors[inside].mean())))
+    return bins
+
+
+def _absolute_errors(predicted: Floats, remaining: IntArray) -> Floats:
+    if predicted.shape != remaining.shape or predicted.size == 0:
+        raise ValueError(f"{predicted.shape} predictions for {remaining.shape} rows")
+    errors: Floats = np.abs(predicted - remaining)
+    if not np.isfinite(errors).all():
+        raise ValueError(f"{int((~np.isfinite(errors)).sum())} predictions are not finite")
+    return errors

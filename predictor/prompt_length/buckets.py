@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecasts.forecast import Forecast, ForecastError, SurvivalForecast
-from predictor.forecasts.survival_grid import survival_edges
+from predictor.forecasts.kaplan_meier import survival_edges
 
 __all__ = ["BucketCurve", "BucketOptions", "LengthBuckets", "Shape"]
 

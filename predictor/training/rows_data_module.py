@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data_collection.dataset.dataset_schema import DatasetError
-from data_collection.dataset.split import SplitName, split_requests
+from data_collection.dataset.dataset_schema import DatasetError, SplitName, split_requests
 from predictor.models.hidden_state_mlp import RequestRows
 from predictor.training.row_table import RowTable, load_rows
 

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import fit_recalibration, observed_levels
-from predictor.forecasts.survival_grid import survival_edges
-from predictor.models.hazard_likelihood import hazard_nll, hazard_rates
-from predictor.models.survival_mlp import SurvivalMLP
+from predictor.models.survival_mlp import SurvivalMLP, hazard_nll, hazard_rates
 from predictor.training.predictor_training import PredictorTraining
 from predictor.training.rows_data_module import Batch, RowsDataModule, request_rows
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecasts.figure_axes import axes_to_draw
+from predictor.forecasts.curve_plot import axes_to_draw
 from predictor.forecasts.forecast import Forecast
 from rescheduler.cluster.load_bars import LoadAhead, LoadBars
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecasts.figure_axes import AHEAD, LOAD
+from predictor.forecasts.curve_plot import AHEAD, LOAD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

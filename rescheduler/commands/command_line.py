@@ -63,7 +63,7 @@ _STUDIES = {
 
 _GROUPS: dict[str, dict[str, _Verb]] = {
     "Collect and train": {
-        "model": _Verb("data_collection.model_command:model", "prepare the embedded model"),
+        "model": _Verb("data_collection.models:model", "prepare the embedded model"),
         "collect": _Verb(
             "data_collection.workload.collect:collect", "collect a dataset from a model in vLLM"
         ),

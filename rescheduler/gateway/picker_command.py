@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from data_collection.secret_file import warn_of_open_secret
+from data_collection.atomic_file import warn_of_open_secret
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.learned.workload_impact import ImpactRules
 from rescheduler.simulator.engine.engine_state import Arrivals, Cluster
-from rescheduler.simulator.engine.placed_requests import gather_placed
-from rescheduler.simulator.engine.routing_inputs import expected_left
+from rescheduler.simulator.engine.routing_inputs import expected_left, gather_placed
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = ["WORK", "RewardRules", "work_left"]

@@ -11,8 +11,8 @@ from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
 from rescheduler.simulator.experiments.progress import progress_bar
 from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
+from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
-from rescheduler.simulator.results.tables import Column, figure_cell, markdown_table
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
 

@@ -3,7 +3,7 @@
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from predictor.forecasts.figure_axes import MOVING
+from predictor.forecasts.curve_plot import MOVING
 from rescheduler.cluster.load_bars import BAR_HEIGHT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecasts.figure_axes import axes_to_draw
+from predictor.forecasts.curve_plot import axes_to_draw
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.cluster.registry import Registry
 from rescheduler.migration.inputs import MigrationInputs, migration_inputs

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.routing import RoutingPolicy, create_policy
-from rescheduler.simulator.config.policy_choice import PolicyChoice
 from rescheduler.simulator.config.service_rules import service_rules
-from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
-from rescheduler.simulator.engine.energy import PowerModel, power_model
+from rescheduler.simulator.config.simulation_config import PolicyChoice, SimulationConfig, checked
+from rescheduler.simulator.engine.step_metrics import PowerModel, power_model
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, create_forecast
 from rescheduler.simulator.workloads.trace import Trace
 from rescheduler.simulator.workloads.trace_files import create_trace

@@ -17,16 +17,22 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather
 from rescheduler.simulator.record_run import log_paths, record_run
-from rescheduler.simulator.results.figures import draw_comparison, draw_loads, draw_power
+from rescheduler.simulator.results.figures import (
+    draw_comparison,
+    draw_loads,
+    draw_power,
+    draw_rescheduling,
+)
 from rescheduler.simulator.results.metrics import run_metrics, summarise
-from rescheduler.simulator.results.report import document, markdown_report, terminal_table
-from rescheduler.simulator.results.report_files import (
+from rescheduler.simulator.results.report import (
     about,
+    document,
     json_text,
+    markdown_report,
     refuse_foreign_folder,
+    terminal_table,
     write_report,
 )
-from rescheduler.simulator.results.rescheduling_figures import draw_rescheduling
 from rescheduler.simulator.results.run_result import RequestRecords, RunResult
 from rescheduler.simulator.run_setup import Candidate, create_candidates, run_setup
 from rescheduler.simulator.simulation import run

@@ -15,7 +15,7 @@ from rescheduler.migration import MigrationPolicy
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.simulator.config.service_rules import service_rules
-from rescheduler.simulator.engine.batch_arrays import new_batch_arrays
+from rescheduler.simulator.engine.batch_choice import new_batch_arrays
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import (
     ASK,
@@ -43,8 +43,7 @@ from rescheduler.simulator.engine.engine_state import (
     with_more_rows,
     with_wider_pool,
 )
-from rescheduler.simulator.engine.migration_inputs import simulated_migration_inputs
-from rescheduler.simulator.engine.placed_requests import gather_placed
+from rescheduler.simulator.engine.routing_inputs import gather_placed, simulated_migration_inputs
 from rescheduler.simulator.forecasts.forecast_arrays import (
     CURVE,
     MARGINAL,
@@ -55,8 +54,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.workloads.arrival_process import with_arrivals
-from rescheduler.simulator.workloads.trace import Trace, TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace import Trace, TraceBlock, first_requests, with_arrivals
 
 __all__ = ["Simulation", "run"]
 

@@ -9,8 +9,8 @@ import yaml
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.models import identify
+from data_collection.text_file import read_yaml
 from data_collection.versions import machine, vllm_version
-from data_collection.yaml_file import read_yaml
 
 __all__ = [
     "BatchTime",

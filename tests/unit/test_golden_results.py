@@ -33,7 +33,7 @@ from predictor.models.hidden_state_mlp import RequestRows
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterView
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy, policy_names
-from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.run_setup import create_candidates, run_setup
 from rescheduler.simulator.simulation import run
 

@@ -11,9 +11,8 @@ import numpy as np
 from data_collection.atomic_file import refuse_unwritable
 from data_collection.workload.time_units import TimeUnit
 from rescheduler.simulator.advice.cases import ROUTERS, Clock
-from rescheduler.simulator.advice.figure import draw_advice
 from rescheduler.simulator.advice.study import Study
-from rescheduler.simulator.advice.text import advice_text
+from rescheduler.simulator.advice.text import advice_text, draw_advice
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
@@ -21,15 +20,14 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.experiments.progress import compile_notice
 from rescheduler.simulator.forecasts.forecast_error import MEASURED_SIGMA, forecast_error
-from rescheduler.simulator.results.report_files import (
+from rescheduler.simulator.results.report import (
     about,
     json_text,
     refuse_foreign_folder,
     write_report,
 )
 from rescheduler.simulator.workloads.forecast_recording import read_recording
-from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
-from rescheduler.simulator.workloads.trace import first_requests
+from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile, read_trace
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 from rescheduler.step_time.step_time import create_step_time

@@ -27,7 +27,7 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.progress import gather
 from rescheduler.simulator.experiments.workers import run_in_threads
 from rescheduler.simulator.results.metrics import summarise
-from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
+from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime
 
 __all__ = ["Study"]

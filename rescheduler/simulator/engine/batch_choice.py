@@ -1,18 +1,80 @@
 """Which tokens an instance computes next where a formation of batches says so."""
 
-from math import isnan
+from math import inf, isnan
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.batch_formation import form_batch
-from rescheduler.simulator.engine.batch_arrays import BatchArrays
-from rescheduler.simulator.engine.engine_state import NONE, Cluster, Rules
-from rescheduler.simulator.engine.instance_queue import take
-from rescheduler.simulator.engine.slots import decode
+from rescheduler.batching.prefill_budget import prefill_budget
+from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules, take
+from rescheduler.simulator.engine.slots import decode, occupied
 from rescheduler.simulator.engine.step_metrics import count_latency
+from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays, expected_remaining
 
-__all__ = ["choose_batch", "resume_tokens", "sit_out", "slack_of"]
+__all__ = [
+    "BatchArrays",
+    "choose_batch",
+    "new_batch_arrays",
+    "report_budget",
+    "resume_tokens",
+    "sit_out",
+    "slack_of",
+    "turns_away",
+]
+
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class BatchArrays(NamedTuple):
+    """The requests that an instance may compute now, decodes first, then prefills.
+
+    As `form_batch` and `prefill_budget` read them; each is [rows], of which as many are in use
+    as the instance has requests.
+
+    Attributes:
+        row: of each request.
+        slack: seconds until its next token is due.
+        tpot: its objective, seconds.
+        decoding: it decodes; else it prefills.
+        wanted: tokens that could be computed now.
+        context: tokens of context once they are.
+        order: scratch.
+        tokens: to compute.
+        prompt_left: tokens of its prompt yet to compute, 0 for decodes.
+        remaining: tokens expected of it yet.
+    """
+
+    row: IntArray
+    slack: FloatArray
+    tpot: FloatArray
+    decoding: npt.NDArray[np.bool_]
+    wanted: IntArray
+    context: IntArray
+    order: IntArray
+    tokens: IntArray
+    prompt_left: IntArray
+    remaining: FloatArray
+
+
+def new_batch_arrays(rows: int) -> BatchArrays:
+    """Return arrays for as many requests as a cluster has rows."""
+    return BatchArrays(
+        row=np.zeros(rows, dtype=np.int64),
+        slack=np.zeros(rows),
+        tpot=np.zeros(rows),
+        decoding=np.zeros(rows, dtype=np.bool_),
+        wanted=np.zeros(rows, dtype=np.int64),
+        context=np.zeros(rows, dtype=np.int64),
+        order=np.zeros(rows, dtype=np.int64),
+        tokens=np.zeros(rows, dtype=np.int64),
+        prompt_left=np.zeros(rows, dtype=np.int64),
+        remaining=np.zeros(rows),
+    )
 
 
 @compiled_inline
@@ -173,3 +235,79 @@ def sit_out(cluster: Cluster, g: int, growth: int) -> None:
             cluster.requests[cluster.slot_request[g, slot]].context -= growth
         next_end = min(next_end, cluster.slot_end[g, slot])
     instance.next_end = next_end
+
+
+@compiled_core
+def report_budget(
+    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays, g: int
+) -> None:
+    """Set an instance's budget as of the step that it is about to compose, see `prefill_budget`.
+
+    Until the next report, prompts placed there are subtracted from it where they are placed.
+    """
+    instance = cluster.instances[g]
+    n = 0
+    for slot in range(instance.decoding):
+        row = cluster.slot_request[g, slot]
+        request = cluster.requests[row]
+        generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
+        context = request.context + instance.grown
+        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, 0)
+        n += 1
+    row = instance.filling
+    while row != NONE:
+        request = cluster.requests[row]
+        generated, context = request.generated, request.context
+        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, request.todo)
+        n += 1
+        row = request.next
+    row = instance.queue_head
+    while row != NONE:
+        request = cluster.requests[row]
+        generated, context = request.generated, request.context
+        left = 0 if request.resumes == MIGRATED else context
+        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, left)
+        n += 1
+        row = request.next
+    service = rules.service
+    instance.budget = prefill_budget(
+        service.batches,
+        service.ttft,
+        service.tpot,
+        batch.slack[:n],
+        batch.context[:n],
+        batch.prompt_left[:n],
+        batch.remaining[:n],
+        service.whole_steps,
+    )
+
+
+@compiled_inline
+def _write_reported(
+    rules: Rules,
+    forecast: ForecastArrays,
+    cluster: Cluster,
+    batch: BatchArrays,
+    i: int,
+    row: int,
+    generated: int,
+    context: int,
+    prompt_left: int,
+) -> None:
+    request = cluster.requests[row]
+    batch.slack[i] = slack_of(rules, cluster, row, generated)
+    batch.context[i] = context
+    batch.prompt_left[i] = prompt_left
+    batch.remaining[i] = inf
+    if rules.service.forecasts:
+        batch.remaining[i] = expected_remaining(
+            forecast, request.number, request.template, generated, request.output
+        )
+
+
+@compiled_inline
+def turns_away(rules: Rules, cluster: Cluster, row: int, g: int) -> bool:
+    """Return whether a prompt is beyond an instance's budget; an empty instance takes any."""
+    if not rules.service.admits or occupied(cluster, g) == 0:
+        return False
+    return cluster.instances[g].budget < cluster.requests[row].prompt  # type: ignore[no-any-return]

@@ -5,9 +5,13 @@ from math import isnan
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.simulator.engine.batch_arrays import BatchArrays
-from rescheduler.simulator.engine.batch_choice import choose_batch, resume_tokens, sit_out
-from rescheduler.simulator.engine.energy import PowerModel, mfu_watts
+from rescheduler.simulator.engine.batch_choice import (
+    BatchArrays,
+    choose_batch,
+    report_budget,
+    resume_tokens,
+    sit_out,
+)
 from rescheduler.simulator.engine.engine_state import (
     CHUNKED,
     MIGRATED,
@@ -17,12 +21,10 @@ from rescheduler.simulator.engine.engine_state import (
     Cluster,
     Rules,
     Series,
+    admit,
 )
-from rescheduler.simulator.engine.instance_queue import admit
-from rescheduler.simulator.engine.reported_budget import report_budget
-from rescheduler.simulator.engine.slots import decode, finish, preempt, vacate
-from rescheduler.simulator.engine.step_metrics import count_latency, record
-from rescheduler.simulator.engine.transfers import send_migrations
+from rescheduler.simulator.engine.slots import decode, finish, preempt, send_migrations, vacate
+from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 from rescheduler.step_time.step_time import StepTime, step_seconds
 

@@ -18,9 +18,8 @@ from rescheduler.simulator.engine.arrivals import (
     pool_has_room,
     reveal,
 )
-from rescheduler.simulator.engine.batch_arrays import BatchArrays
+from rescheduler.simulator.engine.batch_choice import BatchArrays, turns_away
 from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
-from rescheduler.simulator.engine.energy import PowerModel
 from rescheduler.simulator.engine.engine_state import (
     ASK,
     DONE,
@@ -35,13 +34,11 @@ from rescheduler.simulator.engine.engine_state import (
     PolicyState,
     Rules,
     Series,
+    queue,
 )
-from rescheduler.simulator.engine.instance_queue import queue
-from rescheduler.simulator.engine.reported_budget import turns_away
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
-from rescheduler.simulator.engine.slots import occupied, turn_away
-from rescheduler.simulator.engine.step_metrics import observe
-from rescheduler.simulator.engine.transfers import land_migrations
+from rescheduler.simulator.engine.slots import land_migrations, occupied, turn_away
+from rescheduler.simulator.engine.step_metrics import PowerModel, observe
 from rescheduler.step_time.step_time import StepTime
 
 __all__ = ["EngineParts", "advance", "apply_target"]

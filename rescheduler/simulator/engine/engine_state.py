@@ -1,10 +1,12 @@
 """The arrays of one simulation: its rules, and the state that the engine moves on."""
 
+from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.simulator.config.service_rules import ServiceRules
@@ -48,13 +50,18 @@ __all__ = [
     "PolicyState",
     "Rules",
     "Series",
+    "admit",
     "new_arrivals",
     "new_cluster",
     "new_policy_state",
     "new_series",
+    "queue",
+    "queue_first",
+    "take",
     "with_more_rows",
     "with_wider_pool",
 ]
+
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -334,3 +341,84 @@ def new_policy_state(
         ending=np.zeros((2, n, n_points + 1)),
         row=np.zeros(n_points),
     )
+
+
+@compiled_inline
+def queue(cluster: Cluster, row: int, g: int) -> None:
+    """Put a request at the end of an instance's queue."""
+    instance = cluster.instances[g]
+    cluster.requests[row].next = NONE
+    if instance.queue_tail == NONE:
+        instance.queue_head = row
+    else:
+        cluster.requests[instance.queue_tail].next = row
+    instance.queue_tail = row
+    instance.queued += 1
+    instance.queued_tokens += cluster.requests[row].context
+
+
+@compiled_core
+def queue_first(cluster: Cluster, row: int, g: int) -> None:
+    """Put a request at the front of an instance's queue."""
+    instance = cluster.instances[g]
+    cluster.requests[row].next = instance.queue_head
+    instance.queue_head = row
+    if instance.queue_tail == NONE:
+        instance.queue_tail = row
+    instance.queued += 1
+    instance.queued_tokens += cluster.requests[row].context
+
+
+@compiled_core
+def admit(rules: Rules, cluster: Cluster, g: int) -> int:
+    """Take the request that an instance starts next out of its queue, or return NONE."""
+    instance = cluster.instances[g]
+    head = instance.queue_head
+    taken = instance.decoding + instance.n_filling + instance.arriving
+    if head == NONE or taken >= rules.slots:
+        return NONE
+    room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
+    chosen, before = head, NONE
+    if rules.batching != FCFS and cluster.requests[head].resumes == NONE:
+        chosen = NONE
+        previous, row = NONE, head
+        while row != NONE:
+            candidate = cluster.requests[row]
+            better = chosen == NONE
+            if rules.batching == BIN_PACKING:
+                if candidate.context > room:
+                    better = False
+                elif chosen != NONE:
+                    better = candidate.context > cluster.requests[chosen].context
+            elif chosen != NONE:
+                left = candidate.output - candidate.generated
+                least = cluster.requests[chosen].output - cluster.requests[chosen].generated
+                better = left < least
+            if better:
+                chosen, before = row, previous
+            previous, row = row, candidate.next
+    if chosen == NONE or cluster.requests[chosen].context > room:
+        return NONE
+    take(rules, cluster, g, chosen, before)
+    return chosen  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
+    """Take a request out of an instance's queue, where it follows the row ``before`` or NONE."""
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    request = cluster.requests[row]
+    if before == NONE:
+        instance.queue_head = request.next
+    else:
+        cluster.requests[before].next = request.next
+    if instance.queue_tail == row:
+        instance.queue_tail = before
+    instance.queued -= 1
+    instance.queued_tokens -= request.context
+    request.admitted = scalars.admissions
+    scalars.admissions += 1
+    if isnan(request.start):
+        request.start = scalars.now
+    if rules.prefill == CHUNKED:
+        instance.load += request.context

@@ -1,9 +1,13 @@
 """What is measured while a simulation runs."""
 
 from math import log
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.simulator.engine.energy import PowerModel, load_watts, watts
+from rescheduler.simulator.config.simulation_config import PowerConfig
 from rescheduler.simulator.engine.engine_state import (
     ITL_BINS_PER_E,
     NEVER,
@@ -14,7 +18,82 @@ from rescheduler.simulator.engine.engine_state import (
 )
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = ["count_latency", "observe", "record"]
+__all__ = [
+    "PowerModel",
+    "count_latency",
+    "load_watts",
+    "mfu_watts",
+    "observe",
+    "power_model",
+    "record",
+    "watts",
+]
+
+
+class PowerModel(NamedTuple):
+    r"""The numbers of :math:`P(u)`.
+
+    Attributes:
+        idle: :math:`P_{idle}` in watts.
+        max: :math:`P_{max}` in watts.
+        gamma: :math:`\gamma`.
+        flops_share: mfu / mfu_sat that one token per second makes.
+    """
+
+    idle: float
+    max: float
+    gamma: float
+    flops_share: float
+
+
+def power_model(config: PowerConfig) -> PowerModel:
+    r"""Return the model, with :math:`mfu = tokens/s \cdot FLOPs_{token} / FLOPs_{peak}`.
+
+    Source: Chen et al. 2026, Appendix D, equation (56).
+    """
+    share = config.flops_per_token / (config.peak_flops * config.mfu_sat)
+    return PowerModel(float(config.idle), float(config.max), float(config.gamma), share)
+
+
+@compiled_core
+def watts(power: PowerModel, utilisation: float) -> float:
+    """Return P(u) of one GPU, u in [0, 1]."""
+    if utilisation >= 1.0:
+        return power.max
+    if utilisation <= 0.0:
+        return power.idle
+    return power.idle + (power.max - power.idle) * utilisation**power.gamma  # type: ignore[no-any-return]
+
+
+@compiled_core
+def load_watts(power: PowerModel, load: npt.NDArray[np.int64]) -> float:
+    r"""Return the watts of all GPUs in a step behind a barrier, :math:`u_g = L_g / \max L`.
+
+    Args:
+        power: the model.
+        load: [G] context tokens on each instance; GPUs without any idle.
+    """
+    most = 0
+    for g in range(len(load)):
+        most = max(most, load[g])
+    total = 0.0
+    for g in range(len(load)):
+        total += watts(power, load[g] / most if most > 0 else 0.0)
+    return total
+
+
+@compiled_core
+def mfu_watts(power: PowerModel, tokens: float, seconds: float) -> float:
+    r"""Return the watts of one GPU in a step, :math:`u = \min(mfu / mfu_{sat}, 1)`.
+
+    Args:
+        power: the model.
+        tokens: that it computed.
+        seconds: of the step.
+    """
+    if seconds <= 0.0:
+        return power.idle
+    return watts(power, tokens / seconds * power.flops_share)
 
 
 @compiled_inline

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from data_collection.atomic_file import write_text_atomically
 from data_collection.text_file import read_text
 from data_collection.versions import source_commit
-from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 
 __all__ = [
     "Cell",

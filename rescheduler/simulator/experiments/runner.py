@@ -17,7 +17,7 @@ from rescheduler.simulator.experiments.cells import (
 from rescheduler.simulator.experiments.progress import compile_notice, gather
 from rescheduler.simulator.experiments.workers import available_cores, run_locally, run_on_ray
 from rescheduler.simulator.results.metrics import Summary, summarise
-from rescheduler.simulator.results.report_files import refuse_foreign_folder
+from rescheduler.simulator.results.report import refuse_foreign_folder
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["Computed", "Row", "compute"]

@@ -15,8 +15,7 @@ from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import Computed, Row, compute
 from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons
 from rescheduler.simulator.results.metrics import Summary
-from rescheduler.simulator.results.report import main_columns
-from rescheduler.simulator.results.report_files import about, json_text, write_report
+from rescheduler.simulator.results.report import about, json_text, main_columns, write_report
 from rescheduler.simulator.run_setup import create_candidates, run_setup
 
 __all__ = ["sweep"]

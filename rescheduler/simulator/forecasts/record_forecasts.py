@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.dataset.split import SplitName, split_requests
+from data_collection.dataset.dataset_schema import SplitName, split_requests
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
-from predictor.forecasts.survival_grid import survival_edges
+from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP

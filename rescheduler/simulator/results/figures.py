@@ -1,6 +1,7 @@
 """Pictures of simulations: loads and power over time, comparisons, the effect of the horizon."""
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +14,20 @@ from rescheduler.simulator.results.run_result import RunResult
 __all__ = [
     "COLOURS",
     "HorizonCurve",
+    "LoadCurve",
     "create_panels",
+    "draw_cases",
     "draw_comparison",
+    "draw_effective",
     "draw_horizons",
     "draw_loads",
     "draw_power",
+    "draw_rescheduling",
     "finish_axes",
     "running_mean",
     "save_figure",
 ]
+
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 """Okabe and Ito's palette, which colour-blind people can distinguish, and a brown."""
@@ -234,3 +240,140 @@ def finish_axes(axes: Any, x: str = "", y: str = "", which: str = "major") -> No
         axes.set_ylabel(y)
     axes.grid(alpha=0.25, which=which)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+_COLUMNS = 4
+
+
+class LoadCurve(NamedTuple):
+    """One system in one case, with one choice of its tuned options, over the loads.
+
+    Attributes:
+        case: its name.
+        system: its name.
+        tuned: key -> value, of its tuned options.
+        points: load in requests per second an instance -> figures; ``effective`` among them.
+    """
+
+    case: str
+    system: str
+    tuned: dict[str, Any]
+    points: dict[float, Summary]
+
+    @property
+    def peak(self) -> tuple[float, float]:
+        """Its most effective requests per second, and the load where they are."""
+        return max((summary.mean["effective"], load) for load, summary in self.points.items())
+
+
+def draw_effective(curves: Sequence[LoadCurve]) -> Any:
+    """Return effective requests per second over the load, a panel for each case.
+
+    As in FairBatching (Lyu et al. 2025), Figure 5.
+    """
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(curve.case for curve in curves))
+    systems = list(dict.fromkeys(curve.system for curve in curves))
+    columns = min(len(cases), _COLUMNS)
+    rows = ceil(len(cases) / columns)
+    size = (1.0 + 3.4 * columns, 0.8 + 2.6 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(cases) :]:
+        axes.set_axis_off()
+    for axes, case in zip(panels, cases, strict=False):
+        for curve in curves:
+            if curve.case != case:
+                continue
+            i = systems.index(curve.system)
+            loads = sorted(curve.points)
+            axes.errorbar(
+                loads,
+                [curve.points[load].mean["effective"] for load in loads],
+                [curve.points[load].ci95.get("effective", 0.0) for load in loads],
+                fmt="o-",
+                color=COLOURS[i % len(COLOURS)],
+                markersize=3.5,
+                linewidth=1.2,
+                label=curve.system,
+            )
+        axes.set_title(case, loc="left", fontsize="medium")
+        axes.set_ylim(bottom=0)
+        finish_axes(axes)
+    panels[0].legend(frameon=False, fontsize="small")
+    figure.supxlabel("offered requests/s an instance", fontsize="medium")
+    figure.supylabel("effective requests/s", fontsize="medium")
+    return figure
+
+
+def draw_cases(found: Mapping[tuple[str, str], Summary]) -> Any:
+    """Return the variance of step times and the P99 TPOT of each planner in each case.
+
+    As in STAR (Wang et al. 2026), Figure 13. Means over the seeds; the table has intervals.
+
+    Args:
+        found: (case, planner) -> figures.
+    """
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(case for case, _ in found))
+    labels = list(dict.fromkeys(label for _, label in found))
+    figure = Figure(figsize=(10.0, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    shown = (
+        ("execution_variance", 1e6, "variance of step times, ms²"),
+        ("tpot_p99", 1e3, "P99 TPOT, ms"),
+    )
+    for axes, (name, scale, title) in zip(panels, shown, strict=True):
+        for i, label in enumerate(labels):
+            known = [found.get((case, label)) for case in cases]
+            values = [scale * s.mean.get(name, np.nan) if s else np.nan for s in known]
+            at = np.arange(len(cases)) + 0.08 * (i - (len(labels) - 1) / 2)
+            colour = COLOURS[i % len(COLOURS)]
+            axes.plot(at, values, "o", color=colour, markersize=5, label=label)
+        if name == "execution_variance":  # it differs by factors
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(cases)), cases)
+        finish_axes(axes, "", title)
+    panels[1].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:
+    """Return step-time variance and highest KV usage over time, a row for each run.
+
+    As in STAR (Wang et al. 2026), Figures 11 and 12: shaded where requests are preempted, ticks
+    where requests move.
+
+    Args:
+        runs: to draw.
+        kv_capacity: of an instance, in tokens.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 1.0 + 1.35 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), 2, sharex=True, sharey="col", squeeze=False)
+    for (left, right), run in zip(grid, runs, strict=True):
+        series = run.series
+        colour = COLOURS[0]
+        left.plot(series.time, 1e6 * series.execution_variance, color=colour, linewidth=0.6)
+        left.set_yscale("symlog", linthresh=0.1)
+        mean = f"{run.policy}: {1e6 * run.execution_variance:.3f} ms² on average"
+        left.set_title(mean, loc="left", fontsize="small")
+        right.plot(series.time, 100 * series.held / kv_capacity, color=colour, linewidth=0.7)
+        right.axhline(99, color="0.4", linestyle="--", linewidth=0.7)
+        for time in series.time[1:][np.diff(series.preemptions) > 0]:
+            right.axvspan(time - 4, time + 4, color=COLOURS[1], alpha=0.4, linewidth=0)
+        moved = series.time[1:][np.diff(series.migrations) > 0]
+        right.plot(moved, np.full(len(moved), 3.0), "|", color="0.25", markersize=5, alpha=0.6)
+        counts = f"{run.preemptions} preemptions, {run.migrations} migrations"
+        right.set_title(counts, loc="left", fontsize="small")
+        right.set_ylim(0, 108)
+        for axes in (left, right):
+            axes.set_xlim(left=0)
+            finish_axes(axes)
+    figure.supxlabel("time, s", fontsize="medium")
+    grid[len(runs) // 2][0].set_ylabel("variance of step times, ms²")
+    grid[len(runs) // 2][1].set_ylabel("highest KV usage, %")
+    return figure

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.figures import finish_axes
 from rescheduler.simulator.results.metrics import Summary, summarise
-from rescheduler.simulator.results.tables import markdown_table, signed_share
+from rescheduler.simulator.results.report import markdown_table, signed_share
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.studies.declaration import Report, Study
 

@@ -18,9 +18,9 @@ import numpy as np
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import changed_config
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.fairbatching_figures import LoadCurve, draw_effective
+from rescheduler.simulator.results.figures import LoadCurve, draw_effective
 from rescheduler.simulator.results.metrics import summarise
-from rescheduler.simulator.results.tables import markdown_table, signed_share
+from rescheduler.simulator.results.report import markdown_table, signed_share
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.studies.declaration import Report, Study
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.rescheduling_figures import draw_cases
-from rescheduler.simulator.results.tables import Column, figure_cell, markdown_table
+from rescheduler.simulator.results.figures import draw_cases
+from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
 from rescheduler.simulator.studies.declaration import Report, Study
 
 __all__ = ["rescheduling"]

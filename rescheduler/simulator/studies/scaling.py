@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.figures import finish_axes
-from rescheduler.simulator.results.tables import markdown_table
+from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.studies.declaration import Report, Study
 
 __all__ = ["ScalingPoint", "fitted_slope", "scaling", "scaling_points"]

@@ -12,7 +12,7 @@ from typing import Any
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import compute
-from rescheduler.simulator.results.report_files import about, write_study
+from rescheduler.simulator.results.report import about, write_study
 from rescheduler.simulator.studies.barrier_tax import barrier_tax
 from rescheduler.simulator.studies.declaration import Study
 from rescheduler.simulator.studies.fairbatching import fairbatching

@@ -1,19 +1,25 @@
 """Requests as the simulator reads them: streams of blocks of arrival times and lengths."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "BLOCK_REQUESTS",
+    "ArrivalKind",
+    "ResampledTrace",
+    "TimedTrace",
     "Trace",
     "TraceBlock",
     "block_sizes",
     "first_requests",
     "lengths_block",
+    "with_arrivals",
 ]
+
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -102,3 +108,162 @@ def first_requests(trace: Trace, generator: np.random.Generator, at_most: int) -
         output=np.concatenate([block.output for block in taken])[:at_most],
         template=np.concatenate([block.template for block in taken])[:at_most],
     )
+
+
+ArrivalKind = Literal["revelation", "trace", "poisson", "gamma"]
+
+
+@dataclass(frozen=True)
+class TimedTrace:
+    r"""The requests of another trace, at other times.
+
+    Gaps of ``poisson`` are exponential with mean 1/rate; those of ``gamma`` follow
+
+    .. math:: \Gamma(k, \theta), \qquad k = 1 / cv^2, \qquad \theta = cv^2 / rate
+
+    with mean 1/rate and coefficient of variation cv: 1 is a Poisson process, more is burstier.
+    The first request comes after a gap of its own.
+
+    Attributes:
+        trace: whose requests they are.
+        kind: ``trace``: its own times; ``poisson``; ``gamma``; ``revelation``: none, a request
+            is there as soon as the simulator has room for it.
+        scale: multiplies the rate of ``trace``: 2 makes it arrive twice as fast.
+        rate: mean requests per second of ``poisson`` and ``gamma``.
+        cv: of ``gamma``.
+
+    Raises:
+        ValueError: an unknown kind, a number that is not above 0, or ``trace`` for a trace
+            without times.
+    """
+
+    trace: Trace
+    kind: ArrivalKind
+    scale: float = 1.0
+    rate: float = 1.0
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what gives no times."""
+        if self.kind not in get_args(ArrivalKind):
+            raise ValueError(
+                f"no arrivals {self.kind!r}; known: {', '.join(get_args(ArrivalKind))}"
+            )
+        for name in ("scale", "rate", "cv"):
+            if not 0 < getattr(self, name) < np.inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.kind == "trace" and not self.trace.has_arrivals:
+            raise ValueError(
+                f"{self.trace.name} has no arrival times; take arrivals poisson or gamma, or "
+                "revelation, which needs none"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the trace."""
+        return self.trace.name
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether there are times."""
+        return self.kind != "revelation"
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        """Yield the trace's blocks with these arrivals.
+
+        Gaps are drawn from a generator of their own, so that a seed gives the same lengths
+        whatever the arrivals are.
+        """
+        (gaps,) = generator.spawn(1)
+        now = 0.0
+        for block in self.trace.blocks(generator):
+            n = len(block.prompt)
+            if self.kind == "trace":
+                arrival = block.arrival / self.scale
+            elif self.kind == "revelation":
+                arrival = np.full(n, np.nan)
+            else:
+                shape = 1.0 if self.kind == "poisson" else self.cv**-2
+                arrival = now + np.cumsum(gaps.gamma(shape, 1 / (shape * self.rate), n))
+                now = float(arrival[-1])
+            yield block._replace(arrival=arrival)
+
+
+def with_arrivals(
+    trace: Trace, kind: ArrivalKind, scale: float = 1.0, rate: float = 1.0, cv: float = 1.0
+) -> Trace:
+    """Return a trace with other arrivals, see `TimedTrace`.
+
+    Raises:
+        ValueError: as `TimedTrace`.
+    """
+    return TimedTrace(trace, kind, scale, rate, cv)
+
+
+_RUN = 500
+_LEAST_RUNS = 20
+
+
+@dataclass(frozen=True)
+class ResampledTrace:
+    r"""Runs of consecutive requests of a trace, drawn with replacement and put end to end.
+
+    A file's requests are the same at every seed, so that all seeds would give one result and
+    an interval over them would say nothing. This is the circular block bootstrap: a run of
+    :math:`\min(500, \lceil N / 20 \rceil)` consecutive requests begins at a request drawn
+    uniformly, and past the last request goes on with the first. Within a run the order of the
+    requests and the gaps between their arrivals are kept, hence bursts too; the first request
+    of all has a mean gap before it. What repeats over more requests than a run, such as the time
+    of day, is lost.
+
+    Attributes:
+        name: of the trace.
+        recorded: [N] its requests.
+        requests: how many are drawn.
+
+    Source: Politis and Romano 1992, 'A circular block-resampling procedure for stationary data'.
+    """
+
+    name: str
+    recorded: TraceBlock
+    requests: int
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether the requests have arrival times."""
+        return not np.isnan(self.recorded.arrival[0])
+
+    @property
+    def rate(self) -> float:
+        """Mean requests per second as recorded; NaN without times, infinite if all are at once."""
+        arrival = self.recorded.arrival
+        if len(arrival) < 2:
+            return float("nan")
+        span = float(arrival[-1] - arrival[0])
+        return (len(arrival) - 1) / span if span != 0 else float("inf")
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        """Yield the drawn requests, at most `BLOCK_REQUESTS` at a time."""
+        gaps = self._gaps()
+        n = len(self.recorded.prompt)
+        length = min(_RUN, -(-n // _LEAST_RUNS))
+        now = 0.0
+        for size in block_sizes(self.requests):
+            starts = generator.integers(0, n, -(-size // length))
+            chosen = ((starts[:, None] + np.arange(length)) % n).ravel()[:size]
+            arrival = now + np.cumsum(gaps[chosen])
+            now = float(arrival[-1])
+            yield TraceBlock(
+                arrival=arrival,
+                prompt=self.recorded.prompt[chosen],
+                output=self.recorded.output[chosen],
+                template=self.recorded.template[chosen],
+            )
+
+    def _gaps(self) -> npt.NDArray[np.float64]:
+        """Return [N] seconds before each request."""
+        arrival = self.recorded.arrival
+        gaps = np.diff(arrival, prepend=arrival[0])
+        if len(gaps) > 1:
+            gaps[0] = gaps[1:].mean()
+        return gaps

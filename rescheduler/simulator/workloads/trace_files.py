@@ -20,16 +20,18 @@ from data_collection.workload.time_units import (
     words,
 )
 from rescheduler.cluster.registry import Registry
-from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
-from rescheduler.simulator.workloads.five_tasks import FiveTasks
+from rescheduler.simulator.workloads.five_tasks import FiveTasks, MixedClasses
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.length_generators import (
     GeometricLengths,
     HomogeneousLengths,
     LognormalLengths,
 )
-from rescheduler.simulator.workloads.mixed_classes import MixedClasses
-from rescheduler.simulator.workloads.published_lengths import BurstGPTLike, StarLengths
+from rescheduler.simulator.workloads.published_lengths import (
+    BurstGPTLike,
+    BurstGPTSample,
+    StarLengths,
+)
 from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, lengths_block
 from rescheduler.simulator.workloads.trace_formats import Row, TraceFormatName, recognise
 

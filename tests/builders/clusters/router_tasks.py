@@ -8,8 +8,7 @@ import numpy as np
 from rescheduler.learned_router.router_config import RouterConfig
 from rescheduler.routing.learned.router_network import Layers, RouterCheckpoint
 from rescheduler.routing.learned.router_state import state_size
-from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 
 TASK = RouterConfig(edges=(0, 64, 256), max_seconds=60.0)

@@ -20,7 +20,7 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.engine.energy import power_model
+from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, Oracle
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.workloads.trace import TraceBlock

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.forecasts.survival_grid import survival_edges
+from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.live.telemetry_messages import Forecasts, Message, Snapshot, decode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.hidden_state_mlp import INPUTS

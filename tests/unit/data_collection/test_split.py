@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_collection.dataset.dataset_schema import DatasetError
-from data_collection.dataset.split import split_requests
+from data_collection.dataset.dataset_schema import DatasetError, split_requests
 
 groups = st.lists(st.integers(0, 40), min_size=20, max_size=120).filter(
     lambda numbers: len(set(numbers)) >= 10

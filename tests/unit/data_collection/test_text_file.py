@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
 from data_collection import text_file
-from data_collection.text_file import read_text, text_lines
+from data_collection.text_file import read_text, read_yaml, text_lines
 from data_collection.workload.prompts import load_prompts
 from data_collection.workload.transcripts import load_transcripts
-from data_collection.yaml_file import read_yaml
 from predictor.models.checkpoint import read_config
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import ProxyOptions

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from published_telemetry import Engine, frames
 
+from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import Recalibration
-from predictor.forecasts.survival_grid import survival_edges
 from predictor.live.telemetry_messages import FinishedEvent, Message, encode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.remaining_length_mlp import RemainingLengthMLP

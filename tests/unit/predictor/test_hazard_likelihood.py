@@ -8,7 +8,7 @@ import torch
 from memoryless_dataset import hidden_states, true_median
 
 from predictor import RequestRows, load_predictor
-from predictor.models.hazard_likelihood import hazard_nll, hazard_rates, log_survival
+from predictor.models.survival_mlp import hazard_nll, hazard_rates, log_survival
 
 HAZARDS = (0.1, 0.2, 0.3)
 EDGES = torch.tensor([0.0, 5, 10, 20])

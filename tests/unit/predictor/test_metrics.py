@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from predictor.evaluation.metrics import error_by_bin, summarise_errors
+from predictor.evaluation.survival_metrics import error_by_bin, summarise_errors
 
 
 def test_summary_of_known_errors() -> None:

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
-from data_collection.dataset.dataset_schema import DatasetError
-from data_collection.dataset.split import split_requests
+from data_collection.dataset.dataset_schema import DatasetError, split_requests
 from predictor import CheckpointError, PointForecast, SurvivalForecast
 from predictor.evaluation.survival_metrics import Outcomes
 from predictor.models.text_backbone import minilm_folder

@@ -21,14 +21,13 @@ from predictor.evaluation.survival_metrics import (
     survival_scores,
     within,
 )
-from predictor.forecasts.kaplan_meier import KaplanMeierCurve
+from predictor.forecasts.kaplan_meier import KaplanMeierCurve, survival_edges
 from predictor.forecasts.recalibration import (
     Recalibration,
     fit_recalibration,
     observed_levels,
     observed_share,
 )
-from predictor.forecasts.survival_grid import survival_edges
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]

@@ -16,8 +16,8 @@ from data_collection.dataset.merge_datasets import merge
 from predictor import CheckpointError, RemainingLengthMLP, RequestRows, SurvivalMLP, load_predictor
 from predictor.evaluation.comparators import Regressor
 from predictor.evaluation.result import LABELS, OWN_NAME
+from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import Recalibration
-from predictor.forecasts.survival_grid import survival_edges
 from predictor.models.hidden_state_mlp import INPUTS
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import RowsDataModule, request_rows

@@ -28,8 +28,7 @@ from rescheduler.simulator.forecasts.forecast_error import (
     forecast_error,
 )
 from rescheduler.simulator.workloads.forecast_recording import ForecastRecording, read_recording
-from rescheduler.simulator.workloads.resampled_trace import ResampledTrace
-from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace import ResampledTrace, TraceBlock, first_requests
 from rescheduler.step_time.step_time import create_step_time
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rescheduler.simulator.config.simulation_config import PowerConfig
-from rescheduler.simulator.engine.energy import load_watts, mfu_watts, power_model, watts
+from rescheduler.simulator.engine.step_metrics import load_watts, mfu_watts, power_model, watts
 
 POWER = power_model(PowerConfig())
 

@@ -13,9 +13,8 @@ from simulated_cases import Requests, engine_setup, reference_cases
 
 from rescheduler.batching.batch_formation import FORMATIONS
 from rescheduler.routing import create_policy
-from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.service_rules import service_rules
-from rescheduler.simulator.config.simulation_config import SLOConfig
+from rescheduler.simulator.config.simulation_config import SLOConfig, read_config
 from rescheduler.simulator.results.metrics import run_metrics, summarise
 from rescheduler.simulator.results.report import markdown_report
 from rescheduler.simulator.results.run_result import RunResult

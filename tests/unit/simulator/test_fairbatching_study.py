@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from rescheduler.commands.command_line import main
-from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.experiments.cells import groups
-from rescheduler.simulator.results.fairbatching_figures import LoadCurve
+from rescheduler.simulator.results.figures import LoadCurve
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.run_setup import create_policies, run_setup
 

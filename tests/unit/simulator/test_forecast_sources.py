@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_dataset import change_shard
 
-from data_collection.dataset.split import split_requests
+from data_collection.dataset.dataset_schema import split_requests
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
 from predictor.models.checkpoint import load_predictor

@@ -12,8 +12,7 @@ import yaml
 
 from rescheduler.commands.command import run_command
 from rescheduler.commands.command_line import main
-from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import create_policies, run_setup
@@ -21,8 +20,8 @@ from rescheduler.simulator.simulation import run
 from rescheduler.simulator.studies.barrier_tax import retimed_throughput
 from rescheduler.simulator.studies.scaling import fitted_slope
 from rescheduler.simulator.studies.study import barrier_tax_study, scaling_study
-from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.length_generators import LognormalLengths
+from rescheduler.simulator.workloads.published_lengths import BurstGPTSample
 
 ROOT = Path(__file__).parents[3]
 TABLES = ("bfio_table1", "bfio_release_g8", "mixed_workloads")

@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from rescheduler.commands.command_line import main
-from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -25,6 +24,7 @@ from rescheduler.simulator.config.simulation_config import (
     PrefillConfig,
     SimulationConfig,
     SLOConfig,
+    read_config,
 )
 from rescheduler.simulator.experiments.cells import cells_of, groups
 from rescheduler.simulator.experiments.workers import run_locally

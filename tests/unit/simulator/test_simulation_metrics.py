@@ -26,8 +26,7 @@ from rescheduler.simulator.results.metrics import (
     summarise,
     time_per_output_token,
 )
-from rescheduler.simulator.results.report import document, markdown_report, terminal_table
-from rescheduler.simulator.results.report_files import about
+from rescheduler.simulator.results.report import about, document, markdown_report, terminal_table
 
 
 def test_figures_of_requests_that_come_prefilled() -> None:

@@ -10,9 +10,8 @@ import pytest
 from rescheduler.migration import Migration, MigrationInputs, Plan, Star, Survival
 from rescheduler.migration.inputs import migration_inputs
 from rescheduler.routing import create_policy
-from rescheduler.simulator.config.config_parser import read_config
-from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.engine.migration_inputs import simulated_migration_inputs
+from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
+from rescheduler.simulator.engine.routing_inputs import simulated_migration_inputs
 from rescheduler.simulator.experiments.cells import groups, run_cell
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data_collection.workload.arrivals import Arrivals, arrival_times
 from rescheduler.simulator.advice.advise import advise
-from rescheduler.simulator.config.config_parser import read_config
+from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.experiments.sweep import sweep
 from rescheduler.simulator.simulate import simulate
 from rescheduler.simulator.workloads.trace import first_requests

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rescheduler.simulator.workloads.arrival_process import with_arrivals
-from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace import (
+    BLOCK_REQUESTS,
+    Trace,
+    TraceBlock,
+    first_requests,
+    with_arrivals,
+)
 from rescheduler.simulator.workloads.trace_files import GENERATORS, create_trace, read_trace
 
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
