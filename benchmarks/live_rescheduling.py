@@ -18,8 +18,7 @@ What is finished is kept in the folder, one file a load, round and arm, and not 
 its settings stay the same. So a long measurement can be made in pieces; on another machine give
 another folder. Differences are of the rounds that both arms have.
 
-The reserve of the arm of that name is to be tuned for the machine: have some rounds of ``--arms
-jsq_load``, and take ``--reserve`` from what `benchmarks.fitted_rescheduling` finds best for them.
+The reserve of the arm of that name is to be tuned for the machine (``--reserve``).
 """
 
 import asyncio
@@ -35,7 +34,6 @@ from typing import Any, NamedTuple
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.support.forecast_log import write_forecasts
 from benchmarks.support.live_load import round_load
 from benchmarks.support.live_machine import Machine, measure_machine, read_machine
 from benchmarks.support.live_runs import patient, run_load
@@ -254,8 +252,6 @@ def run_one(
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = {"settings": settings_of(arm, load), "result": live.result}
     write_text_atomically(file, json.dumps(kept))
-    recording = file.parent / "forecasts.parquet"  # of any arm: they generate the same tokens
-    write_forecasts(recording, live.forecasts, live.result["requests"], ENGINE.k)
     names = ("seconds", "throughput", "tpot_p99", "ttft_p99", "gap_p99", "kv_use", "migrations")
     return {name: round(live.result[name], 3) for name in (*names, "preemptions", "failed")}
 

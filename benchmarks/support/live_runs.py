@@ -22,9 +22,6 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.telemetry.forecast_batch import ForecastBatch
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 
@@ -78,14 +75,12 @@ class LiveRun:
 
     Attributes:
         result: figures, samples, requests, placements and moves, as JSON.
-        forecasts: that the engines published meanwhile.
         served: what the clients saw.
         pause: mean seconds from a moved request's last token at its source to its next one.
         copying: mean seconds of the copies made before.
     """
 
     result: dict[str, Any]
-    forecasts: list[ForecastBatch]
     served: list[ServedRequest]
     pause: float
     copying: float
@@ -130,12 +125,9 @@ async def run_load(
     run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
     samples: list[Sample] = []
     with proxy(deployment, folder) as server:
-        endpoints = [str(instance.telemetry) for instance in deployment.decode]
-        with TelemetrySubscriber(endpoints, view=TelemetryView(history=False)) as telemetry:
-            epoch = time.time()
-            async with _sampling(deployment, run, before, samples):
-                served = await completed(run, patience, server)
-            forecasts = list(telemetry.take_forecasts())
+        epoch = time.time()
+        async with _sampling(deployment, run, before, samples):
+            served = await completed(run, patience, server)
         metrics = f"{deployment.proxy_url}/metrics"
         migrations = await asyncio.to_thread(_moved, deployment)
         pause = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_gap_seconds")
@@ -159,7 +151,7 @@ async def run_load(
         "placements": placements,
         "moves": moves,
     }
-    return LiveRun(result, forecasts, served, pause, copying)
+    return LiveRun(result, served, pause, copying)
 
 
 def capacity_tokens(deployment: Deployment) -> int:

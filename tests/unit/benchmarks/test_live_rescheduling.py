@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import live_rescheduling
 from benchmarks.support.live_load import round_load
-from benchmarks.support.live_machine import Machine, served_rate
+from benchmarks.support.live_machine import Machine, read_machine, served_rate
 from benchmarks.support.live_runs import StalledError, completed
 from benchmarks.support.move_log import (
     overflows_after,
@@ -117,6 +117,12 @@ def test_what_is_finished_with_the_same_settings_is_not_run_again(tmp_path: Path
         "jsq_load": [0],
         "survival": [0],
     }
+
+
+def test_a_damaged_measurement_of_the_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text('{"alone_ttft": 1.0}')
+    with pytest.raises(ValueError, match="damaged, remove it to measure anew"):
+        read_machine(tmp_path)
 
 
 def test_every_round_begins_with_another_arm() -> None:
