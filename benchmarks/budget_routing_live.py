@@ -58,12 +58,10 @@ class RoutedCase(Case):
 
     @property
     def informed(self) -> bool:
-        """Whether the system goes by the objectives."""
         return True
 
 
 def main() -> None:
-    """Run what is missing, and print the tables."""
     parser = arguments("routers before two replicas with admission")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
@@ -98,7 +96,6 @@ def main() -> None:
 
 @contextmanager
 def replicas(folder: Path) -> Iterator[Deployment]:
-    """Run the engines."""
     batching: dict[str, Any] = {
         "profile": str((folder / "profile" / "profile.yaml").resolve()),
         "admission": True,

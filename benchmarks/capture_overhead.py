@@ -21,7 +21,6 @@ CONCURRENCY = 64
 
 
 def main() -> None:
-    """Run the phases and print the shares."""
     parser = arguments("what capture costs the engine")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--k", type=int, default=20)
@@ -82,7 +81,6 @@ def measure(model: str, k: int, folder: Path, quick: bool) -> dict[str, float]:
 
 
 def status(engine: Any) -> dict[str, float]:
-    """Return the counters of the worker that records."""
     (found,) = engine.collective_rpc("headway_status")
     names = ("engine_steps", "rows", "dropped_rows")
     return {key: found[key] for key in (*names, "hook_seconds", "sink_seconds", "process_seconds")}

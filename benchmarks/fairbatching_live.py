@@ -98,16 +98,7 @@ _TOKENS = 10_000
 
 @dataclass(frozen=True)
 class Case:
-    """One system under one load with one pair of objectives.
-
-    Attributes:
-        system: its name.
-        load: share of the capacity.
-        ttft_s: objective.
-        tpot_s: objective.
-        token_budget: of a system whose budget is fixed.
-        round: part of the trace, from 0.
-    """
+    """One system under one load with one pair of objectives."""
 
     system: str
     load: float
@@ -118,11 +109,9 @@ class Case:
 
     @property
     def informed(self) -> bool:
-        """Whether the system goes by the objectives."""
         return self.system.startswith("fairbatching")
 
     def file(self, folder: Path) -> Path:
-        """Where the requests' times are kept."""
         name = f"{self.system}-{self.token_budget}-{self.load:g}-{self.round}"
         if self.informed:
             name += f"-{self.ttft_s:.3f}-{self.tpot_s:.4f}"
@@ -146,7 +135,6 @@ class TokenLoad(LoadRun):
 
 
 def main() -> None:
-    """Run what is missing, and print the tables."""
     parser = arguments("FairBatching on a real engine")
     options = _options(parser)
     check_versions()
@@ -176,7 +164,6 @@ def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the results of all cases; run those that are missing."""
     profile = profiled(folder)
     trace = scaled_trace(options.trace)
     capacity = capacity_of(profile, trace)
@@ -245,7 +232,6 @@ def profiled(folder: Path) -> Profile:
 
 @contextmanager
 def engines(folder: Path, systems: Sequence[str], budget: int) -> Iterator[dict[str, str]]:
-    """Run an engine for each system; yield their URLs."""
     ports, model, python = free_ports(len(systems)), resolve_model(MODEL), cpu_interpreter()
     servers, urls = [], {}
     profile = str((folder / "profile" / "profile.yaml").resolve())
@@ -312,7 +298,6 @@ def tuned_budget(
 def serve(
     url: str, case: Case, trace: TraceBlock, capacity: float, seconds: float
 ) -> list[dict[str, Any]]:
-    """Send a case's requests, and return every request's times."""
     rate = case.load * capacity
     used = int(rate * seconds)
     part = slice(case.round * used, (case.round + 1) * used)
@@ -342,7 +327,6 @@ def serve(
 
 
 def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return what came of a case."""
     in_time = sum(met(case, one) for one in served)
     figures: dict[str, Any] = {
         **dataclasses.asdict(case),
@@ -363,7 +347,6 @@ def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> 
 
 
 def met(case: Case, one: dict[str, Any]) -> bool:
-    """Return whether a request met both objectives."""
     if one["error"] or one["ttft"] is None:
         return False
     return bool(one["ttft"] <= case.ttft_s and one["worst_tpot"] <= case.tpot_s)

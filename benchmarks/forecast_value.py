@@ -60,8 +60,6 @@ Seeds = npt.NDArray[np.float64]
 
 
 class Arm(NamedTuple):
-    """A policy, a planner or none, and the cluster that they run."""
-
     label: str
     setup: RunSetup
     policy: Options
@@ -70,12 +68,9 @@ class Arm(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One use of forecasts.
+    """One use of forecasts, its figures (whether more is better), and its arms of a case.
 
-    Attributes:
-        name: of it.
-        metrics: figures that it is judged by → whether more is better.
-        arms: of a case: those without forecasts, and the one with each forecast.
+    They are those without forecasts, and the one with each forecast.
     """
 
     name: str
@@ -84,7 +79,6 @@ class Use(NamedTuple):
 
 
 def main() -> None:
-    """Simulate all, and print the table."""
     parser = arguments("what forecasts are worth, wherever they are used")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     parser.add_argument("--uses", nargs="+", choices=sorted(USES), default=sorted(USES))
@@ -110,7 +104,6 @@ def main() -> None:
 
 
 def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield a line of the table and its gains for each figure of a use."""
     without, by_forecast = use.arms(case)
     blind = {arm.label: figures_of(arm, seeds) for arm in without}
     informed = {name: figures_of(arm, seeds) for name, arm in by_forecast.items()}
@@ -132,7 +125,6 @@ def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, floa
 
 
 def figures_of(arm: Arm, seeds: int) -> dict[str, Seeds]:
-    """Return an arm's figures by seed, each [seeds]."""
     planner = None if arm.planner is None else create_migration_policy(**arm.planner)
     runs = [
         run_metrics(run(arm.setup, create_policy(**arm.policy), seed, planner=planner), arm.slo)
@@ -231,7 +223,6 @@ def batching(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
 
 
 def shown(policy: Options) -> str:
-    """Return a policy and its option in words."""
     return " ".join(str(value) for value in policy.values())
 
 

@@ -43,8 +43,6 @@ from benchmarks.support.span_counter import span_counter
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.serving.admin_token import admin_token
 
-__all__ = ["Process", "measure", "slope"]
-
 _AT_ONCE = 48
 _SEED = 0
 _READINGS = 400
@@ -59,7 +57,6 @@ _SAMPLED = 0.05
 
 
 def main() -> None:
-    """Measure and print."""
     parser = arguments("whether anything leaks", quick=False)
     parser.add_argument("--requests", type=int, default=100_000, help="how many (%(default)s)")
     options = parser.parse_args()
@@ -82,14 +79,7 @@ class _Holdings:
 
 @dataclass
 class Process:
-    """One of the two that are watched.
-
-    Attributes:
-        name: ``proxy`` or ``coordinator``.
-        server: its process.
-        url: of its metrics.
-        resident: memory in KiB, with how many requests had ended.
-    """
+    """One of the two that are watched; its memory in KiB by how many requests had ended."""
 
     name: str
     server: ServerProcess
@@ -97,17 +87,14 @@ class Process:
     resident: list[tuple[int, float]] = field(default_factory=list)
 
     def read(self, requests: int) -> None:
-        """Read its memory, now that so many requests have ended."""
         self.resident.append((requests, self.server.resident_kib()))
 
     async def metrics(self) -> list[Sample]:
-        """Return what it exports."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         return [one for family in text_string_to_metric_families(text) for one in family.samples]
 
     async def holdings(self) -> _Holdings:
-        """Count what it holds."""
         samples = await self.metrics()
         tasks = next(one.value for one in samples if one.name.endswith("_event_loop_tasks"))
         outcomes = sum("outcome" in one.labels for one in samples)
@@ -121,16 +108,7 @@ class Process:
 
 
 async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float], Mapping[str, int]]:
-    """Have requests made.
-
-    Args:
-        requests: how many.
-        quiet: no progress bar.
-
-    Returns:
-        The figures, and how many requests ended as they should not, by what they asked for and
-        what came.
-    """
+    """Return the figures, and how many requests ended as they should not, by kind and outcome."""
     with ExitStack() as stack:
         proxy, coordinator, admin = _started(stack)
         processes = (proxy, coordinator)
@@ -171,12 +149,7 @@ async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float],
 
 
 def slope(requests: Sequence[float], kib: Sequence[float]) -> tuple[float, float, float]:
-    """Return by how many KiB memory grows in 1,000 requests, and its 95% interval.
-
-    Args:
-        requests: [n] that had ended.
-        kib: [n] of memory then.
-    """
+    """Return by how many KiB memory grows in 1,000 requests, and its 95% interval."""
     parts = min(_PARTS, len(kib) // 2)
     x = np.array([part.mean() for part in np.array_split(np.asarray(requests, float), parts)])
     y = np.array([part.mean() for part in np.array_split(np.asarray(kib, float), parts)])

@@ -23,7 +23,6 @@ _PARTS = ("hook", "handing_on", "telemetry")
 
 
 def main() -> None:
-    """Run the phases and print the shares."""
     parser = arguments("what forecasts and telemetry cost the engine")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--checkpoint", default="checkpoints/smollm2-135m-instruct")
@@ -82,7 +81,6 @@ def measure(model: str, checkpoint: str, k: int, quick: bool) -> dict[str, float
 
 
 def status(engine: Any) -> dict[str, Any]:
-    """Return the counters of the worker that forecasts."""
     found: dict[str, Any] = engine.collective_rpc("headway_status")[0]
     return found
 

@@ -82,23 +82,18 @@ class Arm(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One arm in one round under one load."""
-
     load: float
     round: int
     arm: str
 
     def folder(self, out: Path) -> Path:
-        """Where the round's results are kept."""
         return out / f"load-{100 * self.load:g}" / f"round-{self.round}"
 
     def file(self, out: Path) -> Path:
-        """Where its result is kept."""
         return self.folder(out) / f"{self.arm}.json"
 
 
 def main() -> None:
-    """Run what is missing, and print the tables."""
     parser = arguments("what placing and moving requests is worth on real engines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
@@ -143,7 +138,6 @@ def rotated(arms: Sequence[str], number: int) -> list[str]:
 
 
 def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds:
-    """Return by arm and round what there is of a load in the folder."""
     found: Rounds = {arm: {} for arm in arms}
     for arm in arms:
         for number in range(rounds):
@@ -190,11 +184,7 @@ def settings_of(arm: Arm, load: Sequence[LoadRequest]) -> dict[str, Any]:
 
 
 def run_missing(out: Path, runs: Sequence[Run], requests: int, reserve: float) -> Machine:
-    """Run what the folder does not have with these settings; each result is kept at once.
-
-    Raises:
-        RuntimeError: an engine or the proxy has ended, or hangs.
-    """
+    """Run what the folder does not have with these settings; each result is kept at once."""
     machine = read_machine(out)
     if machine is not None and not missing_of(out, runs, requests, reserve, machine):
         return machine
@@ -211,7 +201,6 @@ def run_missing(out: Path, runs: Sequence[Run], requests: int, reserve: float) -
 def missing_of(
     out: Path, runs: Sequence[Run], requests: int, reserve: float, machine: Machine
 ) -> list[Run]:
-    """Return the runs without a result of these settings."""
     missing = []
     for run in runs:
         file = run.file(out)
@@ -222,7 +211,6 @@ def missing_of(
 
 
 def load_of(run: Run, requests: int, machine: Machine) -> list[LoadRequest]:
-    """Return what a run serves."""
     return round_load(run.round, requests, run.load * machine.capacity, MAX_TOKENS)
 
 

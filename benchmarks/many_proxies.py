@@ -48,17 +48,7 @@ _SLOW_TOKEN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is measured.
-
-    Attributes:
-        settle: seconds until loads are as they stay.
-        measure: seconds.
-        running: requests that run while as many as possible are placed.
-        most: seconds of that.
-        flood_tokens: of each of 64 streams.
-        streams: that run at a time.
-        paced: seconds that they are read.
-    """
+    """How much is measured."""
 
     settle: float
     measure: float
@@ -74,7 +64,6 @@ _QUICK = _Size(3.0, 4.0, (0, 1024), 2.0, 300, 100, 3.0)
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("what many proxies need").parse_args()
     size = _QUICK if options.quick else _FULL
     figures: dict[str, float] = {}
@@ -107,8 +96,6 @@ async def _measure_places(size: _Size, figures: dict[str, float]) -> None:
 
 @asynccontextmanager
 async def _instances() -> AsyncIterator[list[str]]:
-    """Serve the health of decode instances, a port each."""
-
     async def health(http: web.Request) -> web.Response:
         del http
         return web.Response()
@@ -126,7 +113,6 @@ async def _instances() -> AsyncIterator[list[str]]:
 
 
 def _coordinator(stack: ExitStack, urls: list[str]) -> tuple[Deployment, ServerProcess]:
-    """Run a coordinator until the stack ends."""
     instances = [{"name": f"decode-{i}", "role": "decode", "url": u} for i, u in enumerate(urls)]
     values = _coordinated(instances)
     coordinator = stack.enter_context(headway("coordinator", values))
@@ -236,13 +222,6 @@ async def _serving(
 
 
 class _Reader:
-    """Reads streams.
-
-    Args:
-        session: with the proxy.
-
-    """
-
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
         self._line_ends = 0
@@ -253,7 +232,6 @@ class _Reader:
         return self._line_ends // 2
 
     async def flood(self, n: int, tokens: int) -> None:
-        """Read streams as fast as they come."""
         await asyncio.gather(*(self._read(tokens, 0, asyncio.Event()) for _ in range(n)))
 
     @asynccontextmanager

@@ -91,7 +91,6 @@ class _Stream:
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("the pause of a moved stream").parse_args()
     requests, rounds = (12, 1) if options.quick else (64, 1)
     engine = EngineOptions(
@@ -149,7 +148,6 @@ async def _measure(deployment: Deployment, requests: int, rounds: int) -> dict[s
 
 
 def _prompts(deployment: Deployment, count: int, generator: random.Random) -> list[list[int]]:
-    """Slices of the documentation, as token ids."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md")))
     ids = load_tokenizer(deployment.model).encode(pages).ids
     lengths = np.geomspace(_SHORTEST, _LONGEST, count).astype(int).tolist()
@@ -204,7 +202,6 @@ async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:
 
 
 async def _until_idle(proxy: Proxy) -> None:
-    """Wait until the engines have ended what their clients have left."""
     for state in proxy.instances.values():
         assert state.control is not None
         while (engine := await state.control.state(30.0)).free_blocks < engine.num_blocks:

@@ -43,7 +43,6 @@ _ENGINES = 2
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("what Envoy and the picker add").parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -56,12 +55,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Envoy:
-    """Envoy, as it runs.
-
-    Attributes:
-        process: its process.
-        ports: of its two listeners: with the picker, and without.
-    """
+    """Envoy, and the ports of its two listeners: with the picker, and without."""
 
     process: ServerProcess
     ports: list[int]
@@ -69,13 +63,7 @@ class _Envoy:
 
 @dataclass
 class _Times:
-    """Seconds of the requests of one way.
-
-    Attributes:
-        first: to the first token.
-        gap: between two tokens, at the client.
-        token: from the engine's write of a token to the client's read.
-    """
+    """Seconds to first tokens, between two at the client, and from engine's write to its read."""
 
     first: list[float] = field(default_factory=list)
     gap: list[float] = field(default_factory=list)
@@ -193,7 +181,6 @@ async def _measure(
 def _compare(
     figures: dict[str, float], times: dict[str, _Times], name: str, share: int, concurrency: int
 ) -> None:
-    """Report a percentile of each way, and its ratio to the direct one."""
     key = f"{name}_token_ms" if name == "first" else f"{name}_ms"
     direct = float(np.percentile(getattr(times["direct"], name), share))
     for way, one in times.items():
@@ -225,7 +212,6 @@ class _Client:
         return times
 
     async def flood(self, url: str, streams: int, tokens: int) -> None:
-        """Read streams as fast as they come."""
         body = {"model": "smollm2", "prompt": _PROMPT, "max_tokens": tokens, "stream": True}
         body["temperature"] = 0
 

@@ -31,7 +31,6 @@ _PHASE = 5  # requests of a client before the other way has its turn
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("what the proxy adds").parse_args()
     with ExitStack() as stack:
         players = [stack.enter_context(stream_player(_TOKEN_SECONDS)) for _ in range(3)]
@@ -43,8 +42,6 @@ def main() -> None:
 
 @dataclass
 class _Times:
-    """Seconds of the requests of one kind."""
-
     first: list[float] = field(default_factory=list)
     token: list[float] = field(default_factory=list)
 
@@ -116,7 +113,6 @@ class _Client:
         return direct, through
 
     async def flood(self, streams: int, tokens: int) -> None:
-        """Read streams through the proxy as fast as they come."""
         body = {"model": "smollm2", "prompt": _PROMPT, "max_tokens": tokens, "stream": True}
         body["temperature"] = 0
 

@@ -72,7 +72,6 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Simulate all, and print the tables."""
     parser = arguments("room by probability against shares of the KV cache kept free")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each arm (default: 4)")
@@ -108,7 +107,6 @@ def kept_in(folder: Path, case: Case, load: float, seeds: int) -> Path:
 
 
 def cases(folder: Path | None, few: int) -> list[Case]:
-    """Return the traces that come with Headway, the papers' settings, and a folder's traces."""
     replay = {"name": "replay", "recording": RECORDING, "requests": 3000 // few}
     five_tasks = {"name": "five_tasks", "requests": 3000 // few}
     all_cases = [
@@ -156,7 +154,6 @@ def of_paper(name: str, requests: int) -> SimulationConfig:
 def at_rate(
     case: Case, rate: float, forecast: dict[str, Any], dispatch: Literal["pool", "instant"] = "pool"
 ) -> RunSetup:
-    """Return a case at so many requests per second."""
     arrivals = ArrivalsConfig("poisson", rate=rate)
     return run_setup(replace(case.config, arrivals=arrivals, forecast=forecast, dispatch=dispatch))
 
@@ -195,15 +192,12 @@ def reserved(share: float) -> dict[str, Any]:
 
 
 class Arm(NamedTuple):
-    """A policy, and what it knows."""
-
     options: dict[str, Any]
     forecast: dict[str, Any] = NONE
     dispatch: Literal["pool", "instant"] = "pool"
 
 
 def arms(case: Case) -> dict[str, Arm]:
-    """Return what is compared, by label."""
     return {
         "vllm, instant": Arm({"name": "vllm"}, dispatch="instant"),
         "jsq_load, instant": Arm({"name": "jsq_load"}, dispatch="instant"),
@@ -251,12 +245,10 @@ def over_best_reserve(runs: Runs) -> dict[str, tuple[float, float]]:
 
 
 def latencies(runs: Runs, label: str) -> Any:
-    """Return the mean latency of each seed, [seeds]."""
     return np.array([figures["latency"] for figures in runs[label]])
 
 
 def table(title: str, runs: Runs, gains: dict[str, tuple[float, float]]) -> str:
-    """Return means over the seeds as a Markdown table."""
     lines = [
         f"### {title}",
         f"| policy | {' | '.join(SHOWN)} | gain over the best reserve |",

@@ -52,7 +52,6 @@ _QUICK_STEPS, _QUICK_REQUESTS = 10, 24
 
 
 def main() -> None:
-    """Measure what is missing, and print what all of it says."""
     parser = arguments("whether data-parallel ranks wait for each other")
     parser.prog = "python -m benchmarks.barrier"
     parser.add_argument("--only", choices=["grid", "routing"], help="default: both")
@@ -89,7 +88,6 @@ def main() -> None:
 
 
 def measure_grid(kind: Kind, options: Namespace) -> list[Measured]:
-    """Return what was measured of each point, now or before."""
     points = POINTS[::5] if options.quick else POINTS
     steps = _QUICK_STEPS if options.quick else _STEPS
     cells = Cells(options.out / "grid" / kind, {**_engine(), "steps": steps})

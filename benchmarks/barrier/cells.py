@@ -6,16 +6,9 @@ from typing import Any
 
 from data_collection.atomic_file import write_text_atomically
 
-__all__ = ["Cells"]
-
 
 class Cells:
-    """Results by name, of the same settings.
-
-    Args:
-        folder: where they are kept.
-        settings: that they depend on, as JSON.
-    """
+    """Results by name, of the same settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder = folder
@@ -30,7 +23,6 @@ class Cells:
         return kept["result"] if kept["settings"] == self._settings else None
 
     def write(self, name: str, result: Any) -> None:
-        """Keep a result, whole or not at all."""
         file = self._folder / f"{name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(file, json.dumps({"settings": self._settings, "result": result}))

@@ -17,8 +17,6 @@ from rescheduler.engines.launch_engines import Launched, launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
 from rescheduler.engines.launch_progress import LaunchProgress
 
-__all__ = ["ENGINE", "Engines", "Kind", "running"]
-
 Kind = Literal["ranks", "lone", "balanced"]
 """Two servers of one group; two without a group; one server that balances between two ranks."""
 
@@ -43,19 +41,13 @@ ENGINE = EngineOptions(
 
 @dataclass(frozen=True)
 class Engines:
-    """Two engines that run, each on a core of its own.
-
-    Attributes:
-        deployment: of which they are; a server that balances is one instance.
-        logs: of their steps, by rank.
-    """
+    """Two engines that run, each on a core of its own."""
 
     deployment: Deployment
     logs: tuple[Path, Path]
 
     @property
     def urls(self) -> list[str]:
-        """Of their servers: one each, or one for both."""
         return [instance.url for instance in self.deployment.decode]
 
 

@@ -11,17 +11,6 @@ from benchmarks.barrier.fit import Fit, disagreement, fits, observed
 from benchmarks.barrier.grid import Measured
 from benchmarks.support.paired_rounds import mean_of, paired_difference
 
-__all__ = [
-    "Ratio",
-    "draw",
-    "grid_figures",
-    "grid_table",
-    "ratio_of",
-    "routing_figures",
-    "routing_table",
-    "verdict",
-]
-
 Grids = Mapping[Kind, Sequence[Measured]]
 """The same points of ranks of a group, and of lone engines."""
 

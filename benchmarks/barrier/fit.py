@@ -10,8 +10,6 @@ from scipy.optimize import nnls
 from benchmarks.barrier.grid import Measured
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = ["Fit", "Observations", "disagreement", "fits", "observed"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _UNEQUAL = 1.5

@@ -13,8 +13,6 @@ from benchmarks.barrier.steps import read_steps
 from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
 from rescheduler.demo.demo_figures import metric_total
 
-__all__ = ["POINTS", "Load", "Measured", "Point", "fill_caches", "measured"]
-
 Pair = Annotated[list[float], msgspec.Meta(min_length=2, max_length=2)]
 
 _POLL_SECONDS = 0.05
@@ -30,13 +28,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The loads of both engines."""
-
     loads: tuple[Load, Load]
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return "-".join(f"{load.requests}x{load.prompt}" for load in self.loads)
 
 
@@ -77,11 +72,7 @@ async def fill_caches(engines: Engines) -> None:
 
 
 async def measured(engines: Engines, point: Point, steps: int) -> Measured:
-    """Have both engines decode the loads of a point for so many steps of each.
-
-    Raises:
-        RuntimeError: an engine fails, or does not get there.
-    """
+    """Have both engines decode the loads of a point for so many steps of each."""
     asks = [
         (rank, Ask(number % SEQUENCES, load.prompt, _MOST_TOKENS))
         for rank, load in enumerate(point.loads)
@@ -107,11 +98,7 @@ async def measured(engines: Engines, point: Point, steps: int) -> Measured:
 async def _all_have(
     streams: Sequence[Stream], reads: Sequence["asyncio.Task[None]"], tokens: Sequence[int]
 ) -> float:
-    """Return when all streams have so many tokens.
-
-    Raises:
-        RuntimeError: one ends before, or they take too long.
-    """
+    """Return when all streams have so many tokens."""
     patience = time.monotonic() + _PATIENCE_SECONDS
     while not all(
         one.tokens and one.tokens[-1] >= least for one, least in zip(streams, tokens, strict=True)

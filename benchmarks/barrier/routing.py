@@ -16,8 +16,6 @@ from benchmarks.barrier.steps import contexts_at, read_steps
 from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
 from benchmarks.support.live_runs import patient, proxy
 
-__all__ = ["ARMS", "BALANCER", "asks_of", "served_by"]
-
 BALANCER = "vllm"
 """One server that divides its requests among its ranks."""
 
@@ -53,11 +51,6 @@ def asks_of(number: int, requests: int) -> list[Ask]:
 
 
 def served_by(engines: Engines, arm: str, asks: Sequence[Ask], folder: Path) -> dict[str, float]:
-    """Serve requests in an arm; return its figures.
-
-    Raises:
-        RuntimeError: a request fails, or the proxy ends.
-    """
     routing = ARMS[arm]
     if routing is None:
         return asyncio.run(_serve(engines, engines.urls, asks))

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Steps", "contexts_at", "read_steps"]
-
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -27,7 +25,6 @@ class Steps(NamedTuple):
     context: FloatArray
 
     def between(self, start: float, end: float) -> "Steps":
-        """Return the steps that began in a time."""
         inside = (self.begins >= start) & (self.begins <= end)
         return Steps(*(column[inside] for column in self))
 

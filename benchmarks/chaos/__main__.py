@@ -52,7 +52,6 @@ _ENGINE = EngineOptions(
 
 
 def main() -> None:
-    """Cause chaos, and print what came of it."""
     parser = argparse.ArgumentParser(description="everything that can go wrong, at random")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when (default: 1)")

@@ -27,8 +27,6 @@ from rescheduler.serving.admin_token import TOKEN_VARIABLE
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 
-__all__ = ["KINDS", "chaos"]
-
 KINDS = ("fill", "garbage", "stop", "restart", "kill_decode", "kill_prefill")
 _QUESTIONS = 40
 _RUDE_SECONDS = 3.0
@@ -48,15 +46,7 @@ async def chaos(
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.
 
-    Args:
-        engines: of the deployment, running.
-        deployment: whose proxy is started here, with short deadlines.
-        seconds: how long.
-        kinds: of harm, see `Harm.run`.
-        questions: how many different requests honest clients ask.
-        at_once: how many honest clients there are.
-        seed: of what happens when.
-        at_least: counts to reach, however much longer a slow machine takes.
+    ``at_least`` are counts to reach, however much longer a slow machine takes.
     """
     ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
     options = msgspec.structs.replace(
@@ -171,7 +161,6 @@ class _Metrics:
         self._last: dict[str, float] = {}
 
     async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
-        """Read forever."""
         while True:
             await self.read(url, session)
             await asyncio.sleep(_SCRAPE_SECONDS)

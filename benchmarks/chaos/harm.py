@@ -18,8 +18,6 @@ from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess
 
-__all__ = ["Harm"]
-
 _PAUSE_SECONDS = (5.0, 20.0)
 _STOPPED_SECONDS = (5.0, 40.0)
 _GARBAGE_SECONDS = 4.0
@@ -28,17 +26,7 @@ _LONG_PROMPT = "and then " * 180  # about 360 tokens
 
 
 class Harm:
-    """Does to a deployment what may happen to one, never to all decode instances at a time.
-
-    Args:
-        engines: that run.
-        proxy: its process.
-        deployment: what they are.
-        ledger: counts what was done.
-        generator: decides what, and when.
-        session: for HTTP.
-        token: of the proxy's admin listener.
-    """
+    """Does to a deployment what may happen to one, never to all decode instances at a time."""
 
     def __init__(
         self,

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["COUNTED", "Ledger", "Outage"]
-
 Outage = Literal["proxy", "engine"]
 
 COUNTED = (
@@ -51,12 +49,7 @@ _AFTERWARDS = 2.0
 
 @dataclass
 class Ledger:
-    """Counts, and when what was out of service.
-
-    Attributes:
-        counts: by what is counted.
-        notes: what went wrong with honest requests, for whoever looks into it.
-    """
+    """Counts, and when what was out of service."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     notes: list[str] = field(default_factory=list)
@@ -73,11 +66,9 @@ class Ledger:
             self._outages[place] = (what, began, time.monotonic() + _AFTERWARDS)
 
     def during(self, what: Outage, began: float) -> bool:
-        """Return whether a request that began then and ends now met such an outage."""
         return any(kind == what and (end is None or began < end) for kind, _, end in self._outages)
 
     def ended(self, number: int, tokens: list[int], expected: list[int]) -> None:
-        """Count a request that has its end."""
         self.counts["requests"] += 1
         if tokens != expected:
             self._changed(number, tokens, expected)

@@ -12,8 +12,6 @@ import aiohttp
 
 from benchmarks.chaos.ledger import Ledger
 
-__all__ = ["RudeClients"]
-
 _STALL_SECONDS = 20.0
 _POISON_SECONDS = 120.0
 _PROMPT = "Tell me everything about the sea, from the beginning"
@@ -47,15 +45,7 @@ _POISON: tuple[dict[str, Any], ...] = (
 
 
 class RudeClients:
-    """Misbehave before the proxy.
-
-    Args:
-        host: of the proxy.
-        port: of the proxy.
-        model: its name.
-        ledger: counts who did what.
-        generator: decides who does what.
-    """
+    """Misbehave before the proxy."""
 
     def __init__(
         self, host: str, port: int, model: str, ledger: Ledger, generator: random.Random

@@ -24,7 +24,6 @@ from rescheduler.engines.deployment import read_deployment
 
 
 def main() -> int:
-    """Compare and report; return the exit status."""
     parser = arguments("what clients read through the proxy, and directly", quick=False)
     parser.prog = "python -m benchmarks.equality"
     parser.add_argument(

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "Case"]
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Once upon a time, in a small village by the sea, there lived a"
 MESSAGES = [{"role": "user", "content": "Tell me a story of a river."}]

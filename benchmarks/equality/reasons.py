@@ -7,8 +7,6 @@ import msgspec
 
 from benchmarks.equality.comparing import Difference
 
-__all__ = ["REASONS", "explained"]
-
 REASONS: dict[str, tuple[str, ...]] = {
     "What only the proxy may tell the engines is refused from clients.": ("*kv_transfer_params*",),
     "A stream that an engine refuses before its first token gets the refusal's status; vLLM has "

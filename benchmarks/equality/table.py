@@ -8,18 +8,11 @@ from benchmarks.equality.comparing import Difference
 from benchmarks.equality.reasons import REASONS
 from data_collection.atomic_file import write_text_atomically
 
-__all__ = ["table", "write_table"]
-
 _BEGIN, _END = "<!-- equality: begin -->\n", "<!-- equality: end -->\n"
 
 
 def table(cases: int, differences: Sequence[Difference]) -> str:
-    """Return differences as Markdown: each reason, and the requests that it explains.
-
-    Args:
-        cases: how many requests were asked of both.
-        differences: all that were answered otherwise, with their reasons.
-    """
+    """Return differences as Markdown: each reason, and the requests that it explains."""
     order = [*REASONS, ""]
     alike = cases - len(differences)
     lines = [
@@ -38,11 +31,7 @@ def table(cases: int, differences: Sequence[Difference]) -> str:
 
 
 def write_table(page: Path, text: str) -> None:
-    """Write a table between the comments of a page that mark its place.
-
-    Raises:
-        ValueError: the page has no such comments.
-    """
+    """Write a table between the comments of a page that mark its place."""
     before, begin, rest = page.read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:

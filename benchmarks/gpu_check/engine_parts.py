@@ -22,8 +22,6 @@ from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["captured_vectors", "fair_batching", "live_forecasts", "migration", "vllm_imports"]
-
 MODEL = "smollm2"
 _REQUESTS, _PROMPT, _GENERATED = 12, 40, 48
 _LONG_PROMPT = 200

@@ -23,8 +23,6 @@ from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 
-__all__ = ["CHECKPOINT", "CURVES_WITHIN", "forecaster", "replayed_capture", "replayed_forecasts"]
-
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 _BATCH, _STEPS, _PROMPT = 256, 64, 10
 _STEPS_ON_CPU = 8
@@ -65,12 +63,10 @@ class _RecurrentModel:
         self.begin()
 
     def begin(self) -> None:
-        """Return to the first step."""
         self.hidden.zero_()
         self._tokens.copy_(torch.arange(_BATCH))
 
     def step(self) -> None:
-        """Compute a step, or enqueue it."""
         if self._graph is None:
             self._step()
         else:
@@ -247,12 +243,7 @@ def _wait_for(take: Callable[[], list[EngineForecasts]], count: int) -> list[Eng
 
 
 def _difference(forecasts: Sequence[EngineForecasts], hidden: torch.Tensor) -> float:
-    """Return by how much the curves of steps differ, at most, from those that the CPU computes.
-
-    Args:
-        forecasts: of every step, in order.
-        hidden: [n_steps, n, d] what they were made from.
-    """
+    """Return by how much the curves of steps differ, at most, from those that the CPU computes."""
     columns = [[one.generated_tokens, one.prompt_tokens, one.tokens_left] for one in forecasts]
     counts = torch.tensor(columns, dtype=torch.float32).transpose(1, 2)
     n_steps, n, _ = counts.shape
@@ -281,7 +272,6 @@ def _prediction_ms(device: torch.device, hidden: torch.Tensor) -> float:
 
 
 def _training_ms(device: torch.device) -> float:
-    """Return how long a step of training with 1,024 rows takes."""
     predictor = _predictor().to(device)
     optimizer = torch.optim.AdamW(predictor.parameters())
     rows = RequestRows(

@@ -17,8 +17,6 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.move_outcome import MoveOutcome
 
-__all__ = ["DrivenProxies", "DrivenProxy", "Lengths", "driven_proxies"]
-
 _TOKENS_PER_SECOND = 30.0
 _TICK_SECONDS = 0.2
 _CATCH_UP_SECONDS = 0.02
@@ -27,14 +25,7 @@ _WAIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lognormal lengths of prompts and answers, in tokens.
-
-    Attributes:
-        prompt: median.
-        prompt_sigma: of the logarithm.
-        output: median.
-        output_sigma: of the logarithm.
-    """
+    """Lognormal prompts and answers: medians in tokens, and sigmas of the logarithm."""
 
     prompt: float = 400.0
     prompt_sigma: float = 1.0
@@ -42,22 +33,13 @@ class Lengths:
     output_sigma: float = 0.6
 
     def draw(self, rng: np.random.Generator) -> tuple[int, int]:
-        """Return the tokens of a prompt and of its answer."""
         prompt = rng.lognormal(np.log(self.prompt), self.prompt_sigma)
         output = rng.lognormal(np.log(self.output), self.output_sigma)
         return max(1, round(prompt)), max(1, round(output))
 
 
 class DrivenProxy:
-    """One proxy's placements, its link to the coordinator, and its requests.
-
-    Args:
-        deployment: of which it is a proxy.
-        background: runs something for as long as there are proxies.
-
-    Attributes:
-        planning: the real one.
-    """
+    """One proxy's placements, its link to the coordinator, and its requests."""
 
     def __init__(
         self, deployment: Deployment, background: Callable[[Coroutine[Any, Any, None]], object]
@@ -75,12 +57,10 @@ class DrivenProxy:
 
     @property
     def decided_for(self) -> bool:
-        """Whether the coordinator decides for it."""
         return self.planning.link.alive
 
     @property
     def running(self) -> int:
-        """Requests that run."""
         return len(self._running)
 
     async def place(self, prompt_tokens: int, output_tokens: int) -> LiveRequest:
@@ -99,14 +79,12 @@ class DrivenProxy:
         return request
 
     def end(self, request: LiveRequest) -> None:
-        """End a request, all of whose tokens have come."""
         del self._running[request]
         request.finish()
         self.planning.ended(request, by_itself=True)
         self.planning.placer.wake()
 
     def generate(self, now: float) -> None:
-        """Bring the tokens that are due; end the requests that have all of theirs."""
         for request, (since, output_tokens) in list(self._running.items()):
             due = min(output_tokens, int((now - since) * _TOKENS_PER_SECOND))
             if due > request.generated_tokens:
@@ -120,7 +98,6 @@ class DrivenProxy:
         return [sum(one.context_tokens for one in on(each)) for each in self._instances]
 
     def hear_nobody(self) -> None:
-        """Take no more notice of what its peers publish."""
         self.planning.loads.peers({})
         self.planning.loads.peer = _unheard  # type: ignore[method-assign]
 
@@ -147,11 +124,9 @@ class DrivenProxies:
 
     @property
     def running(self) -> int:
-        """Requests that run."""
         return sum(proxy.running for proxy in self.proxies)
 
     def forget_measured(self) -> None:
-        """Begin to measure anew."""
         self.place_seconds.clear()
         self.imbalance.clear()
         self.late_seconds.clear()
@@ -181,7 +156,6 @@ class DrivenProxies:
                 placing.create_task(self._place(proxy, *self.lengths.draw(self.rng)))
 
     async def fill(self, requests: int, at_once: int) -> None:
-        """Place requests that do not end."""
         left = iter(range(requests))
 
         async def place(proxy: DrivenProxy) -> None:
@@ -255,11 +229,6 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: it does not come to hold.
-    """
     end = time.monotonic() + _WAIT_SECONDS
     while not holds():
         if time.monotonic() > end:

@@ -48,8 +48,6 @@ from rescheduler.transfer.control_messages import (
 )
 from rescheduler.transfer.control_messages import Snapshot as KeptBlocks
 
-__all__ = ["FAULTS", "MODEL", "main"]
-
 MODEL = "smollm2"
 FAULTS = ("error 500", "error 429", "error event", "prefill 500", "breaks", "too long")
 """What may go wrong with a request: answered with 500, with 429, with an error as the first event;
@@ -64,7 +62,6 @@ _LARGEST_BODY = 1 << 24
 
 
 def main() -> None:
-    """Serve until killed; print the instances as a deployment lists them, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decodes", type=int, default=2)
     parser.add_argument("--token-seconds", type=float, default=0.02)
@@ -87,8 +84,6 @@ async def _serve(decodes: int, token_seconds: float) -> None:
 
 @dataclass(eq=False)
 class _Running:
-    """A request on an engine."""
-
     id: str
     hop: int
     name: str
@@ -108,7 +103,6 @@ class _Engine:
     running: dict[str, _Running] = field(default_factory=dict)
 
     async def start(self) -> dict[str, str]:
-        """Listen; return what a deployment says of it."""
         app = web.Application(client_max_size=_LARGEST_BODY)
         app.router.add_get("/health", self._health)
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -128,7 +122,6 @@ class _Engine:
         return instance
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
-        """Return what has to run for as long as it is asked anything."""
         return [self._obey(), self._publish()]
 
     async def _health(self, http: web.Request) -> web.Response:

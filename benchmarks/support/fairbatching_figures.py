@@ -4,8 +4,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "print_tables", "summarised"]
-
 Result = dict[str, Any]
 
 
@@ -94,7 +92,6 @@ def _objectives(one: Result) -> tuple[float, float]:
 
 
 def _parts(results: list[Result]) -> dict[tuple[int, float, float], list[Result]]:
-    """Return the results by part of the trace and objectives, in order."""
     parts = defaultdict(list)
     for one in results:
         parts[one["round"], *_objectives(one)].append(one)

@@ -10,8 +10,6 @@ import re
 from data_collection.workload.prompts import load_prompts
 from rescheduler.demo.demo_load import LoadRequest
 
-__all__ = ["round_load"]
-
 _ASKS_FOR_MUCH = re.compile(
     r"[0-9]00 words|\blong\b|detail|interview|hour by hour|verses|30 |tutorial|table|every"
     r"|Write a story|steps"
@@ -19,14 +17,7 @@ _ASKS_FOR_MUCH = re.compile(
 
 
 def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list[LoadRequest]:
-    """Return the requests of a round.
-
-    Args:
-        number: of the round, from 0.
-        requests: how many, at most the bundled prompts of either kind twice.
-        rate: requests a second, of a Poisson process; infinite: all come at once.
-        max_tokens: at which answers are cut.
-    """
+    """Return a round's requests, a Poisson process; at an infinite rate all come at once."""
     generator = random.Random(number)
     kinds: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     for prompt in load_prompts("starter"):

@@ -18,8 +18,6 @@ from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
 
-__all__ = ["Machine", "measure_machine", "read_machine", "served_rate"]
-
 _FILE = "machine.json"
 _MEASURED_ROUND = 1_000_003  # whose requests no round has
 _SHORT = "Write a story about a lighthouse keeper."
@@ -58,11 +56,7 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine | None:
-    """Return what was found out before, or None.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return what was found out before, or None."""
     kept = folder / _FILE
     if not kept.is_file():
         return None
@@ -75,14 +69,7 @@ def read_machine(folder: Path) -> Machine | None:
 def measure_machine(
     deployment: Deployment, folder: Path, requests: int, max_tokens: int
 ) -> Machine:
-    """Find out how fast a deployment is, and keep it in the folder.
-
-    Args:
-        deployment: whose engines run and are idle; routing and migration are replaced.
-        folder: where it is kept.
-        requests: of a run.
-        max_tokens: of a request.
-    """
+    """Find out how fast a deployment is, and keep it in the folder."""
     machine = asyncio.run(_measure(deployment, folder, requests, max_tokens))
     write_text_atomically(folder / _FILE, json.dumps(asdict(machine), indent=1) + "\n")
     print(f"measured: {machine}", file=sys.stderr, flush=True)

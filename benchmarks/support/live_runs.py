@@ -25,17 +25,6 @@ from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 
-__all__ = [
-    "FULL",
-    "LiveRun",
-    "StalledError",
-    "completed",
-    "patient",
-    "proxy",
-    "run_load",
-    "until_idle",
-]
-
 FULL = 0.99
 """Share of the KV cache from which on it is full, as in STAR's Figure 12."""
 
@@ -50,16 +39,7 @@ class StalledError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The decode engines at one moment.
-
-    Attributes:
-        seconds: since the load began.
-        kv: share of each engine's KV cache in use, in the deployment's order.
-        running: requests each runs.
-        waiting: requests that wait in each.
-        migrations: so far.
-        preemptions: so far.
-    """
+    """The decode engines at one moment, in the deployment's order; counts are so far."""
 
     seconds: float
     kv: list[float]
@@ -71,14 +51,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a load has left behind.
-
-    Attributes:
-        result: figures, samples, requests, placements and moves, as JSON.
-        served: what the clients saw.
-        pause: mean seconds from a moved request's last token at its source to its next one.
-        copying: mean seconds of the copies made before.
-    """
+    """What a load has left behind; mean seconds of moved streams' pauses, and of copies before."""
 
     result: dict[str, Any]
     served: list[ServedRequest]
@@ -105,19 +78,7 @@ def patient(deployment: Deployment) -> Deployment:
 async def run_load(
     deployment: Deployment, folder: Path, load: Sequence[LoadRequest], salt: str, patience: float
 ) -> LiveRun:
-    """Serve a load once.
-
-    Args:
-        deployment: whose engines run and are idle.
-        folder: of the proxy's configuration and log.
-        load: the requests.
-        salt: keeps engines from finding prompts of other runs in their caches.
-        patience: see `completed`.
-
-    Raises:
-        StalledError: as `completed` and `until_idle`.
-        RuntimeError: the proxy has ended.
-    """
+    """Serve a load once."""
     await until_idle(deployment, patience)
     before = await asyncio.to_thread(preemptions, deployment)
     log = folder / "proxy.log"
@@ -166,13 +127,8 @@ async def completed(
 ) -> list[ServedRequest]:
     """Serve a load to its end, however long it takes while tokens keep coming.
 
-    Args:
-        run: the load.
-        patience: seconds for which requests may run and none of them get a token.
-        server: that must keep running.
-
     Raises:
-        StalledError: nothing came for so long.
+        StalledError: requests run, and none of them has got a token for so many seconds.
         RuntimeError: the server has ended.
     """
     serving = asyncio.create_task(run.run())
@@ -202,11 +158,7 @@ async def completed(
 
 
 async def until_idle(deployment: Deployment, patience: float) -> None:
-    """Wait until no decode engine holds a block.
-
-    Raises:
-        StalledError: one holds the same blocks for too long, so that they have leaked.
-    """
+    """Wait until no decode engine holds a block."""
     for instance in deployment.decode:
         client = ControlClient(str(instance.control))
         held, since = -1, time.monotonic()
@@ -223,11 +175,7 @@ async def until_idle(deployment: Deployment, patience: float) -> None:
 
 @contextmanager
 def proxy(deployment: Deployment, folder: Path) -> Any:
-    """Run `headway serve` for a deployment whose engines run; yield its process.
-
-    Raises:
-        RuntimeError: it ended before it was ready.
-    """
+    """Run `headway serve` for a deployment whose engines run; yield its process."""
     config = folder / "deployment.yaml"
     write_deployment(deployment, config)
     command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(config)]
@@ -253,7 +201,6 @@ def proxy(deployment: Deployment, folder: Path) -> Any:
 async def _sampling(
     deployment: Deployment, run: LoadRun, preempted: float, samples: list[Sample]
 ) -> AsyncIterator[None]:
-    """Look at the decode engines again and again while the body runs."""
     clients = [ControlClient(str(instance.control)) for instance in deployment.decode]
 
     async def sample() -> None:
@@ -304,7 +251,6 @@ def _as_json(served: ServedRequest, started: float) -> dict[str, Any]:
 
 
 def _moved(deployment: Deployment) -> int:
-    """Return how many requests the proxy has moved."""
     url, name = f"{deployment.proxy_url}/metrics", "headway_proxy_migrations_total"
     return round(metric_total(url, name, outcome="moved"))
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from data_collection.models import prepare_embedded
 
-__all__ = ["write_moe_model"]
-
 _CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "hidden_size": 128,

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["overflows_after", "read_moves", "read_placements", "with_overflows"]
-
 _STAMP = r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) "
 _PLACED = re.compile(_STAMP + r"request (\w+) \((.+)\), (\d+) tokens: to (\S+)$")
 _MOVED = re.compile(
@@ -24,12 +22,7 @@ _MOVED = re.compile(
 
 
 def read_placements(log: Path, started: float) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the names of the proxy's requests by id, and where it placed each.
-
-    Args:
-        log: of `headway serve --verbose`.
-        started: when the load began, seconds since the epoch.
-    """
+    """Return the names of the proxy's requests by id, and where it placed each."""
     names: dict[str, str] = {}
     placements = []
     for line in log.read_text(errors="replace").splitlines():
@@ -77,16 +70,9 @@ def with_overflows(
 ) -> list[dict[str, Any]]:
     """Return the moves with what would have come of them.
 
-    ``source_overflows``: steps until the source's KV cache would have overflowed had the request
-    stayed and nobody come; None if it would not have. ``target_overflows``: the same of the
-    target once it has the request.
-
-    Args:
-        moves: as `read_moves` returns them.
-        placements: as `read_placements` returns them.
-        requests: with ``name``, ``prompt``, ``tokens``, ``ended`` and ``times``, [n, 2]: tokens by
-            then, and seconds.
-        capacity: tokens of an instance's KV cache.
+    ``source_overflows``: steps until the source's KV cache, of ``capacity`` tokens, would have
+    overflowed had the request stayed and nobody come; None if it would not have.
+    ``target_overflows``: the same of the target once it has the request.
     """
     known = {one["name"]: one for one in requests}
     changes = [(one["seconds"], one["request"], one["target"]) for one in placements]
@@ -127,12 +113,7 @@ def with_overflows(
 
 
 def overflows_after(requests: Sequence[tuple[int, int]], capacity: int) -> int | None:
-    """Return the steps until requests no longer fit together, or None if they always do.
-
-    Args:
-        requests: context tokens and tokens left of each.
-        capacity: tokens that fit.
-    """
+    """Return the steps until requests no longer fit together, or None if they always do."""
     if not requests:
         return None
     context, left = np.array(requests).T

@@ -7,17 +7,9 @@ import numpy as np
 
 from rescheduler.simulator.results.metrics import half_interval
 
-__all__ = ["Estimate", "mean_of", "paired_difference"]
-
 
 class Estimate(NamedTuple):
-    """A mean over rounds.
-
-    Attributes:
-        mean: over the rounds.
-        half: half the width of its 95% confidence interval, by Student's t; NaN of one round.
-        rounds: that it is of.
-    """
+    """A mean over rounds, with half its 95% interval by Student's t (NaN of one round)."""
 
     mean: float
     half: float
@@ -30,11 +22,7 @@ class Estimate(NamedTuple):
 
 
 def mean_of(values: Mapping[int, float]) -> Estimate:
-    """Return the mean over the rounds.
-
-    Args:
-        values: by round; NaN where a round says nothing.
-    """
+    """Return the mean over the rounds, by number; NaN where a round says nothing."""
     found = np.array([value for value in values.values() if not np.isnan(value)])
     if len(found) == 0:
         return Estimate(float("nan"), float("nan"), 0)

@@ -9,16 +9,9 @@ from typing import Any
 from data_collection.atomic_file import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 
-__all__ = ["arguments", "report", "write_report"]
-
 
 def arguments(description: str, quick: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the two options that all benchmarks share.
-
-    Args:
-        description: for the help.
-        quick: whether there is a short run.
-    """
+    """Return a parser with the two options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     if quick:
         parser.add_argument("--quick", action="store_true", help="a short run, for trying it out")
@@ -42,15 +35,7 @@ def write_report(
     quiet: bool = False,
     **further: Any,
 ) -> None:
-    """Write figures with commit, machine and versions, if asked.
-
-    Args:
-        name: of the benchmark.
-        figures: name → value.
-        out: file to write; None: nothing is written.
-        quiet: do not print where they are.
-        **further: what else the document holds.
-    """
+    """Write figures with commit, machine and versions, if asked."""
     if out is None:
         return
     document = {

@@ -10,8 +10,6 @@ from benchmarks.support.live_machine import Machine
 from benchmarks.support.live_runs import FULL
 from benchmarks.support.paired_rounds import Estimate, mean_of, paired_difference
 
-__all__ = ["PAIRS", "Rounds", "draw", "print_tables", "summarised"]
-
 Rounds = dict[str, dict[int, dict[str, Any]]]
 """Results by arm and round."""
 
@@ -53,10 +51,6 @@ def summarised(loads: dict[float, Rounds], machine: Machine) -> tuple[dict[str, 
 
     Goodput counts requests whose first token came within 20 times, and whose further tokens
     within 4 times, what those of a request take that is alone.
-
-    Args:
-        loads: results by load.
-        machine: what it measured.
     """
     figures: dict[str, float] = {}
     estimates: Estimates = {}
@@ -87,7 +81,6 @@ def summarised(loads: dict[float, Rounds], machine: Machine) -> tuple[dict[str, 
 def _values(
     found: dict[int, dict[str, Any]], rounds: Rounds, machine: Machine
 ) -> dict[str, dict[int, float]]:
-    """Return an arm's figures by name and round."""
     ttft, tpot = TTFT_TIMES * machine.alone_ttft, TPOT_TIMES * machine.alone_tpot
     values: dict[str, dict[int, float]] = {name: {} for name in FIGURES}
     for number, result in found.items():

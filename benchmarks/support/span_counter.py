@@ -9,22 +9,14 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-__all__ = ["SpanCounter", "span_counter"]
-
 
 class SpanCounter(trace_service_pb2_grpc.TraceServiceServicer):
-    """Counts what it is sent by OTLP over gRPC.
-
-    Attributes:
-        endpoint: that it listens on.
-        spans: that came.
-    """
+    """Counts what it is sent by OTLP over gRPC."""
 
     endpoint = ""
     spans = 0
 
     def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
-        """Count the spans of a batch."""
         del context
         scopes = (scope for resource in request.resource_spans for scope in resource.scope_spans)
         self.spans += sum(len(scope.spans) for scope in scopes)
