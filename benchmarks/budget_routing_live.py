@@ -104,10 +104,7 @@ def replicas(folder: Path) -> Iterator[Deployment]:
     }
     engine = replace(ENGINE, batching=batching, checkpoint=str(CHECKPOINT))
     deployment = local_deployment(MODEL, engine, decode=REPLICAS, prefill=0)
-    with (
-        LaunchProgress(folder) as progress,
-        launched(deployment, folder, report=progress.report),
-    ):
+    with LaunchProgress(folder) as progress, launched(deployment, folder, report=progress.report):
         progress.finish()
         yield deployment
 

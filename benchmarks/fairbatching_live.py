@@ -56,11 +56,7 @@ from rescheduler.step_time.profile import Profile, load_profile
 MODEL = "smollm2"
 BATCHED_TOKENS = 2048
 ENGINE = EngineOptions(
-    dtype="float32",
-    max_model_len=1024,
-    max_num_seqs=16,
-    kv_cache_gb=1,
-    enforce_eager=True,
+    dtype="float32", max_model_len=1024, max_num_seqs=16, kv_cache_gb=1, enforce_eager=True
 )
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"

@@ -24,8 +24,7 @@ The reserve of the arm of that name is to be tuned for the machine (``--reserve`
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -34,18 +33,15 @@ from typing import Any, NamedTuple
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.support.live_load import round_load
+from benchmarks.support.deployments import engines, patient
 from benchmarks.support.live_machine import Machine, measure_machine, read_machine
-from benchmarks.support.live_runs import patient, run_load
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.live_runs import round_load, run_load
+from benchmarks.support.report import Cells, arguments, write_report
 from benchmarks.support.rescheduling_figures import Rounds, draw, print_tables, summarised
-from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.engine_command import IN_PROCESS
-from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
 ENGINE = EngineOptions(
     dtype="float32",
@@ -86,11 +82,9 @@ class Run(NamedTuple):
     round: int
     arm: str
 
-    def folder(self, out: Path) -> Path:
-        return out / f"load-{100 * self.load:g}" / f"round-{self.round}"
-
-    def file(self, out: Path) -> Path:
-        return self.folder(out) / f"{self.arm}.json"
+    def cells(self, out: Path, settings: dict[str, Any]) -> Cells:
+        """Where the round's results are kept; see `Cells`."""
+        return Cells(out / f"load-{100 * self.load:g}" / f"round-{self.round}", settings)
 
 
 def main() -> None:
@@ -141,7 +135,7 @@ def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds
     found: Rounds = {arm: {} for arm in arms}
     for arm in arms:
         for number in range(rounds):
-            file = Run(load, number, arm).file(out)
+            file = Run(load, number, arm).cells(out, {}).file(arm)
             if file.is_file():
                 found[arm][number] = json.loads(file.read_text())["result"]
     return found
@@ -188,7 +182,8 @@ def run_missing(out: Path, runs: Sequence[Run], requests: int, reserve: float) -
     machine = read_machine(out)
     if machine is not None and not missing_of(out, runs, requests, reserve, machine):
         return machine
-    with engines(out) as deployment:
+    deployment = patient(local_deployment("smollm2", ENGINE))
+    with engines(deployment, out):
         if machine is None:
             machine = measure_machine(deployment, out, requests, MAX_TOKENS)
         missing = missing_of(out, runs, requests, reserve, machine)
@@ -203,9 +198,8 @@ def missing_of(
 ) -> list[Run]:
     missing = []
     for run in runs:
-        file = run.file(out)
-        wanted = settings_of(arm_of(run.arm, machine, reserve), load_of(run, requests, machine))
-        if not file.is_file() or json.loads(file.read_text())["settings"] != wanted:
+        arm, load = arm_of(run.arm, machine, reserve), load_of(run, requests, machine)
+        if run.cells(out, settings_of(arm, load)).read(run.arm) is None:
             missing.append(run)
     return missing
 
@@ -214,34 +208,17 @@ def load_of(run: Run, requests: int, machine: Machine) -> list[LoadRequest]:
     return round_load(run.round, requests, run.load * machine.capacity, MAX_TOKENS)
 
 
-@contextmanager
-def engines(out: Path) -> Iterator[Deployment]:
-    """Run the engines, all with one patient proxy's options."""
-    deployment = patient(local_deployment("smollm2", ENGINE))
-    with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(out))
-        stack.enter_context(launched(deployment, out, report=progress.report))
-        progress.finish()
-        yield deployment
-
-
 def run_one(
     deployment: Deployment, out: Path, run: Run, requests: int, reserve: float, machine: Machine
 ) -> dict[str, float]:
     """Run an arm, keep its result, and return what to show of it."""
-    arm, load, file = (
-        arm_of(run.arm, machine, reserve),
-        load_of(run, requests, machine),
-        run.file(out),
-    )
+    arm, load = arm_of(run.arm, machine, reserve), load_of(run, requests, machine)
     serving = replace(deployment, routing=arm.routing, migration=arm.migration)
     salt = f"{run.load}-{run.round}-{run.arm}"
-    live = asyncio.run(run_load(serving, out, load, salt, machine.patience))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"settings": settings_of(arm, load), "result": live.result}
-    write_text_atomically(file, json.dumps(kept))
+    result = asyncio.run(run_load(serving, out, load, salt, machine.patience)).result
+    run.cells(out, settings_of(arm, load)).write(run.arm, result)
     names = ("seconds", "throughput", "tpot_p99", "ttft_p99", "gap_p99", "kv_use", "migrations")
-    return {name: round(live.result[name], 3) for name in (*names, "preemptions", "failed")}
+    return {name: round(result[name], 3) for name in (*names, "preemptions", "failed")}
 
 
 if __name__ == "__main__":

@@ -198,9 +198,7 @@ async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
 
 
 @asynccontextmanager
-async def _serving(
-    uvloop: bool = True,
-) -> AsyncIterator[tuple[ServerProcess, "_Reader"]]:
+async def _serving(uvloop: bool = True) -> AsyncIterator[tuple[ServerProcess, "_Reader"]]:
     """Run a proxy with a coordinator and engines that play streams."""
     with ExitStack() as stack:
         instances = []

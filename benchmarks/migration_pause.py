@@ -158,11 +158,7 @@ def _prompts(deployment: Deployment, count: int, generator: random.Random) -> li
 
 
 async def _round(
-    deployment: Deployment,
-    prompts: list[list[int]],
-    salt: str,
-    way: str,
-    outcomes: dict[str, int],
+    deployment: Deployment, prompts: list[list[int]], salt: str, way: str, outcomes: dict[str, int]
 ) -> list[_Stream]:
     """Generate all at the same time, move each once, and end when all have moved."""
     streams = [_Stream() for _ in prompts]

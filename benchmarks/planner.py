@@ -155,10 +155,7 @@ def live_cluster(
 
 
 def snapshot(
-    generator: np.random.Generator,
-    instance: InstanceState,
-    running: list[LiveRequest],
-    seq: int,
+    generator: np.random.Generator, instance: InstanceState, running: list[LiveRequest], seq: int
 ) -> bytes:
     curves = forecast(generator, REQUESTS, True)
     assert isinstance(curves, SurvivalForecast)

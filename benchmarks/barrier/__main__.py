@@ -31,7 +31,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.barrier.cells import Cells
 from benchmarks.barrier.engines import ENGINE, Kind, running
 from benchmarks.barrier.findings import (
     draw,
@@ -43,7 +42,7 @@ from benchmarks.barrier.findings import (
 )
 from benchmarks.barrier.grid import POINTS, Measured, fill_caches, measured
 from benchmarks.barrier.routing import ARMS, BALANCER, asks_of, served_by
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.report import Cells, arguments, write_report
 
 _GRIDS: tuple[Kind, ...] = ("ranks", "lone")
 _STEPS, _REQUESTS, _ROUNDS = 40, 60, 6

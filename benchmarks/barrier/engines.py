@@ -1,4 +1,7 @@
-"""Two engines of a small mixture of experts on two cores: ranks of one group, or on their own."""
+"""Two engines of a small mixture of experts on two cores, and the log of their steps.
+
+They are ranks of one group, or on their own; see `benchmarks.support.cpu_rank_worker` for the log.
+"""
 
 import json
 import os
@@ -7,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
+from benchmarks.support.deployments import engines
 from benchmarks.support.moe_model import write_moe_model
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
-from rescheduler.engines.launch_engines import Launched, launched
+from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
-from rescheduler.engines.launch_progress import LaunchProgress
 
+FloatArray = npt.NDArray[np.float64]
 Kind = Literal["ranks", "lone", "balanced"]
 """Two servers of one group; two without a group; one server that balances between two ranks."""
 
@@ -67,11 +73,7 @@ def running(kind: Kind, folder: Path) -> Iterator[Engines]:
     deployment, steps = _described(kind, str(model), logs)
     for log in steps:
         log.unlink(missing_ok=True)
-    with (
-        LaunchProgress(logs) as progress,
-        launched(deployment, logs, report=progress.report) as servers,
-    ):
-        progress.finish()
+    with engines(deployment, logs) as servers:
         _pin(servers)
         yield Engines(deployment, steps)
 
@@ -110,3 +112,42 @@ def _pin(servers: Launched) -> None:
                 place = int(title[1])
             for thread in (process / "task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[place]})
+
+
+class Steps(NamedTuple):
+    """Steps of an engine, in order.
+
+    Attributes:
+        begins: seconds on the monotonic clock, [n].
+        requests: in each; 0 where only another rank had some, [n].
+        new: tokens computed, [n].
+        context: context tokens of its requests, [n].
+    """
+
+    begins: FloatArray
+    requests: FloatArray
+    new: FloatArray
+    context: FloatArray
+
+    def between(self, start: float, end: float) -> "Steps":
+        inside = (self.begins >= start) & (self.begins <= end)
+        return Steps(*(column[inside] for column in self))
+
+    def seconds(self, requests: int) -> FloatArray:
+        """Return the seconds of all but the last step that decode so many requests and no more."""
+        alike = (self.requests[:-1] == requests) & (self.new[:-1] == requests)
+        return np.asarray(np.diff(self.begins)[alike])
+
+
+def read_steps(log: Path) -> Steps:
+    """Return the whole lines of a log; no steps if there is none yet."""
+    text = log.read_text() if log.is_file() else ""
+    lines = text[: text.rfind("\n") + 1].split()
+    rows = np.array([line.split(",") for line in lines], dtype=np.float64).reshape(-1, 4)
+    return Steps(*rows.T)
+
+
+def contexts_at(steps: Steps, times: FloatArray) -> FloatArray:
+    """Return the context tokens of the step under way at each time; 0 before the first, [n]."""
+    context = np.concatenate([[0.0], steps.context])
+    return context[np.searchsorted(steps.begins, times, "right")]

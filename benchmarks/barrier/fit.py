@@ -98,11 +98,7 @@ def _simulated(seen: Observations) -> Fit:
     """Fit the simulator's model; which engine is slowest depends on it, so it is found in turns."""
     rows, slowest = np.arange(len(seen.seconds)), seen.context.argmax(axis=1)
     for _ in range(_MOST_TURNS):
-        columns = (
-            seen.new[rows, slowest],
-            seen.context[rows, slowest],
-            seen.context.mean(axis=1),
-        )
+        columns = (seen.new[rows, slowest], seen.context[rows, slowest], seen.context.mean(axis=1))
         a, b, c, d = _relative_nnls(np.column_stack(columns), seen.seconds)
         again = (b * seen.new + c * seen.context).argmax(axis=1)
         if (again == slowest).all():

@@ -8,8 +8,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from benchmarks.barrier.engines import Engines
-from benchmarks.barrier.steps import read_steps
+from benchmarks.barrier.engines import Engines, read_steps
 from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
 from rescheduler.demo.demo_figures import metric_total
 

@@ -11,10 +11,9 @@ import aiohttp
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.barrier.engines import Engines
-from benchmarks.barrier.steps import contexts_at, read_steps
+from benchmarks.barrier.engines import Engines, contexts_at, read_steps
 from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
-from benchmarks.support.live_runs import patient, proxy
+from benchmarks.support.deployments import patient, proxy
 
 BALANCER = "vllm"
 """One server that divides its requests among its ranks."""

@@ -96,11 +96,7 @@ def _recording(deployment: Deployment, disk: Path) -> Deployment:
         "record": {"path": str(disk / "dataset"), "flush_seconds": 1},
         "forecast": {
             "checkpoint": deployment.engine.checkpoint,
-            "telemetry": {
-                "bind": last.telemetry,
-                "instance": last.name,
-                "keys": deployment.keys,
-            },
+            "telemetry": {"bind": last.telemetry, "instance": last.name, "keys": deployment.keys},
         },
     }
     flag = ["--additional-config", json.dumps({"headway": section})]

@@ -262,19 +262,11 @@ BODIES = (
     _post("gzip", gzip.compress(_BYTES), Content_Encoding="gzip"),
     _post("an unknown Content-Encoding", _BYTES, Content_Encoding="zebra"),
     _post("in chunks", _TEXT[:40].encode(), _TEXT[40:].encode()),
-    _post(
-        "Content-Type with a charset",
-        _BYTES,
-        Content_Type="application/json; charset=utf-8",
-    ),
+    _post("Content-Type with a charset", _BYTES, Content_Type="application/json; charset=utf-8"),
     _post("Content-Type in capitals", _BYTES, Content_Type="APPLICATION/JSON"),
     _post("Content-Type text/plain", _BYTES, Content_Type="text/plain"),
     _post("Content-Type of a form", _BYTES, Content_Type="application/x-www-form-urlencoded"),
-    _post(
-        "Content-Type application/vnd.api+json",
-        _BYTES,
-        Content_Type="application/vnd.api+json",
-    ),
+    _post("Content-Type application/vnd.api+json", _BYTES, Content_Type="application/vnd.api+json"),
     Case("no Content-Type", COMPLETIONS, raw=(_BYTES,)),
     Case("no Content-Type for /tokenize", "/tokenize", raw=(_BYTES,)),
     *(
@@ -292,8 +284,9 @@ def _routes() -> Iterator[Case]:
         "/ /health /ping /version /v1/models /v1/models/smollm2 /v1/models/none /load /metrics "
         "/docs /redoc /openapi.json /server_info /tokenizer_info /kv_event_sources /is_sleeping "
         "/v1/responses/resp_1 /v1 /unknown /favicon.ico /V1/models //v1/models /v1//models "
-        "/v1/models/ /health/ /ping/ /version/ /unknown/ /v1/models?a=b /v1/%6dodels /static/x /ready "
-        f"/admin/instances {COMPLETIONS} {CHAT} {COMPLETIONS}/ /tokenize /v1/embeddings"
+        "/v1/models/ /health/ /ping/ /version/ /unknown/ /v1/models?a=b /v1/%6dodels "
+        f"/static/x /ready /admin/instances {COMPLETIONS} {CHAT} {COMPLETIONS}/ /tokenize "
+        "/v1/embeddings"
     )
     for path in paths.split():
         yield Case("", path, method="GET")

@@ -293,6 +293,5 @@ def _training_ms(device: torch.device) -> float:
 
 def _note_times(findings: Findings, replayed: _Replayed) -> None:
     findings.note(
-        step_ms_with_capture=1e3 * replayed.with_hook,
-        step_ms_without=1e3 * replayed.without_hook,
+        step_ms_with_capture=1e3 * replayed.with_hook, step_ms_without=1e3 * replayed.without_hook
     )

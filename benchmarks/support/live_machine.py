@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.support.live_load import round_load
-from benchmarks.support.live_runs import completed, proxy, run_load
+from benchmarks.support.deployments import proxy
+from benchmarks.support.live_runs import completed, round_load, run_load
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment

@@ -2,25 +2,24 @@
 
 import asyncio
 import hashlib
-import signal
-import sys
+import random
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
+from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
 from benchmarks.support.move_log import read_moves, read_placements, with_overflows
+from data_collection.workload.prompts import load_prompts
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.engine_command import EngineCommand
-from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
@@ -29,24 +28,13 @@ FULL = 0.99
 """Share of the KV cache from which on it is full, as in STAR's Figure 12."""
 
 _SAMPLE_SECONDS = 1.0
-_POLL_SECONDS = 0.2
-_LONG = 86_400.0
+_ASKS_FOR_MUCH = re.compile(
+    r"[0-9]00 words|\blong\b|detail|interview|hour by hour|verses|30 |tutorial|table|every"
+    r"|Write a story|steps"
+)
 
-
-class StalledError(RuntimeError):
-    """Nobody has got a token for too long."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The decode engines at one moment, in the deployment's order; counts are so far."""
-
-    seconds: float
-    kv: list[float]
-    running: list[int]
-    waiting: list[int]
-    migrations: int
-    preemptions: int
+Sample = dict[str, Any]
+"""The decode engines at one moment, in the deployment's order; counts are so far."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +47,39 @@ class LiveRun:
     copying: float
 
 
-def patient(deployment: Deployment) -> Deployment:
-    """Return the deployment with a proxy that gives nothing up on a slow machine."""
-    options = replace(
-        deployment.proxy,
-        pool=10_000,
-        pool_seconds=_LONG,
-        prefill_seconds=_LONG,
-        first_token_seconds=_LONG,
-        token_seconds=_LONG,
-        control_seconds=60.0,
-        freeze_seconds=60.0,
-        moved_token_seconds=600.0,
-    )
-    return replace(deployment, proxy=options)
+def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list[LoadRequest]:
+    """Return a round's requests, a Poisson process; at an infinite rate all come at once.
+
+    Half of them ask for long answers, in random order. A round draws prompts, seeds and gaps
+    between arrivals of its own, the same every time; loads only stretch its gaps.
+    """
+    generator = random.Random(number)
+    kinds: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    for prompt in load_prompts("starter"):
+        text = prompt.messages[-1]["content"]
+        kinds[_ASKS_FOR_MUCH.search(text) is None].append((prompt.id, text))
+    much = generator.sample(kinds[0], requests // 2)
+    little = generator.sample(kinds[1], requests - requests // 2)
+    chosen = much + little
+    generator.shuffle(chosen)
+    load, now = [], 0.0
+    for i, (name, text) in enumerate(chosen):
+        now += generator.expovariate(1.0) / rate
+        load.append(LoadRequest(name, text, max_tokens, 1_000 * number + i, now))
+    return load
 
 
 async def run_load(
     deployment: Deployment, folder: Path, load: Sequence[LoadRequest], salt: str, patience: float
 ) -> LiveRun:
-    """Serve a load once."""
+    """Serve a load once, by engines that run and are idle.
+
+    The salt keeps engines from finding prompts of other runs in their caches.
+
+    Raises:
+        StalledError: as `completed` and `until_idle`.
+        RuntimeError: the proxy has ended.
+    """
     await until_idle(deployment, patience)
     before = await asyncio.to_thread(preemptions, deployment)
     log = folder / "proxy.log"
@@ -89,37 +90,29 @@ async def run_load(
         epoch = time.time()
         async with _sampling(deployment, run, before, samples):
             served = await completed(run, patience, server)
-        metrics = f"{deployment.proxy_url}/metrics"
         migrations = await asyncio.to_thread(_moved, deployment)
-        pause = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_gap_seconds")
-        copying = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_copy_seconds")
+        pause = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_gap_seconds")
+        copying = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_copy_seconds")
     await until_idle(deployment, patience)
     requests = [_as_json(one, run.started) for one in served]
     names, placements = read_placements(log, epoch)
-    moves = with_overflows(
-        read_moves(log, epoch, names), placements, requests, capacity_tokens(deployment)
-    )
-    loaded = [one for one in samples if one.seconds <= load[-1].arrives] or samples
+    engine = deployment.engine
+    assert engine.kv_blocks is not None
+    capacity = (engine.kv_blocks - 1) * engine.block_size  # vLLM keeps one block to itself
+    loaded = [one for one in samples if one["seconds"] <= load[-1].arrives] or samples
     result = {
         **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
         "migrations": migrations,
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
-        "kv_use": float(np.mean([one.kv for one in loaded])) if loaded else float("nan"),
-        "kv_full_share": float(np.mean([max(one.kv) > FULL for one in loaded])),
-        "kv_difference": float(np.mean([max(one.kv) - min(one.kv) for one in loaded])),
-        "samples": [asdict(one) for one in samples],
+        "kv_use": float(np.mean([one["kv"] for one in loaded])) if loaded else float("nan"),
+        "kv_full_share": float(np.mean([max(one["kv"]) > FULL for one in loaded])),
+        "kv_difference": float(np.mean([max(one["kv"]) - min(one["kv"]) for one in loaded])),
+        "samples": samples,
         "requests": requests,
         "placements": placements,
-        "moves": moves,
+        "moves": with_overflows(read_moves(log, epoch, names), placements, requests, capacity),
     }
     return LiveRun(result, served, pause, copying)
-
-
-def capacity_tokens(deployment: Deployment) -> int:
-    """Return the tokens that a decode engine's KV cache holds; vLLM keeps one block to itself."""
-    engine = deployment.engine
-    assert engine.kv_blocks is not None
-    return (engine.kv_blocks - 1) * engine.block_size
 
 
 async def completed(
@@ -134,7 +127,7 @@ async def completed(
     serving = asyncio.create_task(run.run())
     try:
         while not serving.done():
-            await asyncio.wait([serving], timeout=_POLL_SECONDS)
+            await asyncio.wait([serving], timeout=POLL_SECONDS)
             if server is not None and not server.is_running:
                 raise RuntimeError(server.why_it_ended())
             open_ones = [one for one in run.served.values() if not one.finish_reason + one.error]
@@ -157,46 +150,6 @@ async def completed(
             await serving
 
 
-async def until_idle(deployment: Deployment, patience: float) -> None:
-    """Wait until no decode engine holds a block."""
-    for instance in deployment.decode:
-        client = ControlClient(str(instance.control))
-        held, since = -1, time.monotonic()
-        try:
-            while (state := await client.state(60.0)).free_blocks != state.num_blocks:
-                if state.free_blocks != held:
-                    held, since = state.free_blocks, time.monotonic()
-                if time.monotonic() - since > patience:
-                    raise StalledError(f"{instance.name} is idle and yet holds blocks: {state}")
-                await asyncio.sleep(_POLL_SECONDS)
-        finally:
-            client.close()
-
-
-@contextmanager
-def proxy(deployment: Deployment, folder: Path) -> Any:
-    """Run `headway serve` for a deployment whose engines run; yield its process."""
-    config = folder / "deployment.yaml"
-    write_deployment(deployment, config)
-    command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(config)]
-    server = ServerProcess(
-        "proxy",
-        EngineCommand([*command, "--verbose"], {}),
-        deployment.proxy_url,
-        folder / "proxy.log",
-    )
-    server.start()
-    try:
-        while not server.is_healthy():  # it may have to compile first
-            if not server.is_running:
-                raise RuntimeError(server.why_it_ended())
-            time.sleep(_POLL_SECONDS)
-        yield server
-    finally:
-        server.signal(signal.SIGTERM)
-        server.end_by(time.monotonic() + deployment.proxy.shutdown_seconds + 5)
-
-
 @asynccontextmanager
 async def _sampling(
     deployment: Deployment, run: LoadRun, preempted: float, samples: list[Sample]
@@ -208,15 +161,17 @@ async def _sampling(
             await asyncio.sleep(_SAMPLE_SECONDS)
             with suppress(ControlError, OSError):  # one moment is missing then
                 states = [await client.state(10 * _SAMPLE_SECONDS) for client in clients]
+                migrations = await asyncio.to_thread(_moved, deployment)
+                now = await asyncio.to_thread(preemptions, deployment)
                 samples.append(
-                    Sample(
-                        round(time.monotonic() - run.started, 3),
-                        [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
-                        [state.running for state in states],
-                        [state.waiting for state in states],
-                        await asyncio.to_thread(_moved, deployment),
-                        round(await asyncio.to_thread(preemptions, deployment) - preempted),
-                    )
+                    {
+                        "seconds": round(time.monotonic() - run.started, 3),
+                        "kv": [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
+                        "running": [state.running for state in states],
+                        "waiting": [state.waiting for state in states],
+                        "migrations": migrations,
+                        "preemptions": round(now - preempted),
+                    }
                 )
 
     sampling = asyncio.create_task(sample())
@@ -255,6 +210,7 @@ def _moved(deployment: Deployment) -> int:
     return round(metric_total(url, name, outcome="moved"))
 
 
-def _mean(url: str, histogram: str) -> float:
+def _mean(deployment: Deployment, histogram: str) -> float:
+    url = f"{deployment.proxy_url}/metrics"
     count = metric_total(url, f"{histogram}_count")
     return metric_total(url, f"{histogram}_sum") / count if count else float("nan")

@@ -75,11 +75,7 @@ class MixedClients:
         self._names, self._weights = list(KINDS), [kind.weight for kind in KINDS.values()]
 
     async def ask(
-        self,
-        session: aiohttp.ClientSession,
-        requests: int,
-        at_once: int,
-        ended: Callable[[], None],
+        self, session: aiohttp.ClientSession, requests: int, at_once: int, ended: Callable[[], None]
     ) -> None:
         left = iter(range(requests))
 

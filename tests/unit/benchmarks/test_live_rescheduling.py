@@ -19,9 +19,9 @@ from scripted_cluster import PROMPT, cluster, until
 from tokenizers import Tokenizer
 
 from benchmarks import live_rescheduling
-from benchmarks.support.live_load import round_load
+from benchmarks.support.deployments import StalledError
 from benchmarks.support.live_machine import Machine, read_machine, served_rate
-from benchmarks.support.live_runs import StalledError, completed
+from benchmarks.support.live_runs import completed, round_load
 from benchmarks.support.move_log import (
     overflows_after,
     read_moves,
