@@ -1,4 +1,4 @@
-"""What forecasts are worth, wherever Headway uses them: routing, room, moving, batching.
+"""What forecasts are worth, wherever Headway uses them: routing, room, moving.
 
     python -m benchmarks.forecast_value [--quick] [--traces DIR] --json OUT
 
@@ -12,14 +12,11 @@ by seed, with half a 95% confidence interval.
   `benchmarks.room`; mean latency.
 - **Moving**, with requests placed at once by `jsq_load` in the same setting: `survival` against
   `star` without forecasts and no moves; mean latency, and the 99th percentile of TPOT.
-- **Batching** with FairBatching: admission by a prefill budget that counts the tokens that are
-  forecast against one that does not; requests a second that meet their objectives.
 
 Traces are those of `benchmarks.room`. ``USE_TRACE_FORECAST`` in the file is a gain in percent.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,27 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from benchmarks.room import (
-    NONE,
-    RESERVES,
-    Case,
-    at_rate,
-    capacity,
-    cases,
-    headroom,
-    objectives,
-    reserved,
-)
+from benchmarks.room import NONE, RESERVES, Case, at_rate, capacity, cases, headroom, reserved
 from benchmarks.support.report import arguments, write_report
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
-    AdmissionConfig,
     ArrivalsConfig,
     ClusterConfig,
-    PrefillConfig,
     SimulationConfig,
-    SLOConfig,
 )
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
 from rescheduler.simulator.run_setup import RunSetup, run_setup
@@ -64,7 +48,6 @@ class Arm(NamedTuple):
     setup: RunSetup
     policy: Options
     planner: Options | None = None
-    slo: SLOConfig | None = None
 
 
 class Use(NamedTuple):
@@ -127,7 +110,7 @@ def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, floa
 def figures_of(arm: Arm, seeds: int) -> dict[str, Seeds]:
     planner = None if arm.planner is None else create_migration_policy(**arm.planner)
     runs = [
-        run_metrics(run(arm.setup, create_policy(**arm.policy), seed, planner=planner), arm.slo)
+        run_metrics(run(arm.setup, create_policy(**arm.policy), seed, planner=planner))
         for seed in range(seeds)
     ]
     return {name: np.array([figures[name] for figures in runs]) for name in runs[0]}
@@ -188,40 +171,6 @@ def moving(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
     )
 
 
-def batching(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
-    """One instance, with its share of the requests, half again as many as it serves."""
-    cluster, served = case.config.cluster, capacity(case)
-    rate = 1.5 * served / cluster.instances
-    slo = replace(objectives(case, served), tpot="worst", deadlines="first_token")
-    requests = case.config.trace["requests"] // cluster.instances
-
-    def setup(forecast: Options, pab: bool, forecasts: bool = False) -> RunSetup:
-        config = replace(
-            case.config,
-            cluster=replace(cluster, instances=1),
-            dispatch="instant",
-            prefill=PrefillConfig("chunked", 4096, formation="fairbatching"),
-            admission=AdmissionConfig(pab=pab, forecasts=forecasts),
-            trace=case.config.trace | {"requests": requests},
-            arrivals=ArrivalsConfig("poisson", rate=rate),
-            forecast=forecast,
-            slo=slo,
-        )
-        return run_setup(config)
-
-    policy = {"name": "round_robin"}
-    return (
-        [
-            Arm("FairBatching", setup(NONE, pab=False), policy, slo=slo),
-            Arm("PAB", setup(NONE, pab=True), policy, slo=slo),
-        ],
-        {
-            f["name"]: Arm("PAB", setup(f, pab=True, forecasts=True), policy, slo=slo)
-            for f in case.forecasts
-        },
-    )
-
-
 def shown(policy: Options) -> str:
     return " ".join(str(value) for value in policy.values())
 
@@ -232,7 +181,6 @@ USES = {
         Use("routing", {"throughput": True}, routing),
         Use("room", {"latency": False}, room),
         Use("moving", {"latency": False, "tpot_p99": False}, moving),
-        Use("batching", {"goodput": True}, batching),
     )
 }
 

@@ -23,22 +23,22 @@ those before.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import numpy as np
 from aiohttp import web
 
 from benchmarks.support.driven_proxies import DrivenProxies, driven_proxies
 from benchmarks.support.report import arguments, report
-from benchmarks.support.server_process import ServerProcess, headway, stream_player
+from benchmarks.support.server_process import ServerProcess, headway, stream_players
+from benchmarks.support.stream_client import StreamClient, session
 from rescheduler.commands.event_loop import run_server
 from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.launch_local import free_ports
 
 _INSTANCES = 16
 _PER_SECOND = 200.0
@@ -120,8 +120,7 @@ def _coordinator(stack: ExitStack, urls: list[str]) -> tuple[Deployment, ServerP
 
 
 def _coordinated(instances: list[dict[str, str]]) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     return {
         "model": "smollm2",
         "instances": instances,
@@ -179,86 +178,37 @@ async def _most(
 
 async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
     for loop, uvloop in (("", True), ("_asyncio", False)):
-        async with _serving(uvloop) as (proxy, reader):
-            busy, tokens = proxy.cpu_seconds(), reader.tokens
-            await reader.flood(64, size.flood_tokens)
-            busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
-            figures[f"tokens_per_cpu_s{loop}"] = tokens / busy
-        async with _serving(uvloop) as (proxy, reader):
+        async with _serving(uvloop) as (proxy, client):
+            busy = proxy.cpu_seconds()
+            await client.flood("", 64, size.flood_tokens)
+            busy = proxy.cpu_seconds() - busy
+            figures[f"tokens_per_cpu_s{loop}"] = 64 * size.flood_tokens / busy
+        async with _serving(uvloop) as (proxy, client):
             memory, descriptors = proxy.resident_kib(), proxy.descriptors()
-            async with reader.held(size.streams):
+            async with client.held("", size.streams, 600) as tokens:
                 figures[f"kib_per_stream{loop}"] = (proxy.resident_kib() - memory) / size.streams
                 held = proxy.descriptors() - descriptors
                 figures[f"descriptors_per_stream{loop}"] = held / size.streams
-                busy, tokens = proxy.cpu_seconds(), reader.tokens
+                busy, before = proxy.cpu_seconds(), tokens()
                 await asyncio.sleep(size.paced)
-                busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
-                figures[f"paced_tokens_per_cpu_s{loop}"] = tokens / busy
+                busy = proxy.cpu_seconds() - busy
+                figures[f"paced_tokens_per_cpu_s{loop}"] = (tokens() - before) / busy
     figures["streams"] = size.streams
 
 
 @asynccontextmanager
-async def _serving(uvloop: bool = True) -> AsyncIterator[tuple[ServerProcess, "_Reader"]]:
+async def _serving(uvloop: bool) -> AsyncIterator[tuple[ServerProcess, StreamClient]]:
     """Run a proxy with a coordinator and engines that play streams."""
+    names = "prefill-0", "decode-0", "decode-1"
     with ExitStack() as stack:
-        instances = []
-        for name in ("prefill-0", "decode-0", "decode-1"):
-            player = stack.enter_context(stream_player(_SLOW_TOKEN_SECONDS))
-            url = f"http://127.0.0.1:{player.port}"
-            instances.append({"name": name, "role": name.partition("-")[0], "url": url})
+        instances = stack.enter_context(stream_players(_SLOW_TOKEN_SECONDS, *names))
         values = _coordinated(instances)
         stack.enter_context(headway("coordinator", values))
         proxy = stack.enter_context(headway("serve", values, uvloop=uvloop))
-        async with aiohttp.ClientSession(
-            f"http://127.0.0.1:{proxy.port}",
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        ) as session:
-            reader = _Reader(session)
-            await reader.flood(4, 5)  # compiled policies
-            yield proxy, reader
-
-
-class _Reader:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self._line_ends = 0
-
-    @property
-    def tokens(self) -> int:
-        """Events read so far: one a token, and one at the end of a stream."""
-        return self._line_ends // 2
-
-    async def flood(self, n: int, tokens: int) -> None:
-        await asyncio.gather(*(self._read(tokens, 0, asyncio.Event()) for _ in range(n)))
-
-    @asynccontextmanager
-    async def held(self, n: int) -> AsyncIterator[None]:
-        """Read slow streams, each of which has its first token."""
-        begun = [asyncio.Event() for _ in range(n)]
-        streams = [asyncio.create_task(self._read(600, 1, event)) for event in begun]
-        try:
-            async with asyncio.timeout(120):
-                await asyncio.gather(*(event.wait() for event in begun))
-            yield
-        finally:
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-
-    async def _read(self, tokens: int, temperature: int, begun: asyncio.Event) -> None:
-        body = {
-            "model": "smollm2",
-            "prompt": "Tell me of a river that runs to the sea",
-            "max_tokens": tokens,
-            "stream": True,
-            "temperature": temperature,  # 0: the player writes as fast as it can
-        }
-        async with self._session.post("/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for data in response.content.iter_any():
-                self._line_ends += data.count(b"\n")
-                begun.set()
+        async with session(proxy.url) as http:
+            client = StreamClient(http, {})
+            await client.flood("", 4, 5)  # compiled policies
+            yield proxy, client
 
 
 if __name__ == "__main__":

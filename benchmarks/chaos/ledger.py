@@ -10,37 +10,12 @@ from typing import Literal
 Outage = Literal["proxy", "engine"]
 
 COUNTED = (
-    "blocks_leaked",
-    "clients_left",
-    "clients_stalled",
-    "cut_by_proxy_restart",
-    "fills",
-    "garbage",
-    "honest_429",
-    "honest_4xx",
-    "honest_5xx",
-    "honest_5xx_at_a_kill",
-    "kills",
-    "loop_stall_ms",
-    "lost",
-    "moves",
-    "moves_ended",
-    "moves_gone",
-    "moves_no_answer",
-    "moves_no_room",
-    "moves_not_copied",
-    "moves_not_frozen",
-    "moves_rolled_back",
-    "poison",
-    "poison_5xx",
-    "poison_answered",
-    "poison_unanswered",
-    "proxy_restarts",
-    "refused_at_proxy_restart",
-    "requests",
-    "resumed_elsewhere",
-    "stops",
-    "tokens_changed",
+    *("blocks_leaked", "clients_left", "clients_stalled", "cut_by_proxy_restart", "fills"),
+    *("garbage", "honest_429", "honest_4xx", "honest_5xx", "honest_5xx_at_a_kill", "kills"),
+    *("loop_stall_ms", "lost", "moves", "moves_ended", "moves_gone", "moves_no_answer"),
+    *("moves_no_room", "moves_not_copied", "moves_not_frozen", "moves_rolled_back", "poison"),
+    *("poison_5xx", "poison_answered", "poison_unanswered", "proxy_restarts"),
+    *("refused_at_proxy_restart", "requests", "resumed_elsewhere", "stops", "tokens_changed"),
 )
 """What is counted: reported also where it is zero, since that is what most of it should be."""
 _AFTERWARDS = 2.0
@@ -76,16 +51,10 @@ class Ledger:
     def failed(
         self, number: int, tokens: list[int], expected: list[int], began: float, why: str, how: str
     ) -> None:
-        """Count a request that has failed.
+        """Count a request that has failed after some tokens.
 
-        Args:
-            number: which request.
-            tokens: that came before.
-            expected: all of its tokens.
-            began: when it was sent.
-            why: for the notes.
-            how: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
-                (connection), or ``silent`` (the stream ended as if all was well).
+        How: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
+        (connection), or ``silent`` (the stream ended as if all was well).
         """
         if how == "refused" and self.during("proxy", began):
             self.counts["refused_at_proxy_restart"] += 1

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
-from benchmarks.support.move_log import read_moves, read_placements, with_overflows
 from data_collection.workload.prompts import load_prompts
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
@@ -82,23 +81,16 @@ async def run_load(
     """
     await until_idle(deployment, patience)
     before = await asyncio.to_thread(preemptions, deployment)
-    log = folder / "proxy.log"
-    log.unlink(missing_ok=True)
+    (folder / "proxy.log").unlink(missing_ok=True)
     run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
     samples: list[Sample] = []
     with proxy(deployment, folder) as server:
-        epoch = time.time()
         async with _sampling(deployment, run, before, samples):
             served = await completed(run, patience, server)
         migrations = await asyncio.to_thread(_moved, deployment)
         pause = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_gap_seconds")
         copying = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_copy_seconds")
     await until_idle(deployment, patience)
-    requests = [_as_json(one, run.started) for one in served]
-    names, placements = read_placements(log, epoch)
-    engine = deployment.engine
-    assert engine.kv_blocks is not None
-    capacity = (engine.kv_blocks - 1) * engine.block_size  # vLLM keeps one block to itself
     loaded = [one for one in samples if one["seconds"] <= load[-1].arrives] or samples
     result = {
         **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
@@ -108,9 +100,7 @@ async def run_load(
         "kv_full_share": float(np.mean([max(one["kv"]) > FULL for one in loaded])),
         "kv_difference": float(np.mean([max(one["kv"]) - min(one["kv"]) for one in loaded])),
         "samples": samples,
-        "requests": requests,
-        "placements": placements,
-        "moves": with_overflows(read_moves(log, epoch, names), placements, requests, capacity),
+        "requests": [_as_json(one, run.started) for one in served],
     }
     return LiveRun(result, served, pause, copying)
 

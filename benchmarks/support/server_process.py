@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ class ServerProcess:
     def port(self) -> int:
         """That it listens on: the end of its first line."""
         return int(self.said.rpartition(":")[2])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -78,8 +82,13 @@ def headway(
 
 
 @contextmanager
-def stream_player(token_seconds: float) -> Iterator[ServerProcess]:
-    """Run an engine that plays streams with so long between two tokens."""
+def stream_players(token_seconds: float, *names: str) -> Iterator[list[dict[str, str]]]:
+    """Run engines that play streams with so long between two tokens, as a deployment lists them."""
     command = [sys.executable, "-m", "benchmarks.support.stream_player"]
-    with server([*command, "--token-seconds", str(token_seconds)]) as process:
-        yield process
+    with ExitStack() as stack:
+        instances = []
+        for name in names:
+            player = server([*command, "--token-seconds", str(token_seconds)])
+            url = stack.enter_context(player).url
+            instances.append({"name": name, "role": name.partition("-")[0], "url": url})
+        yield instances

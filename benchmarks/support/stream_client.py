@@ -1,0 +1,117 @@
+"""A client of engines that play streams: how long a token takes, by different ways to them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from rescheduler.openai.event_stream import read_events
+
+TOKEN_SECONDS = 0.02
+PATH = "/v1/completions"
+_PHASE = 5  # requests of a client before the next way has its turn
+
+Body = dict[str, Any]
+Way = Callable[[int, Body], Awaitable[tuple[str, Body]]]
+"""Returns the server and the body of a request, by its number."""
+
+
+@dataclass
+class Times:
+    """Seconds to first tokens, between two at the client, and from engine's write to its read."""
+
+    first: list[float] = field(default_factory=list)
+    gap: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+
+
+def in_turns(urls: Sequence[str]) -> Way:
+    """Return the way to some servers, a request each in turn."""
+
+    async def way(number: int, body: Body) -> tuple[str, Body]:
+        return urls[number % len(urls)], body
+
+    return way
+
+
+def stream_body(tokens: int, temperature: float = 1.0) -> Body:
+    """Return a request; the player streams as fast as it can at temperature 0."""
+    prompt = "Tell me of a river that runs to the sea"
+    fields = {"max_tokens": tokens, "temperature": temperature, "stream": True}
+    return {"model": "smollm2", "prompt": prompt, **fields}
+
+
+def session(url: str | None = None) -> aiohttp.ClientSession:
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(url, connector=connector, timeout=timeout, read_bufsize=1 << 20)
+
+
+class StreamClient:
+    def __init__(self, client: aiohttp.ClientSession, ways: Mapping[str, Way]) -> None:
+        self._session, self._ways = client, ways
+
+    async def alternate(self, concurrency: int, rounds: int, tokens: int) -> dict[str, Times]:
+        """Keep so many requests under way, by each way in turn."""
+        times = {way: Times() for way in self._ways}
+
+        async def worker(number: int, way: str) -> None:
+            # Spread, since a crowd that comes at once measures its own queue.
+            await asyncio.sleep(TOKEN_SECONDS * tokens * number / concurrency)
+            for turn in range(_PHASE):
+                started = time.monotonic()
+                url, body = await self._ways[way](number + turn, stream_body(tokens))
+                await self._read(url, body, times[way], started)
+
+        for _ in range(rounds):
+            for way in self._ways:
+                await asyncio.gather(*(worker(number, way) for number in range(concurrency)))
+        return times
+
+    async def flood(self, url: str, streams: int, tokens: int) -> None:
+        """Read streams as fast as they come."""
+
+        async def drain() -> None:
+            body = stream_body(tokens, temperature=0)
+            async with self._session.post(url + PATH, json=body) as response:
+                count = 0
+                async for data in response.content.iter_any():
+                    count += data.count(b'"index"')
+                assert count == tokens, count
+
+        await asyncio.gather(*(drain() for _ in range(streams)))
+
+    @asynccontextmanager
+    async def held(self, url: str, streams: int, tokens: int) -> AsyncIterator[Callable[[], int]]:
+        """Hold paced streams, each of which has its first token; yield what counts their tokens."""
+        counts = [0] * streams
+
+        async def hold(i: int) -> None:
+            async with self._session.post(url + PATH, json=stream_body(tokens)) as response:
+                assert response.status == 200, await response.text()
+                async for data in response.content.iter_any():
+                    counts[i] += data.count(b'"index"')
+
+        holding = [asyncio.create_task(hold(i)) for i in range(streams)]
+        try:
+            async with asyncio.timeout(120):
+                while not all(counts):
+                    await asyncio.sleep(0.05)
+            yield lambda: sum(counts)
+        finally:
+            for one in holding:
+                one.cancel()
+            await asyncio.gather(*holding, return_exceptions=True)
+
+    async def _read(self, url: str, body: Body, times: Times, last: float) -> None:
+        first = True
+        async with self._session.post(url + PATH, json=body) as response:
+            assert response.status == 200, await response.text()
+            async for chunk in read_events(response.content):
+                now = time.monotonic()
+                (times.first if first else times.gap).append(now - last)
+                last, first = now, False
+                times.token.append(now - float(chunk["choices"][0]["text"]))
