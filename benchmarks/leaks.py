@@ -23,13 +23,18 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import aiohttp
+import grpc
 import msgspec
 import numpy as np
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
@@ -39,7 +44,6 @@ from benchmarks.support.erratic_engines import MODEL
 from benchmarks.support.mixed_clients import OUTCOMES, MixedClients
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, server
-from benchmarks.support.span_counter import span_counter
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.serving.admin_token import admin_token
 
@@ -122,7 +126,11 @@ async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float],
                     process.read(mixed.ended)
 
         async def asked(share: int) -> None:
-            async with _session(proxy.url) as session, _draining(admin):
+            connector = aiohttp.TCPConnector(limit=0)
+            async with (
+                aiohttp.ClientSession(proxy.url, connector=connector) as session,
+                _draining(admin),
+            ):
                 await mixed.ask(session, share, _AT_ONCE, ended)
 
         first = requests // _BEFORE
@@ -177,7 +185,7 @@ def _figures(process: Process, before: _Holdings, after: _Holdings) -> dict[str,
 
 def _started(stack: ExitStack) -> tuple[Process, Process, str]:
     """Start everything; return the two that are watched, and the operator's address."""
-    collector = stack.enter_context(span_counter())
+    collector = stack.enter_context(_span_counter())
     engines = stack.enter_context(
         server([sys.executable, "-m", "benchmarks.support.erratic_engines"])
     )
@@ -207,12 +215,32 @@ def _started(stack: ExitStack) -> tuple[Process, Process, str]:
     )
 
 
-@asynccontextmanager
-async def _session(url: str) -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=300)
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-        yield session
+class _SpanCounter(trace_service_pb2_grpc.TraceServiceServicer):
+    """Counts what it is sent by OTLP over gRPC."""
+
+    endpoint = ""
+    spans = 0
+
+    def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
+        del context
+        scopes = (scope for resource in request.resource_spans for scope in resource.scope_spans)
+        self.spans += sum(len(scope.spans) for scope in scopes)
+        return ExportTraceServiceResponse()
+
+
+@contextmanager
+def _span_counter() -> Iterator[_SpanCounter]:
+    """Listen on a free port, in a thread of this process."""
+    counter = _SpanCounter()
+    server = grpc.server(ThreadPoolExecutor(1))
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(counter, server)  # type: ignore[no-untyped-call]
+    counter.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield counter
+    finally:
+        server.stop(None).wait()
 
 
 @asynccontextmanager

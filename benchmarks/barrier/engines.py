@@ -6,18 +6,19 @@ They are ranks of one group, or on their own; see `benchmarks.support.cpu_rank_w
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines
-from benchmarks.support.moe_model import write_moe_model
+from data_collection.models import prepare_embedded
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
@@ -43,6 +44,24 @@ ENGINE = EngineOptions(
         "HF_HUB_OFFLINE": "1",
     },
 )
+
+
+_MODEL: dict[str, Any] = {
+    "head_dim": 64,
+    "hidden_size": 128,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
+"""Little to compute but its attention: 64 heads that read 4 heads' keys and values, so that a
+context costs time rather than memory. vLLM lets ranks step together only for a mixture of experts.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,19 @@ def running(kind: Kind, folder: Path) -> Iterator[Engines]:
     with engines(deployment, logs) as servers:
         _pin(servers)
         yield Engines(deployment, steps)
+
+
+def write_moe_model(folder: Path) -> Path:
+    """Write the model, with SmolLM2's tokenizer, into a folder, the same every time; return it."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    untyped: Any = AutoModelForCausalLM
+    untyped.from_config(Qwen3MoeConfig(**_MODEL)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(prepare_embedded("smollm2") / name, folder / name)
+    return folder
 
 
 def _described(kind: Kind, model: str, logs: Path) -> tuple[Deployment, tuple[Path, Path]]:

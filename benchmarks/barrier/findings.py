@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.barrier.engines import Kind
 from benchmarks.barrier.fit import Fit, disagreement, fits, observed
 from benchmarks.barrier.grid import Measured
-from benchmarks.support.paired_rounds import mean_of, paired_difference
+from benchmarks.support.report import mean_of, paired_difference
 from rescheduler.simulator.results.tables import markdown_table
 
 Grids = Mapping[Kind, Sequence[Measured]]

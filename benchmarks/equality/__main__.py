@@ -17,8 +17,7 @@ import msgspec
 
 from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import compare
-from benchmarks.equality.reasons import explained
-from benchmarks.equality.table import table, write_table
+from benchmarks.equality.reasons import explained, table, write_table
 from benchmarks.support.report import arguments, write_report
 from rescheduler.engines.deployment import read_deployment
 

@@ -35,8 +35,8 @@ def patient(deployment: Deployment) -> Deployment:
         prefill_seconds=_LONG,
         first_token_seconds=_LONG,
         token_seconds=_LONG,
-        control_seconds=60.0,
-        freeze_seconds=60.0,
+        control_seconds=120.0,
+        freeze_seconds=120.0,
         moved_token_seconds=600.0,
     )
     return replace(deployment, proxy=options)

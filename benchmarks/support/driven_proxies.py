@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
 from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.move_outcome import MoveOutcome
@@ -21,21 +21,13 @@ _TOKENS_PER_SECOND = 30.0
 _TICK_SECONDS = 0.2
 _CATCH_UP_SECONDS = 0.02
 _WAIT_SECONDS = 120.0
+_CLIENT = read_request(COMPLETIONS, b'{"prompt": "a", "stream": true}')
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Lognormal prompts and answers: medians in tokens, and sigmas of the logarithm."""
-
-    prompt: float = 400.0
-    prompt_sigma: float = 1.0
-    output: float = 250.0
-    output_sigma: float = 0.6
-
-    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
-        prompt = rng.lognormal(np.log(self.prompt), self.prompt_sigma)
-        output = rng.lognormal(np.log(self.output), self.output_sigma)
-        return max(1, round(prompt)), max(1, round(output))
+def lengths(rng: np.random.Generator) -> tuple[int, int]:
+    """Return the tokens of a prompt and of its answer, lognormal."""
+    prompt, output = rng.lognormal(np.log(400.0), 1.0), rng.lognormal(np.log(250.0), 0.6)
+    return max(1, round(prompt)), max(1, round(output))
 
 
 class DrivenProxy:
@@ -109,7 +101,6 @@ class DrivenProxies:
     Attributes:
         proxies: all of them.
         rng: draws all that is random.
-        lengths: of the requests.
         place_seconds: that each request waited for its place.
         imbalance: maximum over mean of the instances' true KV load, less 1, at each tick.
         late_seconds: that each tick came late: when all proxies had to wait for a core.
@@ -117,7 +108,6 @@ class DrivenProxies:
 
     proxies: Sequence[DrivenProxy]
     rng: np.random.Generator
-    lengths: Lengths = field(default_factory=Lengths)
     place_seconds: list[float] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
     late_seconds: list[float] = field(default_factory=list)
@@ -153,14 +143,14 @@ class DrivenProxies:
                 if due > loop.time():
                     await asyncio.sleep(due - loop.time())
                 proxy = self.proxies[int(self.rng.integers(len(self.proxies)))]
-                placing.create_task(self._place(proxy, *self.lengths.draw(self.rng)))
+                placing.create_task(self._place(proxy, *lengths(self.rng)))
 
     async def fill(self, requests: int, at_once: int) -> None:
         left = iter(range(requests))
 
         async def place(proxy: DrivenProxy) -> None:
             for _ in left:
-                await self._place(proxy, self.lengths.draw(self.rng)[0], 1 << 40)
+                await self._place(proxy, lengths(self.rng)[0], 1 << 40)
 
         await self._by_all(place, at_once)
 
@@ -171,7 +161,7 @@ class DrivenProxies:
         async def place(proxy: DrivenProxy) -> None:
             nonlocal placed
             while time.monotonic() < end:
-                prompt, output = self.lengths.draw(self.rng)
+                prompt, output = lengths(self.rng)
                 proxy.end(await self._place(proxy, prompt, output))
                 placed += 1
 
@@ -242,24 +232,7 @@ class _NoMoves:
 
 
 def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:
-    return ClientRequest(
-        path=COMPLETIONS,
-        body={},
-        size=0,
-        request_id=None,
-        prompt_ids=prompt_tokens,
-        stream=True,
-        include_usage=False,
-        keeps_token_ids=False,
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop=(),
-        include_stop=False,
-        skip_special_tokens=True,
-        spaces_between_special_tokens=True,
-        direct="",
-        pinned="",
-    )
+    return replace(_CLIENT, prompt_ids=prompt_tokens, max_tokens=max_tokens)
 
 
 def _unheard(proxy: int, load: Load) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.support.live_machine import Machine
 from benchmarks.support.live_runs import FULL
-from benchmarks.support.paired_rounds import Estimate, mean_of, paired_difference
+from benchmarks.support.report import Estimate, mean_of, paired_difference
 
 Rounds = dict[str, dict[int, dict[str, Any]]]
 """Results by arm and round."""

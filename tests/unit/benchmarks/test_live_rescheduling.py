@@ -17,7 +17,7 @@ from benchmarks import live_rescheduling
 from benchmarks.support.deployments import StalledError
 from benchmarks.support.live_machine import Machine, read_machine, served_rate
 from benchmarks.support.live_runs import completed, round_load
-from benchmarks.support.paired_rounds import mean_of, paired_difference
+from benchmarks.support.report import mean_of, paired_difference
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
 
 MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
