@@ -18,26 +18,22 @@ the request after another token. A prefix cache never helps: each way has a ``ca
 import asyncio
 import random
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
-from benchmarks.support.stream_client import session
+from benchmarks.support.stream_client import Stream, read_stream, session
 from rescheduler.demo.demo_proxy import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.openai.event_stream import read_events
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import load_tokenizer
@@ -71,17 +67,13 @@ class _Recomputes(_StopsAndCopies):
 
 
 @dataclass
-class _Stream:
-    """What a client read, and when."""
-
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+class _Stream(Stream):
     moved_at: int | None = None
 
     def has_enough(self) -> bool:
         """Whether it went on for as long as a step is measured."""
         after_move = 0 if self.moved_at is None else self.moved_at + _NEIGHBOURS
-        return len(self.tokens) > min(_MOST_TOKENS - 1, after_move)
+        return len(self.times) > min(_MOST_TOKENS - 1, after_move)
 
     def pause(self) -> tuple[float, float] | None:
         """Seconds of the pause at the move, and of a step; None if it did not move."""
@@ -125,8 +117,8 @@ async def _measure(deployment: Deployment, requests: int) -> dict[str, float]:
             figures[f"pause_ms_p{share}{suffix}"] = 1e3 * float(np.percentile(seconds, share))
         print(f"{way}: {len(seconds)} moves", flush=True)
     for streams in zip(*moved, strict=True):
-        shortest = min(len(stream.tokens) for stream in streams)
-        figures["tokens_changed"] += len({tuple(one.tokens[:shortest]) for one in streams}) > 1
+        shortest = min(len(stream.ids) for stream in streams)
+        figures["tokens_changed"] += len({tuple(one.ids[:shortest]) for one in streams}) > 1
     return figures | {f"outcome_{name}": count for name, count in sorted(outcomes.items())}
 
 
@@ -148,13 +140,16 @@ async def _round(
     streams = [_Stream() for _ in prompts]
     reading: list[asyncio.Task[None]] = []
     async with proxy_running(deployment) as proxy, _moving_by(proxy, way):
-        async with session(deployment.proxy_url) as client:
+        async with session() as client:
             for i, prompt in enumerate(prompts):  # a step with all prompts would take minutes
-                read = _read(client, str(i), prompt, way, streams[i])
+                fields = {"model": "smollm2", "prompt": prompt, "max_tokens": _MOST_TOKENS}
+                fields |= {"return_token_ids": True, "cache_salt": way}
+                headers = {"X-Request-Id": str(i)}
+                read = read_stream(client, deployment.proxy_url, fields, streams[i], headers)
                 reading.append(asyncio.create_task(read))
-                while sum(not stream.tokens for stream in streams[: i + 1]) >= _PREFILLS:
+                while sum(not stream.times for stream in streams[: i + 1]) >= _PREFILLS:
                     await _unless_ended(reading)
-            while not all(len(stream.tokens) > _NEIGHBOURS for stream in streams):
+            while not all(len(stream.times) > _NEIGHBOURS for stream in streams):
                 await _unless_ended(reading)
             todo = set(map(str, range(len(prompts))))
             await asyncio.gather(*(_move(proxy, streams, todo, outcomes) for _ in range(_MOVES)))
@@ -173,29 +168,6 @@ async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:
     for task in reading:
         if task.done():
             task.result()
-
-
-async def _read(
-    client: aiohttp.ClientSession, name: str, prompt: list[int], salt: str, stream: _Stream
-) -> None:
-    body: dict[str, Any] = {
-        "model": "smollm2",
-        "prompt": prompt,
-        "max_tokens": _MOST_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
-    headers = {"X-Request-Id": name}
-    async with client.post("/v1/completions", json=body, headers=headers) as response:
-        response.raise_for_status()
-        async for chunk in read_events(response.content):
-            for choice in chunk.get("choices", []):
-                for token in choice.get("token_ids") or []:
-                    stream.tokens.append(token)
-                    stream.times.append(time.monotonic())
 
 
 @asynccontextmanager
