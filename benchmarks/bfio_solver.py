@@ -113,7 +113,6 @@ def times(n_instances: int, clusters: int, repeats: int) -> dict[str, float]:
 def cluster(
     generator: np.random.Generator, n_waiting: int, slots: int, free: IntArray, balanced: bool
 ) -> ClusterView:
-    """Return a cluster with so many free slots on each instance, [G], and a pool."""
     n_instances = len(free)
     context = contexts(generator, n_instances * slots)
     context += generator.geometric(1 / MEAN_LENGTH, len(context))

@@ -64,7 +64,6 @@ def main() -> None:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """Run the engines; a proxy with a case's router serves it."""
     batching: dict[str, Any] = {
         "profile": str((folder / "profile" / "profile.yaml").resolve()),
         "admission": True,

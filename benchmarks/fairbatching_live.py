@@ -122,7 +122,6 @@ class TokenLoad(LoadRun):
         self._case = case
 
     def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
-        """Return a completion of random tokens, generated to its full length."""
         prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
         asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
         if self._case is not None and self._case.informed:
@@ -189,14 +188,12 @@ class Deployed:
         ttft_times: Sequence[float] = (TTFT_TIMES,),
         tpot_times: Sequence[float] = (TPOT_TIMES,),
     ) -> list[tuple[float, float]]:
-        """Return multiples of the latencies of a request that is alone."""
         times = product(ttft_times, tpot_times)
         return [(ttft * self.alone["ttft"], tpot * self.alone["tpot"]) for ttft, tpot in times]
 
     def results(
         self, cases: Sequence[Case], started: Callable[[list[Case]], AbstractContextManager[Server]]
     ) -> list[dict[str, Any]]:
-        """Return the results of all cases; run those that are missing."""
         missing = {
             case.file(self.folder): case for case in cases if not case.file(self.folder).is_file()
         }
@@ -270,7 +267,6 @@ def capacity_of(profile: Profile, trace: TraceBlock) -> float:
 
 
 def profiled(folder: Path) -> Profile:
-    """Return the profile of the engine, measured if it is not there yet."""
     path = folder / "profile" / "profile.yaml"
     if not path.is_file():
         measure_profile(
@@ -343,7 +339,6 @@ def tuned_budget(deployed: Deployed) -> int:
 
 @contextmanager
 def serving(folder: Path, cases: Sequence[Case], budget: int) -> Iterator[Server]:
-    """Run the engines of some cases."""
     with engines(folder, list(dict.fromkeys(case.system for case in cases)), budget) as urls:
         yield lambda case: nullcontext(urls[case.system])
 

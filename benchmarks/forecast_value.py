@@ -34,6 +34,7 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
 )
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
+from rescheduler.simulator.results.tables import markdown_table
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
 
@@ -70,23 +71,22 @@ def main() -> None:
     seeds = 2 if options.quick else 4
     uses = [USES[name] for name in options.uses]
     figures: dict[str, float] = {}
-    lines = [
-        "| use | trace | figure | best without forecasts | exact | recorded | Kaplan–Meier |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
+    cells = []
     with Progress() as progress:
         task = progress.add_task("simulating", total=len(uses) * len(found))
         for use in uses:
             for case in found:
-                for line, gains in rows(use, case, seeds):
-                    lines.append(line)
+                for row, gains in rows(use, case, seeds):
+                    cells.append(row)
                     figures |= gains
                 progress.advance(task)
+    heads = ["use", "trace", "figure", "best without forecasts", "exact", "recorded"]
+    lines = markdown_table([*heads, "Kaplan–Meier"], cells, "llll")
     print("\n".join(lines))
     write_report("forecast_value", figures, options.json, table=lines)
 
 
-def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, float]]]:
+def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[list[str], dict[str, float]]]:
     without, by_forecast = use.arms(case)
     blind = {arm.label: figures_of(arm, seeds) for arm in without}
     informed = {name: figures_of(arm, seeds) for name, arm in by_forecast.items()}
@@ -104,7 +104,7 @@ def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, floa
             shown.append(f"{gain.mean():+.1f} ± {half_interval(gain):.1f}%")
             gains[f"{use.name}_{case.name}_{metric}_{name}"] = float(gain.mean())
         value = f"{best}: {np.mean(blind[best][metric]):.4g}"
-        yield f"| {use.name} | {case.name} | {metric} | {value} | {' | '.join(shown)} |", gains
+        yield [use.name, case.name, metric, value, *shown], gains
 
 
 def figures_of(arm: Arm, seeds: int) -> dict[str, Seeds]:

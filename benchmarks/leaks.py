@@ -245,7 +245,6 @@ def _span_counter() -> Iterator[_SpanCounter]:
 
 @asynccontextmanager
 async def _draining(admin: str) -> AsyncIterator[None]:
-    """While the body runs, drain one decode engine after the other."""
     port = int(admin.rpartition(":")[2])
     headers = {"Authorization": f"Bearer {admin_token(port)}"}
 

@@ -71,8 +71,6 @@ ARMS = (
 
 
 class Arm(NamedTuple):
-    """What a proxy does in an arm, as a deployment says it."""
-
     routing: dict[str, Any]
     migration: dict[str, Any] | None
 
@@ -83,7 +81,6 @@ class Run(NamedTuple):
     arm: str
 
     def cells(self, out: Path, settings: dict[str, Any]) -> Cells:
-        """Where the round's results are kept; see `Cells`."""
         return Cells(out / f"load-{100 * self.load:g}" / f"round-{self.round}", settings)
 
 
@@ -142,7 +139,6 @@ def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds
 
 
 def arm_of(name: str, machine: Machine, reserve: float) -> Arm:
-    """Return what an arm's proxy does; planners are told what was measured."""
     headroom = {"name": "headroom", "prefill_cost": round(machine.prefill_cost, 4)}
     placed: dict[str, dict[str, Any]] = {
         "reserve": {"name": "max_capacity", "reserve": reserve},
@@ -211,7 +207,6 @@ def load_of(run: Run, requests: int, machine: Machine) -> list[LoadRequest]:
 def run_one(
     deployment: Deployment, out: Path, run: Run, requests: int, reserve: float, machine: Machine
 ) -> dict[str, float]:
-    """Run an arm, keep its result, and return what to show of it."""
     arm, load = arm_of(run.arm, machine, reserve), load_of(run, requests, machine)
     serving = replace(deployment, routing=arm.routing, migration=arm.migration)
     salt = f"{run.load}-{run.round}-{run.arm}"

@@ -136,7 +136,6 @@ async def _open_loop(
     which: str,
     coordinator: ServerProcess | None = None,
 ) -> None:
-    """Measure places and imbalance at a given rate of arrivals."""
     await driven.arrive(_PER_SECOND, size.settle)
     driven.forget_measured()
     busy = coordinator.cpu_seconds() if coordinator else 0.0
@@ -162,12 +161,13 @@ async def _most(
     figures: dict[str, float],
     coordinator: ServerProcess,
 ) -> None:
-    """Measure how many places a second there are while requests run."""
-    await driven.fill(running, 256)
-    await driven.as_many_as_possible(256, 1.0)
+    left = iter(range(running))
+    await driven.crowd(256, lambda: next(left, None) is not None, ends=False)
+    warm = time.monotonic() + 1.0
+    await driven.crowd(256, lambda: time.monotonic() < warm, ends=True)
     driven.forget_measured()
     busy, began = coordinator.cpu_seconds(), time.monotonic()
-    placed = await driven.as_many_as_possible(256, size.most)
+    placed = await driven.crowd(256, lambda: time.monotonic() - began < size.most, ends=True)
     took, busy = time.monotonic() - began, coordinator.cpu_seconds() - busy
     while_running = f"_{running}" if running else ""
     figures[f"placements_per_s{while_running}"] = placed / took

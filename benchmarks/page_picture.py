@@ -46,7 +46,6 @@ def main() -> None:
 async def take(
     logs: Sequence[Log], at: float, path: Path, dark: bool, size: tuple[int, int]
 ) -> None:
-    """Serve logs, and take a picture of the page."""
     try:
         from playwright.async_api import async_playwright
     except ImportError as error:

@@ -55,7 +55,6 @@ def main() -> None:
 
 @contextmanager
 def _envoy(config: dict[str, Any], ports: list[int]) -> Iterator[ServerProcess]:
-    """Run Envoy, which listens on these ports."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "envoy.yaml"
         file.write_text(yaml.safe_dump(config))

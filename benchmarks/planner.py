@@ -134,7 +134,6 @@ def live_times(repeats: int) -> dict[str, float]:
 def live_cluster(
     generator: np.random.Generator, placements: Placements[LiveRequest]
 ) -> list[InstanceState]:
-    """Return instances that all run `REQUESTS` requests."""
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     body = json.dumps({"prompt": "a", "max_tokens": 4096}).encode()
     client = read_request(COMPLETIONS, body)

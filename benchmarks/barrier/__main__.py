@@ -102,7 +102,6 @@ def measure_grid(kind: Kind, options: Namespace) -> list[Measured]:
 
 
 def measure_routing(options: Namespace) -> dict[str, dict[int, dict[str, float]]]:
-    """Return the figures by arm and round, measured now or before."""
     requests = _QUICK_REQUESTS if options.quick else _REQUESTS
     cells = Cells(options.out / "routing", {**_engine(), "requests": requests, "arms": ARMS})
     runs = [

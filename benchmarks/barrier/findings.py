@@ -59,7 +59,6 @@ def ratio_of(values: Mapping[int, float], others: Mapping[int, float]) -> Ratio:
 
 
 def grid_table(grids: Grids) -> str:
-    """Return the time of a step at every point, as Markdown."""
     rows = []
     for same in zip(*grids.values(), strict=True):
         loads = ", ".join(
@@ -78,7 +77,6 @@ def grid_table(grids: Grids) -> str:
 
 
 def grid_figures(grids: Grids) -> dict[str, float]:
-    """Return every model's coefficients and quality by name, per thousand tokens and in ms."""
     figures: dict[str, float] = {}
     for kind, points in grids.items():
         figures[f"{kind}_steps_differ"] = disagreement(points)
@@ -122,7 +120,6 @@ def _said(fit: Fit) -> str:
 
 
 def routing_figures(rounds: Rounds) -> dict[str, float]:
-    """Return means over rounds by name, and every arm's ratios to those before, with intervals."""
     figures: dict[str, float] = {}
     for arm, by_round in rounds.items():
         for name in next(iter(by_round.values())):
@@ -137,7 +134,6 @@ def routing_figures(rounds: Rounds) -> dict[str, float]:
 
 
 def routing_table(rounds: Rounds) -> str:
-    """Return the arms' means, and their ratios to those before, as Markdown."""
     rows = []
     for arm, by_round in rounds.items():
         cells = []

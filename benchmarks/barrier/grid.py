@@ -118,7 +118,6 @@ async def measured(engines: Engines, point: Point, steps: int) -> Measured:
 async def _all_have(
     streams: Sequence[Stream], reads: Sequence["asyncio.Task[None]"], tokens: Sequence[int]
 ) -> float:
-    """Return when all streams have so many tokens."""
     patience = time.monotonic() + _PATIENCE_SECONDS
     while any(len(one.times) < least for one, least in zip(streams, tokens, strict=True)):
         for one in reads:

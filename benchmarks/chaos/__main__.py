@@ -89,7 +89,6 @@ def _full_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def _recording(deployment: Deployment, disk: Path) -> Deployment:
-    """Have the last instance record its hidden states, too."""
     *others, last = deployment.instances
     section = {
         "k": deployment.engine.k,

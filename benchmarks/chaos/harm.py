@@ -78,7 +78,6 @@ class Harm:
                     await asyncio.shield(self._admin("undrain", instance))
 
     async def all_in_service(self) -> None:
-        """Wait until the proxy uses every instance."""
         while await self._is_up() != {True}:
             await asyncio.sleep(0.5)
 
@@ -152,7 +151,6 @@ class Harm:
         await asyncio.to_thread(self._send_garbage, instance)
 
     async def _restart_proxy(self) -> None:
-        """End the proxy as a supervisor does, and start it again."""
         self.ledger.counts["proxy_restarts"] += 1
         with self.ledger.outage("proxy"):
             self.proxy.signal(signal.SIGTERM)

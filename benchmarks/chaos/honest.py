@@ -40,7 +40,6 @@ class HonestClients:
         self._expected: list[list[int]] = []
 
     async def learn(self, at_once: int) -> None:
-        """Ask everything once in peace."""
         limit = asyncio.Semaphore(at_once)
 
         async def one(number: int) -> list[int]:

@@ -32,7 +32,6 @@ class Ledger:
 
     @contextmanager
     def outage(self, what: Outage) -> Iterator[None]:
-        """While the body runs, something is out of service."""
         began, place = time.monotonic(), len(self._outages)
         self._outages.append((what, began, None))
         try:

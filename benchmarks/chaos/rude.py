@@ -56,7 +56,6 @@ class RudeClients:
     random: random.Random
 
     async def run(self, seconds_between: float) -> None:
-        """Send one rude client after the other, forever."""
         kinds = [self._leaves, self._leaves, self._stalls, self._poisons, self._poisons]
         clients: set[asyncio.Task[None]] = set()
         try:

@@ -28,8 +28,6 @@ _BY_NAME = ("model", "prompt", "messages", "stream")
 
 
 class Server:
-    """Asks one server, with `openai`'s client and without."""
-
     def __init__(self, url: str) -> None:
         self._url = url
         # vLLM closes an idle connection perhaps in the moment in which it is used again.

@@ -48,7 +48,6 @@ class Case:
 
     @property
     def request(self) -> str:
-        """Method, path and name, as the documentation shows them."""
         return f"{self.method} {self.path}" + (f": {self.name}" if self.name else "")
 
 

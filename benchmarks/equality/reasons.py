@@ -69,7 +69,6 @@ REASONS: dict[str, tuple[str, ...]] = {
 
 
 def explained(differences: Sequence[Difference]) -> list[Difference]:
-    """Return differences with their reasons; those that have none keep an empty one."""
     return [
         msgspec.structs.replace(difference, reason=_reason(difference.request))
         for difference in differences

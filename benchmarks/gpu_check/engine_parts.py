@@ -267,7 +267,6 @@ def _scheduler(engine: Any) -> Any:
 
 
 def _serve(engine: Any, look: Callable[[], None]) -> dict[str, list[int]]:
-    """Return each request's tokens; look between steps."""
     from vllm import SamplingParams
 
     core, answers = engine.llm_engine, {}

@@ -31,8 +31,6 @@ def lengths(rng: np.random.Generator) -> tuple[int, int]:
 
 
 class DrivenProxy:
-    """One proxy's placements, its link to the coordinator, and its requests."""
-
     def __init__(
         self, deployment: Deployment, background: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
@@ -56,7 +54,6 @@ class DrivenProxy:
         return len(self._running)
 
     async def place(self, prompt_tokens: int, output_tokens: int) -> LiveRequest:
-        """Have a request placed, whose tokens come from now on."""
         loop = asyncio.get_running_loop()
         self._numbers += 1
         name = f"{self.planning.link.session}-{self._numbers}"
@@ -85,7 +82,6 @@ class DrivenProxy:
                 self.end(request)
 
     def loads(self) -> list[int]:
-        """Return the context tokens of its requests on each instance."""
         on = self.planning.placements.on
         return [sum(one.context_tokens for one in on(each)) for each in self._instances]
 
@@ -122,7 +118,6 @@ class DrivenProxies:
         self.late_seconds.clear()
 
     async def left_alone(self) -> None:
-        """Wait until all have noticed that the coordinator is away."""
         await _until(
             lambda: not any(one.decided_for for one in self.proxies), "the coordinator is silent"
         )
@@ -145,31 +140,25 @@ class DrivenProxies:
                 proxy = self.proxies[int(self.rng.integers(len(self.proxies)))]
                 placing.create_task(self._place(proxy, *lengths(self.rng)))
 
-    async def fill(self, requests: int, at_once: int) -> None:
-        left = iter(range(requests))
+    async def crowd(self, at_once: int, more: Callable[[], bool], ends: bool) -> int:
+        """Place requests while there are more, each of which ends at once or never; count them."""
+        placed = 0
 
-        async def place(proxy: DrivenProxy) -> None:
-            for _ in left:
-                await self._place(proxy, lengths(self.rng)[0], 1 << 40)
-
-        await self._by_all(place, at_once)
-
-    async def as_many_as_possible(self, at_once: int, seconds: float) -> int:
-        """Place one request after the other, each of which ends at once; return how many."""
-        end, placed = time.monotonic() + seconds, 0
-
-        async def place(proxy: DrivenProxy) -> None:
+        async def client(proxy: DrivenProxy) -> None:
             nonlocal placed
-            while time.monotonic() < end:
+            while more():
                 prompt, output = lengths(self.rng)
-                proxy.end(await self._place(proxy, prompt, output))
+                request = await self._place(proxy, prompt, output if ends else 1 << 40)
+                if ends:
+                    proxy.end(request)
                 placed += 1
 
-        await self._by_all(place, at_once)
+        async with asyncio.TaskGroup() as placing:
+            for i in range(at_once):
+                placing.create_task(client(self.proxies[i % len(self.proxies)]))
         return placed
 
     async def tick(self) -> None:
-        """Bring tokens, and look at the loads, forever."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _TICK_SECONDS
@@ -187,17 +176,9 @@ class DrivenProxies:
         self.place_seconds.append(time.monotonic() - began)
         return request
 
-    async def _by_all(
-        self, place: Callable[[DrivenProxy], Coroutine[Any, Any, None]], at_once: int
-    ) -> None:
-        async with asyncio.TaskGroup() as placing:
-            for i in range(at_once):
-                placing.create_task(place(self.proxies[i % len(self.proxies)]))
-
 
 @asynccontextmanager
 async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIterator[DrivenProxies]:
-    """Run proxies for which the coordinator decides, in this event loop."""
     async with asyncio.TaskGroup() as tasks:
         background: list[asyncio.Task[None]] = []
 

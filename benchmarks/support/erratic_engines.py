@@ -263,7 +263,6 @@ class _Engine:
         self._control.send_multipart([peer, *control.encode(reply)])  # at once: there is room
 
     async def publish(self) -> None:
-        """Say what runs and what has ended, a few times a second."""
         while True:
             await asyncio.sleep(_TELEMETRY_SECONDS)
             ended, self._ended = self._ended, []

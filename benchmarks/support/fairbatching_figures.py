@@ -25,7 +25,6 @@ def summarised(results: list[Result]) -> dict[str, float]:
 
 
 def print_tables(results: list[Result]) -> None:
-    """Print a row a case, and the peaks of each part beside the best baseline's."""
     rows, peak_rows = [], []
     for (part, ttft_s, tpot_s), found in _parts(results).items():
         where = [str(part), f"{ttft_s:.2f} s, {1e3 * tpot_s:.0f} ms"]
@@ -94,7 +93,6 @@ def _parts(results: list[Result]) -> dict[tuple[int, float, float], list[Result]
 
 
 def _peaks(results: list[Result]) -> dict[str, float]:
-    """Return the most requests in time that each system reaches at any load."""
     peaks: dict[str, float] = {}
     for one in results:
         peaks[one["system"]] = max(peaks.get(one["system"], 0.0), one["effective"])

@@ -21,7 +21,6 @@ def set_environment() -> None:
 
 
 def status(engine: Any) -> dict[str, Any]:
-    """Return the counters of the worker."""
     found: dict[str, Any] = engine.collective_rpc("headway_status")[0]
     return found
 

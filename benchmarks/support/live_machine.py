@@ -56,7 +56,6 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine | None:
-    """Return what was found out before, or None."""
     kept = folder / _FILE
     if not kept.is_file():
         return None
@@ -69,7 +68,6 @@ def read_machine(folder: Path) -> Machine | None:
 def measure_machine(
     deployment: Deployment, folder: Path, requests: int, max_tokens: int
 ) -> Machine:
-    """Find out how fast a deployment is, and keep it in the folder."""
     machine = asyncio.run(_measure(deployment, folder, requests, max_tokens))
     write_text_atomically(folder / _FILE, json.dumps(asdict(machine), indent=1) + "\n")
     print(f"measured: {machine}", file=sys.stderr, flush=True)

@@ -65,8 +65,6 @@ assert {kind.body["user"] for kind in KINDS.values() if "user" in kind.body} == 
 
 
 class MixedClients:
-    """Ask a proxy, so many at a time."""
-
     def __init__(self, generator: random.Random) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.unexpected: Counter[str] = Counter()

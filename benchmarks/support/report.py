@@ -41,7 +41,6 @@ def write_report(
     quiet: bool = False,
     **further: Any,
 ) -> None:
-    """Write figures with commit, machine and versions, if asked."""
     if out is None:
         return
     document = {
@@ -76,7 +75,7 @@ class Cells:
         if not self.file(name).is_file():
             return None
         kept = json.loads(self.file(name).read_text())
-        return kept["result"] if kept["settings"] == self._settings else None
+        return kept["result"] if kept.get("settings") == self._settings else None
 
     def write(self, name: str, result: Any) -> None:
         file = self.file(name)

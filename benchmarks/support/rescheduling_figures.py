@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.support.live_machine import Machine
 from benchmarks.support.live_runs import FULL
 from benchmarks.support.report import Estimate, mean_of, paired_difference
+from rescheduler.simulator.results.tables import markdown_table
 
 Rounds = dict[str, dict[int, dict[str, Any]]]
 """Results by arm and round."""
@@ -107,20 +108,20 @@ def _in_time(request: dict[str, Any], ttft_s: float, tpot_s: float) -> bool:
 
 
 def print_tables(estimates: Estimates, arms: Sequence[str]) -> None:
-    """Print for each load the means, and the differences with their 95% intervals."""
     for load, found in estimates.items():
         for title, rows in (
             ("means", [name for name in found if name in arms]),
             ("differences, paired by round", [name for name in found if name not in arms]),
         ):
             print(f"\nload {load:.0%}, {title}, with half a 95% interval; bold: it excludes 0")
-            print(f"| | {' | '.join(COLUMNS)} | rounds |\n|---|{'---:|' * (len(COLUMNS) + 1)}")
+            cells = []
             for row in rows:
-                cells = [
+                figures = [
                     _cell(found[row][name], scale, spec, bold=row not in arms)
                     for name, scale, spec in COLUMNS.values()
                 ]
-                print(f"| {row} | {' | '.join(cells)} | {found[row]['goodput'].rounds} |")
+                cells.append([row, *figures, str(found[row]["goodput"].rounds)])
+            print(*markdown_table(["", *COLUMNS, "rounds"], cells), sep="\n")
 
 
 def _cell(one: Estimate, scale: float, spec: str, bold: bool) -> str:

@@ -124,8 +124,6 @@ class StreamClient:
         return times
 
     async def flood(self, url: str, streams: int, tokens: int) -> None:
-        """Read streams as fast as they come."""
-
         async def drain() -> None:
             body = stream_body(tokens, temperature=0)
             async with self._session.post(url + PATH, json=body) as response:
