@@ -71,14 +71,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "fairbatching_tokens": {"formation": "fairbatching_tokens", "reserve": 0.0},
 }
 DEADLINES = {"deadlines": "first_token"}  # the measure's, as in the paper's tables
-MAIN = (
-    "vllm",
-    "sarathi",
-    "fairbatching",
-    "fairbatching_pab",
-    "fairbatching_reserve",
-    "fairbatching_reserve_pab",
-)
+MAIN = tuple(SYSTEMS)[:6]
 BUDGETS = (64, 128, 256)
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SECONDS = 60.0

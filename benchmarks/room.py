@@ -44,7 +44,6 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
 )
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
-from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.results.tables import markdown_table
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
@@ -211,14 +210,10 @@ def simulated(case: Case, load: float, seeds: int, known: Runs) -> Runs:
         for label, arm in missing.items():
             setup = at_rate(case, load * served, arm.forecast, arm.dispatch)
             result = run(setup, create_policy(**arm.options), seed)
-            kv = in_use(result, case.config.cluster.capacity_tokens)
-            runs[label].append(run_metrics(result, slo) | {"kv": kv})
+            arriving = result.series.time <= result.requests.arrival.max()
+            kv = result.series.load[arriving].mean() / case.config.cluster.capacity_tokens
+            runs[label].append(run_metrics(result, slo) | {"kv": float(kv)})
     return known | runs
-
-
-def in_use(result: RunResult, kv_capacity: int) -> float:
-    arriving = result.series.time <= result.requests.arrival.max()
-    return float(result.series.load[arriving].mean() / kv_capacity)
 
 
 def over_best_reserve(runs: Runs) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,5 @@
-"""What live measurements are made of: loads, capacity, pairs, resumption, the log of moves."""
+"""What live measurements are made of: loads, capacity, pairs, resumption."""
 
-import json
 from dataclasses import asdict
 from math import inf, isnan
 from pathlib import Path
@@ -91,10 +90,8 @@ def test_what_is_finished_with_the_same_settings_is_not_run_again(tmp_path: Path
     for run in runs[:4]:
         arm = live_rescheduling.arm_of(run.arm, MACHINE, 0.1)
         load = live_rescheduling.load_of(run, 6, MACHINE)
-        file = run.file(tmp_path)
-        file.parent.mkdir(parents=True, exist_ok=True)
         settings = live_rescheduling.settings_of(arm, load)
-        file.write_text(json.dumps({"settings": settings, "result": {"seconds": 1.0}}))
+        run.cells(tmp_path, settings).write(run.arm, {"seconds": 1.0})
     assert missing() == runs[4:]
     assert missing(reserve=0.2) == [runs[1], *runs[4:]]
     assert missing(requests=7) == runs
