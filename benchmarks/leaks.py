@@ -26,7 +26,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -70,15 +70,8 @@ def main() -> None:
     report("leaks", figures, options.json)
 
 
-@dataclass(frozen=True)
-class _Holdings:
-    """What a process holds while nothing runs."""
-
-    descriptors: int
-    threads: int
-    tasks: int
-    series: int
-    outcome_series: int
+_Holdings = dict[str, int]
+"""What a process holds while nothing runs, by name."""
 
 
 @dataclass
@@ -102,13 +95,13 @@ class Process:
         samples = await self.metrics()
         tasks = next(one.value for one in samples if one.name.endswith("_event_loop_tasks"))
         outcomes = sum("outcome" in one.labels for one in samples)
-        return _Holdings(
-            self.server.descriptors(),
-            self.server.threads(),
-            int(tasks),
-            len(samples) - outcomes,
-            outcomes,
-        )
+        return {
+            "descriptors": self.server.descriptors(),
+            "threads": self.server.threads(),
+            "tasks": int(tasks),
+            "series": len(samples) - outcomes,
+            "outcome_series": outcomes,
+        }
 
 
 async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float], Mapping[str, int]]:
@@ -178,9 +171,7 @@ def _figures(process: Process, before: _Holdings, after: _Holdings) -> dict[str,
         f"{name}_rss_mb_first": readings[0][1] / 1024,
         f"{name}_rss_mb_last": readings[-1][1] / 1024,
     }
-    for key in _Holdings.__dataclass_fields__:
-        figures[f"{name}_{key}"] = getattr(after, key) - getattr(before, key)
-    return figures
+    return figures | {f"{name}_{key}": after[key] - before[key] for key in after}
 
 
 def _started(stack: ExitStack) -> tuple[Process, Process, str]:
@@ -279,7 +270,7 @@ async def _idle(process: Process, before: _Holdings | None = None) -> _Holdings:
     while True:
         await asyncio.sleep(_SETTLE_SECONDS if before is None else _POLL_SECONDS)
         held = await process.holdings()
-        alike = last is not None and held == replace(last, outcome_series=held.outcome_series)
+        alike = last is not None and held == last | {"outcome_series": held["outcome_series"]}
         if alike or time.monotonic() > deadline:
             return held
         last = before or held

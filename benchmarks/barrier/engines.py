@@ -78,12 +78,7 @@ class Engines:
 
 @contextmanager
 def running(kind: Kind, folder: Path) -> Iterator[Engines]:
-    """Run two engines; those of a group split the experts between them.
-
-    Args:
-        kind: how they belong together.
-        folder: of the model, their logs and those of their steps.
-    """
+    """Run two engines; those of a group split the experts between them."""
     model = folder / "model"
     if not (model / "chat_template.jinja").is_file():  # it is written last
         write_moe_model(model)
@@ -147,19 +142,12 @@ def _pin(servers: Launched) -> None:
 
 
 class Steps(NamedTuple):
-    """Steps of an engine, in order.
+    """Steps of an engine, in order, each [n]."""
 
-    Attributes:
-        begins: seconds on the monotonic clock, [n].
-        requests: in each; 0 where only another rank had some, [n].
-        new: tokens computed, [n].
-        context: context tokens of its requests, [n].
-    """
-
-    begins: FloatArray
-    requests: FloatArray
-    new: FloatArray
-    context: FloatArray
+    begins: FloatArray  # seconds on the monotonic clock
+    requests: FloatArray  # 0 where only another rank had some
+    new: FloatArray  # tokens computed
+    context: FloatArray  # tokens of its requests
 
     def between(self, start: float, end: float) -> "Steps":
         inside = (self.begins >= start) & (self.begins <= end)

@@ -17,31 +17,19 @@ _MOST_TURNS = 20
 
 
 class Observations(NamedTuple):
-    """The steps of engines that had requests, one row an engine and a point.
+    """The steps of engines that had requests, one row an engine and a point."""
 
-    Attributes:
-        seconds: of a step, in the median, [n].
-        new: tokens computed in a step, by this engine and by the other, [n, 2].
-        context: their tokens of context, [n, 2].
-    """
-
-    seconds: FloatArray
-    new: FloatArray
-    context: FloatArray
+    seconds: FloatArray  # of a step, in the median, [n]
+    new: FloatArray  # tokens computed in a step, by this engine and by the other, [n, 2]
+    context: FloatArray  # their tokens of context, [n, 2]
 
 
 class Fit(NamedTuple):
-    """A model of the time of a step, and how well it says it.
+    """A model of the time of a step, and how well it says it."""
 
-    Attributes:
-        coefficients: seconds of every step, and per token of what they are named for.
-        r2: share of the variance that it explains.
-        error: median of |estimate − measured| / measured.
-    """
-
-    coefficients: dict[str, float]
+    coefficients: dict[str, float]  # seconds of every step, and per token of what each names
     r2: float
-    error: float
+    error: float  # median of |estimate − measured| / measured
 
 
 def observed(points: Sequence[Measured]) -> Observations:

@@ -58,20 +58,12 @@ POINTS = tuple(Point((a, b)) for a in _LOADS for b in _LOADS if a.requests + b.r
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What was measured at a point, of both engines.
-
-    Attributes:
-        requests: that each decoded.
-        context: tokens of context of each, in the middle of the time.
-        seconds: of its steps, in the median; 0 where it made none.
-        spread: their interquartile range.
-        steps: that this is of.
-    """
+    """What was measured at a point, of both engines."""
 
     requests: Pair
-    context: Pair
-    seconds: Pair
-    spread: Pair
+    context: Pair  # tokens, in the middle of the time
+    seconds: Pair  # of a step, in the median; 0 where it made none
+    spread: Pair  # their interquartile range
     steps: Pair
 
 

@@ -26,25 +26,15 @@ _USAGE = {"include_usage": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A request.
+    """A request: a body of fields, or one that is sent byte for byte, several parts in chunks."""
 
-    Attributes:
-        name: what it is, beside method and path, for a reader of the documentation.
-        path: where it is sent.
-        fields: its body, for `openai`'s client or as JSON; None: ``raw`` is.
-        raw: its body, byte for byte; several parts are sent in chunks.
-        method: of HTTP.
-        headers: beside the usual ones.
-        by_client: it is sent by `openai`'s client.
-    """
-
-    name: str
+    name: str  # what it is, beside method and path, for a reader of the documentation
     path: str
     fields: dict[str, Any] | None = None
     raw: tuple[bytes, ...] = ()
     method: str = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
-    by_client: bool = False
+    by_client: bool = False  # `openai`'s
 
     @property
     def request(self) -> str:
@@ -309,10 +299,7 @@ def _forwarded() -> Iterator[Case]:
     chat = {**small, "messages": MESSAGES}
     response = {"model": "smollm2", "input": "A river", "max_output_tokens": 16, "temperature": 0}
     asked: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("/ping", {}),
-        ("/health", {}),
-        ("/v1/models", {}),
-        ("/unknown", {}),
+        *((path, {}) for path in ("/ping", "/health", "/v1/models", "/unknown")),
         (COMPLETIONS + "/", _SMALL),
         (CHAT + "/", chat),
         ("/tokenize/", {"model": "smollm2", "prompt": "a b"}),
@@ -357,11 +344,8 @@ def _forwarded() -> Iterator[Case]:
         ("/invocations", _SMALL),
         ("/invocations", {**chat, "stream": True}),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
-        ("/start_profile", {}),
-        ("/sleep", {}),
-        ("/reset_prefix_cache", {}),
-        ("/scale_elastic_ep", {}),
-        ("/is_scaling_elastic_ep", {}),
+        *((path, {}) for path in ("/start_profile", "/sleep", "/reset_prefix_cache")),
+        *((path, {}) for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep")),
     )
     for path, fields in asked:
         told = {key: value for key, value in fields.items() if small.get(key) != value}

@@ -53,10 +53,7 @@ def captured_vectors(
 ) -> Callable[[Findings, Here], None]:
     """Return a part that compares what an engine captures with transformers.
 
-    Args:
-        arguments: of the engine.
-        runner: ``V1`` or ``V2``, which it must have run; None: whichever.
-        graphs: the mode in which its worker must have captured CUDA graphs; None: whichever.
+    It must have run this runner, and captured CUDA graphs in this mode, if they are given.
     """
     stressed = "num_gpu_blocks_override" in arguments
 

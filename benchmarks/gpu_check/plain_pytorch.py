@@ -36,10 +36,6 @@ class _RecurrentModel:
 
     h ← norm(h + MLP(h) + E[t]), t ← argmax E h: in one CUDA graph on a GPU, as vLLM runs a
     decode step. What still reads h after the next replay reads another step's.
-
-    Args:
-        hidden_size: of h.
-        device: where it runs.
     """
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
@@ -81,15 +77,9 @@ class _RecurrentModel:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What a run of the model left.
+    """What a run of the model left; seconds of a step with capture and without."""
 
-    Attributes:
-        expected: [n_steps, n_requests, d] hidden states, read one step at a time.
-        with_hook: seconds of a step, capture included.
-        without_hook: likewise, without.
-    """
-
-    expected: torch.Tensor
+    expected: torch.Tensor  # [n_steps, n_requests, d] hidden states, read one step at a time
     with_hook: float
     without_hook: float
 

@@ -92,14 +92,10 @@ class DrivenProxy:
 
 @dataclass
 class DrivenProxies:
-    """Proxies to which requests come.
+    """Proxies to which requests come, and how long each request waited for its place.
 
-    Attributes:
-        proxies: all of them.
-        rng: draws all that is random.
-        place_seconds: that each request waited for its place.
-        imbalance: maximum over mean of the instances' true KV load, less 1, at each tick.
-        late_seconds: that each tick came late: when all proxies had to wait for a core.
+    At each tick, the maximum over the mean of the instances' true KV load, less 1, and by how much
+    it came late: when all proxies had to wait for a core.
     """
 
     proxies: Sequence[DrivenProxy]

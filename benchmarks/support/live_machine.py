@@ -28,26 +28,15 @@ _MOVING = {"name": "star", "prediction": False}
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast the deployment is on this machine.
+    """How fast the deployment is on this machine; times are seconds."""
 
-    Attributes:
-        alone_ttft: seconds to the first token of a request that is alone.
-        alone_tpot: seconds per further token of it.
-        prefill_cost: seconds that a token of a prompt takes, as a part of those of a further token.
-        capacity: requests a second that are served of a load that comes all at once, with a
-            tenth of each KV cache kept free.
-        step_seconds: mean time between two tokens of a request meanwhile.
-        pause: mean seconds that a moved request's stream pauses under such a load.
-        copying: mean seconds of the copy made before, while the request goes on.
-    """
-
-    alone_ttft: float
+    alone_ttft: float  # of a request that is alone
     alone_tpot: float
-    prefill_cost: float
-    capacity: float
-    step_seconds: float
-    pause: float
-    copying: float
+    prefill_cost: float  # time of a prompt's token, as a part of a further token's
+    capacity: float  # requests a second of a load at once, a tenth of each KV cache kept free
+    step_seconds: float  # mean time between two tokens of a request meanwhile
+    pause: float  # mean time that a moved request's stream pauses under such a load
+    copying: float  # mean time of the copy made before, while the request goes on
 
     @property
     def patience(self) -> float:

@@ -13,17 +13,11 @@ from predictor.training.row_table import RowTable
 
 @dataclass(frozen=True)
 class VectorComparison:
-    """Captured vectors beside those that transformers computes in float32.
-
-    Attributes:
-        compared: vectors.
-        least_cosine: of a vector with its counterpart.
-        wrong_tokens: vectors whose most likely token is not the one that was generated.
-    """
+    """Captured vectors beside those that transformers computes in float32."""
 
     compared: int
     least_cosine: float
-    wrong_tokens: int
+    wrong_tokens: int  # vectors whose most likely token is not the one that was generated
 
 
 def record(
