@@ -1,1 +1,6 @@
-"""Measured comparisons: each module is a command that prints a table and writes JSON."""
+"""Measured comparisons: each module is a command that prints a table and writes JSON.
+
+Some questions were answered once. What answered them is to be found at commit ce1fa2d:
+cpu_executor, expected_load, fitted_rescheduling, large_dataset_memory, lookahead,
+predictor_inputs, router_environment, shipped_prompts and tracing.
+"""

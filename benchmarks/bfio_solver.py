@@ -44,7 +44,6 @@ IntArray = npt.NDArray[np.int64]
 
 
 def main() -> None:
-    """Measure, and print."""
     options = arguments("gap and time of BF-IO's fast solver").parse_args()
     figures = gaps(60 if options.quick else 600)
     for n_instances in (8, 32, 256):
@@ -53,7 +52,6 @@ def main() -> None:
 
 
 def gaps(instances: int) -> dict[str, float]:
-    """Compare the fast solver with the exact one and with FCFS."""
     generator = np.random.default_rng(2026)
     gap: dict[int, list[float]] = {0: [], 5: [], 20: []}
     exact_ms, fast_ms, unsolved, worse = [], [], 0, 0
@@ -91,7 +89,6 @@ def gaps(instances: int) -> dict[str, float]:
 
 
 def times(n_instances: int, clusters: int, repeats: int) -> dict[str, float]:
-    """Time decisions at H = 80."""
     cases: dict[str, Callable[[np.random.Generator], IntArray]] = {
         "": lambda generator: generator.poisson(1.0, n_instances),
         "_4_free": lambda generator: np.full(n_instances, 4),
@@ -116,7 +113,6 @@ def times(n_instances: int, clusters: int, repeats: int) -> dict[str, float]:
 def cluster(
     generator: np.random.Generator, n_waiting: int, slots: int, free: IntArray, balanced: bool
 ) -> ClusterView:
-    """Return a cluster with so many free slots on each instance, [G], and a pool."""
     n_instances = len(free)
     context = contexts(generator, n_instances * slots)
     context += generator.geometric(1 / MEAN_LENGTH, len(context))
@@ -172,12 +168,10 @@ def heaviest_first(context: IntArray, n_instances: int, slots: int) -> IntArray:
 
 
 def inputs_of(view: ClusterView, horizon: int) -> RoutingInputs:
-    """Return the decision as arrays."""
     return BFIO(horizon=horizon).inputs(view)
 
 
 def decide(inputs: RoutingInputs) -> tuple[float, IntArray]:
-    """Return the seconds of one decision, and the assignment."""
     used = RoutingInputs._make(array.copy() for array in inputs)
     target, parameters = empty_target(inputs), BFIO().parameters()
     begun = time.thread_time()

@@ -19,15 +19,15 @@ What is finished is kept in the folder, and not run again; nor is a system that 
 objectives, for others.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,7 @@ from rescheduler.step_time.profile import Profile, load_profile
 MODEL = "smollm2"
 BATCHED_TOKENS = 2048
 ENGINE = EngineOptions(
-    dtype="float32",
-    max_model_len=1024,
-    max_num_seqs=16,
-    kv_cache_gb=1,
-    enforce_eager=True,
+    dtype="float32", max_model_len=1024, max_num_seqs=16, kv_cache_gb=1, enforce_eager=True
 )
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
@@ -73,14 +69,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "fairbatching_tokens": {"formation": "fairbatching_tokens", "reserve": 0.0},
 }
 DEADLINES = {"deadlines": "first_token"}  # the measure's, as in the paper's tables
-MAIN = (
-    "vllm",
-    "sarathi",
-    "fairbatching",
-    "fairbatching_pab",
-    "fairbatching_reserve",
-    "fairbatching_reserve_pab",
-)
+MAIN = tuple(SYSTEMS)[:6]
 BUDGETS = (64, 128, 256)
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SECONDS = 60.0
@@ -96,16 +85,7 @@ _TOKENS = 10_000
 
 @dataclass(frozen=True)
 class Case:
-    """One system under one load with one pair of objectives.
-
-    Attributes:
-        system: its name.
-        load: share of the capacity.
-        ttft_s: objective.
-        tpot_s: objective.
-        token_budget: of a system whose budget is fixed.
-        round: part of the trace, from 0.
-    """
+    """One system under one load with one pair of objectives."""
 
     system: str
     load: float
@@ -116,11 +96,9 @@ class Case:
 
     @property
     def informed(self) -> bool:
-        """Whether the system goes by the objectives."""
         return self.system.startswith("fairbatching")
 
     def file(self, folder: Path) -> Path:
-        """Where the requests' times are kept."""
         name = f"{self.system}-{self.token_budget}-{self.load:g}-{self.round}"
         if self.informed:
             name += f"-{self.ttft_s:.3f}-{self.tpot_s:.4f}"
@@ -135,7 +113,6 @@ class TokenLoad(LoadRun):
         self._case = case
 
     def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
-        """Return a completion of random tokens, generated to its full length."""
         prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
         asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
         if self._case is not None and self._case.informed:
@@ -143,23 +120,12 @@ class TokenLoad(LoadRun):
         return "/v1/completions", asked
 
 
+Server = Callable[[Case], AbstractContextManager[str]]
+"""What serves a case, while the context lasts: its URL."""
+
+
 def main() -> None:
-    """Run what is missing, and print the tables."""
     parser = arguments("FairBatching on a real engine")
-    options = _options(parser)
-    check_versions()
-    folder: Path = options.out
-    folder.mkdir(parents=True, exist_ok=True)
-    with ending_signals_raised():
-        results = run(folder, options)
-    figures = summarised(results)
-    if options.png is not None:
-        draw(results, options.png)
-    print_tables(results)
-    report("fairbatching_live", figures, options.json)
-
-
-def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(MAIN))
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
@@ -169,39 +135,104 @@ def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/fairbatching_live"))
     parser.add_argument("--png", type=Path, help="draw effective rate over load here")
     options = parser.parse_args()
-    options.seconds = 20.0 if options.quick else SECONDS
-    return options
+    seconds = 20.0 if options.quick else SECONDS
+    check_versions()
+    with ending_signals_raised():
+        deployed = Deployed.measured(options.out, options.trace, seconds)
+        budget = tuned_budget(deployed)
+        results = deployed.results(
+            [
+                Case(system, load, *objectives, budget, number)
+                for number in range(options.rounds)
+                for objectives in deployed.objectives(options.ttft_times, options.tpot_times)
+                for turn, load in enumerate(options.loads)
+                for system in np.roll(options.systems, number + turn).tolist()
+            ],
+            lambda missing: serving(options.out, missing, budget),
+        )
+    if options.png is not None:
+        draw(results, options.png)
+    print_tables(results)
+    report("fairbatching_live", summarised(results), options.json)
 
 
-def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the results of all cases; run those that are missing."""
-    profile = profiled(folder)
-    trace = scaled_trace(options.trace)
-    capacity = capacity_of(profile, trace)
-    alone = measured_alone(folder)
-    budget = tuned_budget(folder, options, trace, capacity, alone)
-    cases = [
-        Case(system, load, times * alone["ttft"], others * alone["tpot"], budget, number)
-        for number in range(options.rounds)
-        for times in options.ttft_times
-        for others in options.tpot_times
-        for turn, load in enumerate(options.loads)
-        for system in np.roll(options.systems, number + turn).tolist()
-    ]
-    missing = {case.file(folder): case for case in cases if not case.file(folder).is_file()}
-    if missing:
-        wanted = list(dict.fromkeys(case.system for case in missing.values()))
-        with engines(folder, wanted, budget) as urls:
-            for number, (file, case) in enumerate(missing.items()):
-                served = serve(urls[case.system], case, trace, capacity, options.seconds)
-                write_text_atomically(file, json.dumps(served))
-                result = figures_of(case, served, options.seconds)
-                shown = {k: round(result[k], 3) for k in ("effective", "violated", "ttft_p99")}
-                print(f"{number + 1}/{len(missing)} {case}: {shown}", file=sys.stderr, flush=True)
-    return [
-        figures_of(case, json.loads(case.file(folder).read_text()), options.seconds)
-        for case in cases
-    ]
+@dataclass(frozen=True)
+class Deployed:
+    """What is known of an engine, and the trace that it serves for so many seconds a case."""
+
+    folder: Path
+    trace: TraceBlock
+    capacity: float
+    alone: dict[str, float]
+    seconds: float
+
+    @classmethod
+    def measured(cls, folder: Path, trace: Path, seconds: float, engines: int = 1) -> "Deployed":
+        """Measure what is not there yet; the capacity is that of so many engines."""
+        folder.mkdir(parents=True, exist_ok=True)
+        profile, block = profiled(folder), scaled_trace(trace)
+        capacity = engines * capacity_of(profile, block)
+        return cls(folder, block, capacity, measured_alone(folder), seconds)
+
+    def objectives(
+        self,
+        ttft_times: Sequence[float] = (TTFT_TIMES,),
+        tpot_times: Sequence[float] = (TPOT_TIMES,),
+    ) -> list[tuple[float, float]]:
+        times = product(ttft_times, tpot_times)
+        return [(ttft * self.alone["ttft"], tpot * self.alone["tpot"]) for ttft, tpot in times]
+
+    def results(
+        self, cases: Sequence[Case], started: Callable[[list[Case]], AbstractContextManager[Server]]
+    ) -> list[dict[str, Any]]:
+        missing = {
+            case.file(self.folder): case for case in cases if not case.file(self.folder).is_file()
+        }
+        if missing:
+            with started(list(missing.values())) as server:
+                for number, (file, case) in enumerate(missing.items()):
+                    with server(case) as url:
+                        served = self.serve(url, case)
+                    write_text_atomically(file, json.dumps(served))
+                    result = figures_of(case, served, self.seconds)
+                    shown = {k: round(result[k], 3) for k in ("effective", "violated", "ttft_p99")}
+                    where = f"{number + 1}/{len(missing)}"
+                    print(f"{where} {case}: {shown}", file=sys.stderr, flush=True)
+        files = [case.file(self.folder).read_text() for case in cases]
+        return [
+            figures_of(case, json.loads(file), self.seconds)
+            for case, file in zip(cases, files, strict=True)
+        ]
+
+    def serve(self, url: str, case: Case) -> list[dict[str, Any]]:
+        rate, trace = case.load * self.capacity, self.trace
+        used = int(rate * self.seconds)
+        part = slice(case.round * used, (case.round + 1) * used)
+        arrivals = trace.arrival[part] - trace.arrival[part.start]
+        # The trace's own rate over the requests used decides how much it is stretched.
+        arrivals = arrivals * (used / rate / (trace.arrival[part.stop] - trace.arrival[part.start]))
+        rows = zip(trace.prompt[part], trace.output[part], arrivals, strict=True)
+        load = [
+            LoadRequest(f"{i}", str(int(prompt)), int(output), part.start + i, float(arrival))
+            for i, (prompt, output, arrival) in enumerate(rows)
+        ]
+        run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case)
+        served = asyncio.run(completed(run, PATIENCE))
+        failed = [one.error for one in served if one.error and not one.error.startswith(REJECTED)]
+        if failed:
+            raise RuntimeError(
+                f"{case.system}: {len(failed)} requests failed, the first: {failed[0]}"
+            )
+        return [
+            {
+                "ttft": one.ttft,
+                "worst_tpot": worst_tpot(one),
+                "tpot": one.tpot,
+                "error": one.error,
+                "tokens": [[piece.tokens, round(piece.time - one.sent, 4)] for piece in one.chunks],
+            }
+            for one in served
+        ]
 
 
 def scaled_trace(path: Path) -> TraceBlock:
@@ -227,7 +258,6 @@ def capacity_of(profile: Profile, trace: TraceBlock) -> float:
 
 
 def profiled(folder: Path) -> Profile:
-    """Return the profile of the engine, measured if it is not there yet."""
     path = folder / "profile" / "profile.yaml"
     if not path.is_file():
         measure_profile(
@@ -243,7 +273,6 @@ def profiled(folder: Path) -> Profile:
 
 @contextmanager
 def engines(folder: Path, systems: Sequence[str], budget: int) -> Iterator[dict[str, str]]:
-    """Run an engine for each system; yield their URLs."""
     ports, model, python = free_ports(len(systems)), resolve_model(MODEL), cpu_interpreter()
     servers, urls = [], {}
     profile = str((folder / "profile" / "profile.yaml").resolve())
@@ -283,64 +312,29 @@ def measured_alone(folder: Path) -> dict[str, float]:
     return found
 
 
-def tuned_budget(
-    folder: Path,
-    options: argparse.Namespace,
-    trace: TraceBlock,
-    capacity: float,
-    alone: dict[str, float],
-) -> int:
+def tuned_budget(deployed: Deployed) -> int:
     """Return the token budget with which Sarathi serves the most requests in time."""
-    kept = folder / "budget.json"
+    kept = deployed.folder / "budget.json"
     if not kept.is_file():
-        effective = {}
+        effective, ((ttft_s, tpot_s),) = {}, deployed.objectives()
         for budget in BUDGETS:
-            case = Case(
-                "sarathi", 1.0, TTFT_TIMES * alone["ttft"], TPOT_TIMES * alone["tpot"], budget
-            )
-            with engines(folder, ["sarathi"], budget) as urls:
-                served = serve(urls["sarathi"], case, trace, capacity, options.seconds)
-            effective[budget] = figures_of(case, served, options.seconds)["effective"]
+            case = Case("sarathi", 1.0, ttft_s, tpot_s, budget)
+            with engines(deployed.folder, ["sarathi"], budget) as urls:
+                served = deployed.serve(urls["sarathi"], case)
+            effective[budget] = figures_of(case, served, deployed.seconds)["effective"]
             print(f"sarathi, budget {budget}: {effective[budget]:.3f}/s", file=sys.stderr)
         write_text_atomically(kept, json.dumps(effective))
     found: dict[str, float] = json.loads(kept.read_text())
     return int(max(found, key=found.__getitem__))
 
 
-def serve(
-    url: str, case: Case, trace: TraceBlock, capacity: float, seconds: float
-) -> list[dict[str, Any]]:
-    """Send a case's requests, and return every request's times."""
-    rate = case.load * capacity
-    used = int(rate * seconds)
-    part = slice(case.round * used, (case.round + 1) * used)
-    arrivals = trace.arrival[part] - trace.arrival[part.start]
-    # The trace's own rate over the requests used decides how much it is stretched.
-    arrivals = arrivals * (used / rate / (trace.arrival[part.stop] - trace.arrival[part.start]))
-    rows = zip(trace.prompt[part], trace.output[part], arrivals, strict=True)
-    load = [
-        LoadRequest(f"{i}", str(int(prompt)), int(output), part.start + i, float(arrival))
-        for i, (prompt, output, arrival) in enumerate(rows)
-    ]
-    run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case)
-    served = asyncio.run(completed(run, PATIENCE))
-    failed = [one.error for one in served if one.error and not one.error.startswith(REJECTED)]
-    if failed:
-        raise RuntimeError(f"{case.system}: {len(failed)} requests failed, the first: {failed[0]}")
-    return [
-        {
-            "ttft": one.ttft,
-            "worst_tpot": worst_tpot(one),
-            "tpot": one.tpot,
-            "error": one.error,
-            "tokens": [[piece.tokens, round(piece.time - one.sent, 4)] for piece in one.chunks],
-        }
-        for one in served
-    ]
+@contextmanager
+def serving(folder: Path, cases: Sequence[Case], budget: int) -> Iterator[Server]:
+    with engines(folder, list(dict.fromkeys(case.system for case in cases)), budget) as urls:
+        yield lambda case: nullcontext(urls[case.system])
 
 
 def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return what came of a case."""
     in_time = sum(met(case, one) for one in served)
     figures: dict[str, Any] = {
         **dataclasses.asdict(case),
@@ -361,7 +355,6 @@ def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> 
 
 
 def met(case: Case, one: dict[str, Any]) -> bool:
-    """Return whether a request met both objectives."""
     if one["error"] or one["ttft"] is None:
         return False
     return bool(one["ttft"] <= case.ttft_s and one["worst_tpot"] <= case.tpot_s)

@@ -1,4 +1,4 @@
-"""What forecasts are worth, wherever Headway uses them: routing, room, moving, batching.
+"""What forecasts are worth, wherever Headway uses them: routing, room, moving.
 
     python -m benchmarks.forecast_value [--quick] [--traces DIR] --json OUT
 
@@ -12,14 +12,11 @@ by seed, with half a 95% confidence interval.
   `benchmarks.room`; mean latency.
 - **Moving**, with requests placed at once by `jsq_load` in the same setting: `survival` against
   `star` without forecasts and no moves; mean latency, and the 99th percentile of TPOT.
-- **Batching** with FairBatching: admission by a prefill budget that counts the tokens that are
-  forecast against one that does not; requests a second that meet their objectives.
 
 Traces are those of `benchmarks.room`. ``USE_TRACE_FORECAST`` in the file is a gain in percent.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,29 +24,17 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from benchmarks.room import (
-    NONE,
-    RESERVES,
-    Case,
-    at_rate,
-    capacity,
-    cases,
-    headroom,
-    objectives,
-    reserved,
-)
+from benchmarks.room import NONE, RESERVES, Case, at_rate, capacity, cases, headroom, reserved
 from benchmarks.support.report import arguments, write_report
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
-    AdmissionConfig,
     ArrivalsConfig,
     ClusterConfig,
-    PrefillConfig,
     SimulationConfig,
-    SLOConfig,
 )
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
+from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
 
@@ -60,22 +45,16 @@ Seeds = npt.NDArray[np.float64]
 
 
 class Arm(NamedTuple):
-    """A policy, a planner or none, and the cluster that they run."""
-
     label: str
     setup: RunSetup
     policy: Options
     planner: Options | None = None
-    slo: SLOConfig | None = None
 
 
 class Use(NamedTuple):
-    """One use of forecasts.
+    """One use of forecasts, its figures (whether more is better), and its arms of a case.
 
-    Attributes:
-        name: of it.
-        metrics: figures that it is judged by → whether more is better.
-        arms: of a case: those without forecasts, and the one with each forecast.
+    They are those without forecasts, and the one with each forecast.
     """
 
     name: str
@@ -84,7 +63,6 @@ class Use(NamedTuple):
 
 
 def main() -> None:
-    """Simulate all, and print the table."""
     parser = arguments("what forecasts are worth, wherever they are used")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     parser.add_argument("--uses", nargs="+", choices=sorted(USES), default=sorted(USES))
@@ -93,24 +71,22 @@ def main() -> None:
     seeds = 2 if options.quick else 4
     uses = [USES[name] for name in options.uses]
     figures: dict[str, float] = {}
-    lines = [
-        "| use | trace | figure | best without forecasts | exact | recorded | Kaplan–Meier |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
+    cells = []
     with Progress() as progress:
         task = progress.add_task("simulating", total=len(uses) * len(found))
         for use in uses:
             for case in found:
-                for line, gains in rows(use, case, seeds):
-                    lines.append(line)
+                for row, gains in rows(use, case, seeds):
+                    cells.append(row)
                     figures |= gains
                 progress.advance(task)
+    heads = ["use", "trace", "figure", "best without forecasts", "exact", "recorded"]
+    lines = markdown_table([*heads, "Kaplan–Meier"], cells, "llll")
     print("\n".join(lines))
     write_report("forecast_value", figures, options.json, table=lines)
 
 
-def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield a line of the table and its gains for each figure of a use."""
+def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[list[str], dict[str, float]]]:
     without, by_forecast = use.arms(case)
     blind = {arm.label: figures_of(arm, seeds) for arm in without}
     informed = {name: figures_of(arm, seeds) for name, arm in by_forecast.items()}
@@ -128,14 +104,13 @@ def rows(use: Use, case: Case, seeds: int) -> Iterator[tuple[str, dict[str, floa
             shown.append(f"{gain.mean():+.1f} ± {half_interval(gain):.1f}%")
             gains[f"{use.name}_{case.name}_{metric}_{name}"] = float(gain.mean())
         value = f"{best}: {np.mean(blind[best][metric]):.4g}"
-        yield f"| {use.name} | {case.name} | {metric} | {value} | {' | '.join(shown)} |", gains
+        yield [use.name, case.name, metric, value, *shown], gains
 
 
 def figures_of(arm: Arm, seeds: int) -> dict[str, Seeds]:
-    """Return an arm's figures by seed, each [seeds]."""
     planner = None if arm.planner is None else create_migration_policy(**arm.planner)
     runs = [
-        run_metrics(run(arm.setup, create_policy(**arm.policy), seed, planner=planner), arm.slo)
+        run_metrics(run(arm.setup, create_policy(**arm.policy), seed, planner=planner))
         for seed in range(seeds)
     ]
     return {name: np.array([figures[name] for figures in runs]) for name in runs[0]}
@@ -196,42 +171,7 @@ def moving(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
     )
 
 
-def batching(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
-    """One instance, with its share of the requests, half again as many as it serves."""
-    cluster, served = case.config.cluster, capacity(case)
-    rate = 1.5 * served / cluster.instances
-    slo = replace(objectives(case, served), tpot="worst", deadlines="first_token")
-    requests = case.config.trace["requests"] // cluster.instances
-
-    def setup(forecast: Options, pab: bool, forecasts: bool = False) -> RunSetup:
-        config = replace(
-            case.config,
-            cluster=replace(cluster, instances=1),
-            dispatch="instant",
-            prefill=PrefillConfig("chunked", 4096, formation="fairbatching"),
-            admission=AdmissionConfig(pab=pab, forecasts=forecasts),
-            trace=case.config.trace | {"requests": requests},
-            arrivals=ArrivalsConfig("poisson", rate=rate),
-            forecast=forecast,
-            slo=slo,
-        )
-        return run_setup(config)
-
-    policy = {"name": "round_robin"}
-    return (
-        [
-            Arm("FairBatching", setup(NONE, pab=False), policy, slo=slo),
-            Arm("PAB", setup(NONE, pab=True), policy, slo=slo),
-        ],
-        {
-            f["name"]: Arm("PAB", setup(f, pab=True, forecasts=True), policy, slo=slo)
-            for f in case.forecasts
-        },
-    )
-
-
 def shown(policy: Options) -> str:
-    """Return a policy and its option in words."""
     return " ".join(str(value) for value in policy.values())
 
 
@@ -241,7 +181,6 @@ USES = {
         Use("routing", {"throughput": True}, routing),
         Use("room", {"latency": False}, room),
         Use("moving", {"latency": False, "tpot_p99": False}, moving),
-        Use("batching", {"goodput": True}, batching),
     )
 }
 

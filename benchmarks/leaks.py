@@ -23,13 +23,18 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+import grpc
 import msgspec
 import numpy as np
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
@@ -39,11 +44,8 @@ from benchmarks.support.erratic_engines import MODEL
 from benchmarks.support.mixed_clients import OUTCOMES, MixedClients
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, server
-from benchmarks.support.span_counter import span_counter
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.serving.admin_client import admin_token
-
-__all__ = ["Process", "measure", "slope"]
 
 _AT_ONCE = 48
 _SEED = 0
@@ -59,7 +61,6 @@ _SAMPLED = 0.05
 
 
 def main() -> None:
-    """Measure and print."""
     parser = arguments("whether anything leaks", quick=False)
     parser.add_argument("--requests", type=int, default=100_000, help="how many (%(default)s)")
     options = parser.parse_args()
@@ -69,27 +70,13 @@ def main() -> None:
     report("leaks", figures, options.json)
 
 
-@dataclass(frozen=True)
-class _Holdings:
-    """What a process holds while nothing runs."""
-
-    descriptors: int
-    threads: int
-    tasks: int
-    series: int
-    outcome_series: int
+_Holdings = dict[str, int]
+"""What a process holds while nothing runs, by name."""
 
 
 @dataclass
 class Process:
-    """One of the two that are watched.
-
-    Attributes:
-        name: ``proxy`` or ``coordinator``.
-        server: its process.
-        url: of its metrics.
-        resident: memory in KiB, with how many requests had ended.
-    """
+    """One of the two that are watched; its memory in KiB by how many requests had ended."""
 
     name: str
     server: ServerProcess
@@ -97,40 +84,28 @@ class Process:
     resident: list[tuple[int, float]] = field(default_factory=list)
 
     def read(self, requests: int) -> None:
-        """Read its memory, now that so many requests have ended."""
         self.resident.append((requests, self.server.resident_kib()))
 
     async def metrics(self) -> list[Sample]:
-        """Return what it exports."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         return [one for family in text_string_to_metric_families(text) for one in family.samples]
 
     async def holdings(self) -> _Holdings:
-        """Count what it holds."""
         samples = await self.metrics()
         tasks = next(one.value for one in samples if one.name.endswith("_event_loop_tasks"))
         outcomes = sum("outcome" in one.labels for one in samples)
-        return _Holdings(
-            self.server.descriptors(),
-            self.server.threads(),
-            int(tasks),
-            len(samples) - outcomes,
-            outcomes,
-        )
+        return {
+            "descriptors": self.server.descriptors(),
+            "threads": self.server.threads(),
+            "tasks": int(tasks),
+            "series": len(samples) - outcomes,
+            "outcome_series": outcomes,
+        }
 
 
 async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float], Mapping[str, int]]:
-    """Have requests made.
-
-    Args:
-        requests: how many.
-        quiet: no progress bar.
-
-    Returns:
-        The figures, and how many requests ended as they should not, by what they asked for and
-        what came.
-    """
+    """Return the figures, and how many requests ended as they should not, by kind and outcome."""
     with ExitStack() as stack:
         proxy, coordinator, admin = _started(stack)
         processes = (proxy, coordinator)
@@ -144,7 +119,11 @@ async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float],
                     process.read(mixed.ended)
 
         async def asked(share: int) -> None:
-            async with _session(proxy.url) as session, _draining(admin):
+            connector = aiohttp.TCPConnector(limit=0)
+            async with (
+                aiohttp.ClientSession(proxy.url, connector=connector) as session,
+                _draining(admin),
+            ):
                 await mixed.ask(session, share, _AT_ONCE, ended)
 
         first = requests // _BEFORE
@@ -171,12 +150,7 @@ async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float],
 
 
 def slope(requests: Sequence[float], kib: Sequence[float]) -> tuple[float, float, float]:
-    """Return by how many KiB memory grows in 1,000 requests, and its 95% interval.
-
-    Args:
-        requests: [n] that had ended.
-        kib: [n] of memory then.
-    """
+    """Return by how many KiB memory grows in 1,000 requests, and its 95% interval."""
     parts = min(_PARTS, len(kib) // 2)
     x = np.array([part.mean() for part in np.array_split(np.asarray(requests, float), parts)])
     y = np.array([part.mean() for part in np.array_split(np.asarray(kib, float), parts)])
@@ -197,14 +171,12 @@ def _figures(process: Process, before: _Holdings, after: _Holdings) -> dict[str,
         f"{name}_rss_mb_first": readings[0][1] / 1024,
         f"{name}_rss_mb_last": readings[-1][1] / 1024,
     }
-    for key in _Holdings.__dataclass_fields__:
-        figures[f"{name}_{key}"] = getattr(after, key) - getattr(before, key)
-    return figures
+    return figures | {f"{name}_{key}": after[key] - before[key] for key in after}
 
 
 def _started(stack: ExitStack) -> tuple[Process, Process, str]:
     """Start everything; return the two that are watched, and the operator's address."""
-    collector = stack.enter_context(span_counter())
+    collector = stack.enter_context(_span_counter())
     engines = stack.enter_context(
         server([sys.executable, "-m", "benchmarks.support.erratic_engines"])
     )
@@ -234,17 +206,36 @@ def _started(stack: ExitStack) -> tuple[Process, Process, str]:
     )
 
 
-@asynccontextmanager
-async def _session(url: str) -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=300)
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-        yield session
+class _SpanCounter(trace_service_pb2_grpc.TraceServiceServicer):
+    """Counts what it is sent by OTLP over gRPC."""
+
+    endpoint = ""
+    spans = 0
+
+    def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
+        del context
+        scopes = (scope for resource in request.resource_spans for scope in resource.scope_spans)
+        self.spans += sum(len(scope.spans) for scope in scopes)
+        return ExportTraceServiceResponse()
+
+
+@contextmanager
+def _span_counter() -> Iterator[_SpanCounter]:
+    """Listen on a free port, in a thread of this process."""
+    counter = _SpanCounter()
+    server = grpc.server(ThreadPoolExecutor(1))
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(counter, server)  # type: ignore[no-untyped-call]
+    counter.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield counter
+    finally:
+        server.stop(None).wait()
 
 
 @asynccontextmanager
 async def _draining(admin: str) -> AsyncIterator[None]:
-    """While the body runs, drain one decode engine after the other."""
     port = int(admin.rpartition(":")[2])
     headers = {"Authorization": f"Bearer {admin_token(port)}"}
 
@@ -279,7 +270,7 @@ async def _idle(process: Process, before: _Holdings | None = None) -> _Holdings:
     while True:
         await asyncio.sleep(_SETTLE_SECONDS if before is None else _POLL_SECONDS)
         held = await process.holdings()
-        alike = last is not None and held == replace(last, outcome_series=held.outcome_series)
+        alike = last is not None and held == last | {"outcome_series": held["outcome_series"]}
         if alike or time.monotonic() > deadline:
             return held
         last = before or held

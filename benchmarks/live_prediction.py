@@ -10,34 +10,29 @@ telemetry's thread, over the CPU time of the whole worker process, per engine st
 
 import os
 import threading
-from typing import Any
 
 import zmq
 
+from benchmarks.support.hook_cost import ENGINE, per_step, phases, set_environment, status
 from benchmarks.support.report import arguments, report
 from data_collection.models import resolve_model
-from data_collection.workload.prompts import load_prompts
 
-CONCURRENCY = 64
 _PARTS = ("hook", "handing_on", "telemetry")
 
 
 def main() -> None:
-    """Run the phases and print the shares."""
     parser = arguments("what forecasts and telemetry cost the engine")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--checkpoint", default="checkpoints/smollm2-135m-instruct")
     parser.add_argument("--k", type=int, default=20)
     options = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    set_environment()
     figures = measure(options.model, options.checkpoint, options.k, quick=options.quick)
     report("live_prediction", figures, options.json)
 
 
 def measure(model: str, checkpoint: str, k: int, quick: bool) -> dict[str, float]:
-    """Alternate phases with the hook off and on; return times per step and their ratio."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     telemetry = {"bind": "tcp://127.0.0.1:*"}
     forecast = {"checkpoint": os.path.abspath(checkpoint), "telemetry": telemetry}  # noqa: PTH100
@@ -46,45 +41,19 @@ def measure(model: str, checkpoint: str, k: int, quick: bool) -> dict[str, float
         worker_cls="predictor.live.vllm_worker.LiveHeadwayWorker",
         scheduler_cls="predictor.live.vllm_scheduler.LiveHeadwayScheduler",
         additional_config={"headway": {"k": k, "forecast": forecast}},
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=CONCURRENCY,
-        enforce_eager=True,
+        **ENGINE,
     )
     messages = _Subscriber(status(engine)["telemetry_endpoint"])
-    conversations: list[Any] = [prompt.messages for prompt in load_prompts("starter", CONCURRENCY)]
-    sampling = SamplingParams(
-        temperature=0.8, max_tokens=40 if quick else 160, ignore_eos=True, detokenize=False
-    )
-    names = ("engine_steps", "process_seconds", *(f"{part}_seconds" for part in _PARTS))
-    phases: dict[bool, dict[str, float]] = {False: dict.fromkeys(names, 0.0)}
-    phases[True] = dict.fromkeys(names, 0.0)
-    for _ in range(1 if quick else 3):
-        for armed in (False, True):
-            engine.collective_rpc("headway_arm", args=(armed,))
-            before = status(engine)
-            engine.chat(conversations, sampling, use_tqdm=False)
-            after = status(engine)
-            for name in names:
-                phases[armed][name] += after[name] - before[name]
+    off, on = phases(engine, [f"{part}_seconds" for part in _PARTS], quick)
     messages.stop()
-    on, off = phases[True], phases[False]
-    spent = {f"{part}_us_per_step": on[f"{part}_seconds"] for part in _PARTS}
+    spent = {part: on[f"{part}_seconds"] for part in _PARTS}
     return {
         "steps": on["engine_steps"],
         "telemetry_messages": messages.count,
         "telemetry_kib": messages.bytes / 1024,
-        **{name: 1e6 * seconds / on["engine_steps"] for name, seconds in spent.items()},
-        "engine_ms_per_step_off": 1e3 * off["process_seconds"] / off["engine_steps"],
-        "engine_ms_per_step_on": 1e3 * on["process_seconds"] / on["engine_steps"],
-        "share_of_engine_percent": 100 * sum(spent.values()) / on["process_seconds"],
+        **{f"{part}_us_per_step": 1e6 * spent[part] / on["engine_steps"] for part in _PARTS},
+        **per_step(off, on, sum(spent.values())),
     }
-
-
-def status(engine: Any) -> dict[str, Any]:
-    """Return the counters of the worker that forecasts."""
-    found: dict[str, Any] = engine.collective_rpc("headway_status")[0]
-    return found
 
 
 class _Subscriber:

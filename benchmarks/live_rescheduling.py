@@ -18,15 +18,13 @@ What is finished is kept in the folder, one file a load, round and arm, and not 
 its settings stay the same. So a long measurement can be made in pieces; on another machine give
 another folder. Differences are of the rounds that both arms have.
 
-The reserve of the arm of that name is to be tuned for the machine: have some rounds of ``--arms
-jsq_load``, and take ``--reserve`` from what `benchmarks.fitted_rescheduling` finds best for them.
+The reserve of the arm of that name is to be tuned for the machine (``--reserve``).
 """
 
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -35,17 +33,14 @@ from typing import Any, NamedTuple
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.support.forecast_log import write_forecasts
-from benchmarks.support.live_load import round_load
+from benchmarks.support.deployments import engines, patient
 from benchmarks.support.live_machine import Machine, measure_machine, read_machine
-from benchmarks.support.live_runs import patient, run_load
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.live_runs import round_load, run_load
+from benchmarks.support.report import Cells, arguments, write_report
 from benchmarks.support.rescheduling_figures import Rounds, draw, print_tables, summarised
-from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.engine_command import IN_PROCESS
-from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import local_deployment
 
 ENGINE = EngineOptions(
@@ -76,30 +71,20 @@ ARMS = (
 
 
 class Arm(NamedTuple):
-    """What a proxy does in an arm, as a deployment says it."""
-
     routing: dict[str, Any]
     migration: dict[str, Any] | None
 
 
 class Run(NamedTuple):
-    """One arm in one round under one load."""
-
     load: float
     round: int
     arm: str
 
-    def folder(self, out: Path) -> Path:
-        """Where the round's results are kept."""
-        return out / f"load-{100 * self.load:g}" / f"round-{self.round}"
-
-    def file(self, out: Path) -> Path:
-        """Where its result is kept."""
-        return self.folder(out) / f"{self.arm}.json"
+    def cells(self, out: Path, settings: dict[str, Any]) -> Cells:
+        return Cells(out / f"load-{100 * self.load:g}" / f"round-{self.round}", settings)
 
 
 def main() -> None:
-    """Run what is missing, and print the tables."""
     parser = arguments("what placing and moving requests is worth on real engines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
@@ -144,18 +129,16 @@ def rotated(arms: Sequence[str], number: int) -> list[str]:
 
 
 def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds:
-    """Return by arm and round what there is of a load in the folder."""
     found: Rounds = {arm: {} for arm in arms}
     for arm in arms:
         for number in range(rounds):
-            file = Run(load, number, arm).file(out)
+            file = Run(load, number, arm).cells(out, {}).file(arm)
             if file.is_file():
                 found[arm][number] = json.loads(file.read_text())["result"]
     return found
 
 
 def arm_of(name: str, machine: Machine, reserve: float) -> Arm:
-    """Return what an arm's proxy does; planners are told what was measured."""
     headroom = {"name": "headroom", "prefill_cost": round(machine.prefill_cost, 4)}
     placed: dict[str, dict[str, Any]] = {
         "reserve": {"name": "max_capacity", "reserve": reserve},
@@ -191,15 +174,12 @@ def settings_of(arm: Arm, load: Sequence[LoadRequest]) -> dict[str, Any]:
 
 
 def run_missing(out: Path, runs: Sequence[Run], requests: int, reserve: float) -> Machine:
-    """Run what the folder does not have with these settings; each result is kept at once.
-
-    Raises:
-        RuntimeError: an engine or the proxy has ended, or hangs.
-    """
+    """Run what the folder does not have with these settings; each result is kept at once."""
     machine = read_machine(out)
     if machine is not None and not missing_of(out, runs, requests, reserve, machine):
         return machine
-    with engines(out) as deployment:
+    deployment = patient(local_deployment("smollm2", ENGINE))
+    with engines(deployment, out):
         if machine is None:
             machine = measure_machine(deployment, out, requests, MAX_TOKENS)
         missing = missing_of(out, runs, requests, reserve, machine)
@@ -212,51 +192,28 @@ def run_missing(out: Path, runs: Sequence[Run], requests: int, reserve: float) -
 def missing_of(
     out: Path, runs: Sequence[Run], requests: int, reserve: float, machine: Machine
 ) -> list[Run]:
-    """Return the runs without a result of these settings."""
     missing = []
     for run in runs:
-        file = run.file(out)
-        wanted = settings_of(arm_of(run.arm, machine, reserve), load_of(run, requests, machine))
-        if not file.is_file() or json.loads(file.read_text())["settings"] != wanted:
+        arm, load = arm_of(run.arm, machine, reserve), load_of(run, requests, machine)
+        if run.cells(out, settings_of(arm, load)).read(run.arm) is None:
             missing.append(run)
     return missing
 
 
 def load_of(run: Run, requests: int, machine: Machine) -> list[LoadRequest]:
-    """Return what a run serves."""
     return round_load(run.round, requests, run.load * machine.capacity, MAX_TOKENS)
-
-
-@contextmanager
-def engines(out: Path) -> Iterator[Deployment]:
-    """Run the engines, all with one patient proxy's options."""
-    deployment = patient(local_deployment("smollm2", ENGINE))
-    with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(out))
-        stack.enter_context(launched(deployment, out, report=progress.report))
-        progress.finish()
-        yield deployment
 
 
 def run_one(
     deployment: Deployment, out: Path, run: Run, requests: int, reserve: float, machine: Machine
 ) -> dict[str, float]:
-    """Run an arm, keep its result, and return what to show of it."""
-    arm, load, file = (
-        arm_of(run.arm, machine, reserve),
-        load_of(run, requests, machine),
-        run.file(out),
-    )
+    arm, load = arm_of(run.arm, machine, reserve), load_of(run, requests, machine)
     serving = replace(deployment, routing=arm.routing, migration=arm.migration)
     salt = f"{run.load}-{run.round}-{run.arm}"
-    live = asyncio.run(run_load(serving, out, load, salt, machine.patience))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"settings": settings_of(arm, load), "result": live.result}
-    write_text_atomically(file, json.dumps(kept))
-    recording = file.parent / "forecasts.parquet"  # of any arm: they generate the same tokens
-    write_forecasts(recording, live.forecasts, live.result["requests"], ENGINE.k)
+    result = asyncio.run(run_load(serving, out, load, salt, machine.patience)).result
+    run.cells(out, settings_of(arm, load)).write(run.arm, result)
     names = ("seconds", "throughput", "tpot_p99", "ttft_p99", "gap_p99", "kv_use", "migrations")
-    return {name: round(live.result[name], 3) for name in (*names, "preemptions", "failed")}
+    return {name: round(result[name], 3) for name in (*names, "preemptions", "failed")}
 
 
 if __name__ == "__main__":

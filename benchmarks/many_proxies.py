@@ -23,22 +23,22 @@ those before.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import numpy as np
 from aiohttp import web
 
 from benchmarks.support.driven_proxies import DrivenProxies, driven_proxies
 from benchmarks.support.report import arguments, report
-from benchmarks.support.server_process import ServerProcess, headway, stream_player
+from benchmarks.support.server_process import ServerProcess, headway, stream_players
+from benchmarks.support.stream_client import StreamClient, session
 from rescheduler.commands.event_loop import run_server
 from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.launch_local import free_ports
 
 _INSTANCES = 16
 _PER_SECOND = 200.0
@@ -48,17 +48,7 @@ _SLOW_TOKEN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is measured.
-
-    Attributes:
-        settle: seconds until loads are as they stay.
-        measure: seconds.
-        running: requests that run while as many as possible are placed.
-        most: seconds of that.
-        flood_tokens: of each of 64 streams.
-        streams: that run at a time.
-        paced: seconds that they are read.
-    """
+    """How much is measured."""
 
     settle: float
     measure: float
@@ -74,7 +64,6 @@ _QUICK = _Size(3.0, 4.0, (0, 1024), 2.0, 300, 100, 3.0)
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("what many proxies need").parse_args()
     size = _QUICK if options.quick else _FULL
     figures: dict[str, float] = {}
@@ -107,8 +96,6 @@ async def _measure_places(size: _Size, figures: dict[str, float]) -> None:
 
 @asynccontextmanager
 async def _instances() -> AsyncIterator[list[str]]:
-    """Serve the health of decode instances, a port each."""
-
     async def health(http: web.Request) -> web.Response:
         del http
         return web.Response()
@@ -126,7 +113,6 @@ async def _instances() -> AsyncIterator[list[str]]:
 
 
 def _coordinator(stack: ExitStack, urls: list[str]) -> tuple[Deployment, ServerProcess]:
-    """Run a coordinator until the stack ends."""
     instances = [{"name": f"decode-{i}", "role": "decode", "url": u} for i, u in enumerate(urls)]
     values = _coordinated(instances)
     coordinator = stack.enter_context(headway("coordinator", values))
@@ -134,8 +120,7 @@ def _coordinator(stack: ExitStack, urls: list[str]) -> tuple[Deployment, ServerP
 
 
 def _coordinated(instances: list[dict[str, str]]) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     return {
         "model": "smollm2",
         "instances": instances,
@@ -151,7 +136,6 @@ async def _open_loop(
     which: str,
     coordinator: ServerProcess | None = None,
 ) -> None:
-    """Measure places and imbalance at a given rate of arrivals."""
     await driven.arrive(_PER_SECOND, size.settle)
     driven.forget_measured()
     busy = coordinator.cpu_seconds() if coordinator else 0.0
@@ -177,12 +161,13 @@ async def _most(
     figures: dict[str, float],
     coordinator: ServerProcess,
 ) -> None:
-    """Measure how many places a second there are while requests run."""
-    await driven.fill(running, 256)
-    await driven.as_many_as_possible(256, 1.0)
+    left = iter(range(running))
+    await driven.crowd(256, lambda: next(left, None) is not None, ends=False)
+    warm = time.monotonic() + 1.0
+    await driven.crowd(256, lambda: time.monotonic() < warm, ends=True)
     driven.forget_measured()
     busy, began = coordinator.cpu_seconds(), time.monotonic()
-    placed = await driven.as_many_as_possible(256, size.most)
+    placed = await driven.crowd(256, lambda: time.monotonic() - began < size.most, ends=True)
     took, busy = time.monotonic() - began, coordinator.cpu_seconds() - busy
     while_running = f"_{running}" if running else ""
     figures[f"placements_per_s{while_running}"] = placed / took
@@ -193,96 +178,37 @@ async def _most(
 
 async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
     for loop, uvloop in (("", True), ("_asyncio", False)):
-        async with _serving(uvloop) as (proxy, reader):
-            busy, tokens = proxy.cpu_seconds(), reader.tokens
-            await reader.flood(64, size.flood_tokens)
-            busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
-            figures[f"tokens_per_cpu_s{loop}"] = tokens / busy
-        async with _serving(uvloop) as (proxy, reader):
+        async with _serving(uvloop) as (proxy, client):
+            busy = proxy.cpu_seconds()
+            await client.flood("", 64, size.flood_tokens)
+            busy = proxy.cpu_seconds() - busy
+            figures[f"tokens_per_cpu_s{loop}"] = 64 * size.flood_tokens / busy
+        async with _serving(uvloop) as (proxy, client):
             memory, descriptors = proxy.resident_kib(), proxy.descriptors()
-            async with reader.held(size.streams):
+            async with client.held("", size.streams, 600) as tokens:
                 figures[f"kib_per_stream{loop}"] = (proxy.resident_kib() - memory) / size.streams
                 held = proxy.descriptors() - descriptors
                 figures[f"descriptors_per_stream{loop}"] = held / size.streams
-                busy, tokens = proxy.cpu_seconds(), reader.tokens
+                busy, before = proxy.cpu_seconds(), tokens()
                 await asyncio.sleep(size.paced)
-                busy, tokens = proxy.cpu_seconds() - busy, reader.tokens - tokens
-                figures[f"paced_tokens_per_cpu_s{loop}"] = tokens / busy
+                busy = proxy.cpu_seconds() - busy
+                figures[f"paced_tokens_per_cpu_s{loop}"] = (tokens() - before) / busy
     figures["streams"] = size.streams
 
 
 @asynccontextmanager
-async def _serving(
-    uvloop: bool = True,
-) -> AsyncIterator[tuple[ServerProcess, "_Reader"]]:
+async def _serving(uvloop: bool) -> AsyncIterator[tuple[ServerProcess, StreamClient]]:
     """Run a proxy with a coordinator and engines that play streams."""
+    names = "prefill-0", "decode-0", "decode-1"
     with ExitStack() as stack:
-        instances = []
-        for name in ("prefill-0", "decode-0", "decode-1"):
-            player = stack.enter_context(stream_player(_SLOW_TOKEN_SECONDS))
-            url = f"http://127.0.0.1:{player.port}"
-            instances.append({"name": name, "role": name.partition("-")[0], "url": url})
+        instances = stack.enter_context(stream_players(_SLOW_TOKEN_SECONDS, *names))
         values = _coordinated(instances)
         stack.enter_context(headway("coordinator", values))
         proxy = stack.enter_context(headway("serve", values, uvloop=uvloop))
-        async with aiohttp.ClientSession(
-            f"http://127.0.0.1:{proxy.port}",
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        ) as session:
-            reader = _Reader(session)
-            await reader.flood(4, 5)  # compiled policies
-            yield proxy, reader
-
-
-class _Reader:
-    """Reads streams.
-
-    Args:
-        session: with the proxy.
-
-    """
-
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self._line_ends = 0
-
-    @property
-    def tokens(self) -> int:
-        """Events read so far: one a token, and one at the end of a stream."""
-        return self._line_ends // 2
-
-    async def flood(self, n: int, tokens: int) -> None:
-        """Read streams as fast as they come."""
-        await asyncio.gather(*(self._read(tokens, 0, asyncio.Event()) for _ in range(n)))
-
-    @asynccontextmanager
-    async def held(self, n: int) -> AsyncIterator[None]:
-        """Read slow streams, each of which has its first token."""
-        begun = [asyncio.Event() for _ in range(n)]
-        streams = [asyncio.create_task(self._read(600, 1, event)) for event in begun]
-        try:
-            async with asyncio.timeout(120):
-                await asyncio.gather(*(event.wait() for event in begun))
-            yield
-        finally:
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-
-    async def _read(self, tokens: int, temperature: int, begun: asyncio.Event) -> None:
-        body = {
-            "model": "smollm2",
-            "prompt": "Tell me of a river that runs to the sea",
-            "max_tokens": tokens,
-            "stream": True,
-            "temperature": temperature,  # 0: the player writes as fast as it can
-        }
-        async with self._session.post("/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for data in response.content.iter_any():
-                self._line_ends += data.count(b"\n")
-                begun.set()
+        async with session(proxy.url) as http:
+            client = StreamClient(http, {})
+            await client.flood("", 4, 5)  # compiled policies
+            yield proxy, client
 
 
 if __name__ == "__main__":

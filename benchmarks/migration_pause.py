@@ -18,23 +18,22 @@ the request after another token. A prefix cache never helps: each way has a ``ca
 import asyncio
 import random
 import tempfile
-import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
+from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
+from benchmarks.support.stream_client import Stream, read_stream, session
 from rescheduler.demo.demo_phase import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
-from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.openai.event_stream import read_events
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import load_tokenizer
@@ -68,17 +67,13 @@ class _Recomputes(_StopsAndCopies):
 
 
 @dataclass
-class _Stream:
-    """What a client read, and when."""
-
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+class _Stream(Stream):
     moved_at: int | None = None
 
     def has_enough(self) -> bool:
         """Whether it went on for as long as a step is measured."""
         after_move = 0 if self.moved_at is None else self.moved_at + _NEIGHBOURS
-        return len(self.tokens) > min(_MOST_TOKENS - 1, after_move)
+        return len(self.times) > min(_MOST_TOKENS - 1, after_move)
 
     def pause(self) -> tuple[float, float] | None:
         """Seconds of the pause at the move, and of a step; None if it did not move."""
@@ -91,9 +86,8 @@ class _Stream:
 
 
 def main() -> None:
-    """Measure and print."""
     options = arguments("the pause of a moved stream").parse_args()
-    requests, rounds = (12, 1) if options.quick else (64, 1)
+    requests = 12 if options.quick else 64
     engine = EngineOptions(
         dtype="float32",
         max_model_len=2_560,
@@ -101,55 +95,35 @@ def main() -> None:
         kv_cache_gb=3,
         enforce_eager=True,
     )
-    deployment = local_deployment("smollm2", engine, prefill=0)
     # While prompts are prefilled on two cores, nobody gets a token or an answer.
-    patient = msgspec.structs.replace(
-        deployment.proxy,
-        first_token_seconds=1800,
-        token_seconds=1800,
-        freeze_seconds=120,
-        control_seconds=120,
-        moved_token_seconds=120,
-    )
-    deployment = msgspec.structs.replace(deployment, proxy=patient)
-    with tempfile.TemporaryDirectory() as logs, launched(deployment, Path(logs)):
-        report("migration_pause", asyncio.run(_measure(deployment, requests, rounds)), options.json)
+    deployment = patient(local_deployment("smollm2", engine, prefill=0))
+    with tempfile.TemporaryDirectory() as logs, engines(deployment, Path(logs)):
+        report("migration_pause", asyncio.run(_measure(deployment, requests)), options.json)
 
 
-async def _measure(deployment: Deployment, requests: int, rounds: int) -> dict[str, float]:
-    pauses: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
-    outcomes: dict[str, int] = {}
-    changed = 0
-    generator = random.Random(1)
-    for number in range(rounds):
-        prompts = _prompts(deployment, requests, generator)
-        moved: list[list[_Stream]] = []
-        for way in _WAYS:
-            moved.append(await _round(deployment, prompts, f"{number} {way}", way, outcomes))
-            pauses[way] += filter(None, (stream.pause() for stream in moved[-1]))
-            steps = [seconds / step for seconds, step in pauses[way]]
-            print(
-                f"round {number + 1} of {rounds}, {way}: {len(steps)} moves, "
-                f"pause {np.median(steps):.2f} steps in the median, {max(steps):.2f} at most",
-                flush=True,
-            )
-        for streams in zip(*moved, strict=True):
-            shortest = min(len(stream.tokens) for stream in streams)
-            changed += len({tuple(stream.tokens[:shortest]) for stream in streams}) > 1
-    figures: dict[str, float] = {"running": requests, "tokens_changed": changed}
+async def _measure(deployment: Deployment, requests: int) -> dict[str, float]:
+    prompts = _prompts(deployment, requests)
+    figures: dict[str, float] = {"running": requests, "tokens_changed": 0}
+    outcomes: Counter[str] = Counter()
+    moved: list[list[_Stream]] = []
     for way in _WAYS:
+        moved.append(await _round(deployment, prompts, way, outcomes))
+        seconds, step = np.array([*filter(None, (one.pause() for one in moved[-1]))]).T
         suffix = "" if way == "pre_copy" else f"_{way}"
-        seconds, step = np.array(pauses[way]).T
         figures[f"moves{suffix}"] = len(seconds)
         figures[f"step_ms{suffix}"] = 1e3 * float(np.median(step))
         for share in (50, 99):
             figures[f"pause_steps_p{share}{suffix}"] = float(np.percentile(seconds / step, share))
             figures[f"pause_ms_p{share}{suffix}"] = 1e3 * float(np.percentile(seconds, share))
+        print(f"{way}: {len(seconds)} moves", flush=True)
+    for streams in zip(*moved, strict=True):
+        shortest = min(len(stream.ids) for stream in streams)
+        figures["tokens_changed"] += len({tuple(one.ids[:shortest]) for one in streams}) > 1
     return figures | {f"outcome_{name}": count for name, count in sorted(outcomes.items())}
 
 
-def _prompts(deployment: Deployment, count: int, generator: random.Random) -> list[list[int]]:
-    """Slices of the documentation, as token ids."""
+def _prompts(deployment: Deployment, count: int) -> list[list[int]]:
+    generator = random.Random(1)
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md")))
     ids = load_tokenizer(deployment.model).encode(pages).ids
     lengths = np.geomspace(_SHORTEST, _LONGEST, count).astype(int).tolist()
@@ -160,38 +134,31 @@ def _prompts(deployment: Deployment, count: int, generator: random.Random) -> li
 
 
 async def _round(
-    deployment: Deployment,
-    prompts: list[list[int]],
-    salt: str,
-    way: str,
-    outcomes: dict[str, int],
+    deployment: Deployment, prompts: list[list[int]], way: str, outcomes: Counter[str]
 ) -> list[_Stream]:
     """Generate all at the same time, move each once, and end when all have moved."""
     streams = [_Stream() for _ in prompts]
+    reading: list[asyncio.Task[None]] = []
     async with proxy_running(deployment) as proxy, _moving_by(proxy, way):
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            reading: list[asyncio.Task[None]] = []
+        async with session() as client:
             for i, prompt in enumerate(prompts):  # a step with all prompts would take minutes
-                reading.append(
-                    asyncio.create_task(
-                        _read(session, deployment, str(i), prompt, salt, streams[i])
-                    )
-                )
-                while sum(not stream.tokens for stream in streams[: i + 1]) >= _PREFILLS:
+                fields = {"model": "smollm2", "prompt": prompt, "max_tokens": _MOST_TOKENS}
+                fields |= {"return_token_ids": True, "cache_salt": way}
+                headers = {"X-Request-Id": str(i)}
+                read = read_stream(client, deployment.proxy_url, fields, streams[i], headers)
+                reading.append(asyncio.create_task(read))
+                while sum(not stream.times for stream in streams[: i + 1]) >= _PREFILLS:
                     await _unless_ended(reading)
-            while not all(len(stream.tokens) > _NEIGHBOURS for stream in streams):
+            while not all(len(stream.times) > _NEIGHBOURS for stream in streams):
                 await _unless_ended(reading)
             todo = set(map(str, range(len(prompts))))
-            workers = (_move(proxy, streams, todo, outcomes) for _ in range(_MOVES))
-            await asyncio.gather(*workers)
+            await asyncio.gather(*(_move(proxy, streams, todo, outcomes) for _ in range(_MOVES)))
             while not all(stream.has_enough() for stream in streams):
                 await _unless_ended(reading)
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
-        await _until_idle(proxy)
+        await until_idle(deployment, inf)
     return streams
 
 
@@ -201,42 +168,6 @@ async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:
     for task in reading:
         if task.done():
             task.result()
-
-
-async def _until_idle(proxy: Proxy) -> None:
-    """Wait until the engines have ended what their clients have left."""
-    for state in proxy.instances.values():
-        assert state.control is not None
-        while (engine := await state.control.state(30.0)).free_blocks < engine.num_blocks:
-            await asyncio.sleep(0.2)
-
-
-async def _read(
-    session: aiohttp.ClientSession,
-    deployment: Deployment,
-    name: str,
-    prompt: list[int],
-    salt: str,
-    stream: _Stream,
-) -> None:
-    body: dict[str, Any] = {
-        "model": "smollm2",
-        "prompt": prompt,
-        "max_tokens": _MOST_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
-    url, headers = deployment.proxy_url + "/v1/completions", {"X-Request-Id": name}
-    async with session.post(url, json=body, headers=headers) as response:
-        response.raise_for_status()
-        async for chunk in read_events(response.content):
-            for choice in chunk.get("choices", []):
-                for token in choice.get("token_ids") or []:
-                    stream.tokens.append(token)
-                    stream.times.append(time.monotonic())
 
 
 @asynccontextmanager
@@ -259,7 +190,7 @@ async def _moving_by(proxy: Proxy, way: str) -> AsyncIterator[None]:
 
 
 async def _move(
-    proxy: Proxy, streams: list[_Stream], todo: set[str], outcomes: dict[str, int]
+    proxy: Proxy, streams: list[_Stream], todo: set[str], outcomes: Counter[str]
 ) -> None:
     """Move one after the other from the instance with more requests, until each has moved."""
     instances = list(proxy.instances.values())
@@ -276,7 +207,7 @@ async def _move(
         todo.discard(request.name)
         target = free if request.instance is crowded else crowded
         outcome = (await proxy.migrator.move(request, target, "benchmark")).outcome
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        outcomes[outcome] += 1
         stream = streams[int(request.name)]
         if outcome == "moved":
             stream.moved_at = request.generated_at_move

@@ -30,7 +30,6 @@ _SHOWS = """time => document.querySelector("#player output").dataset.time === St
 
 
 def main() -> None:
-    """Write the picture."""
     parser = argparse.ArgumentParser(description="a picture of the page, from recorded logs")
     parser.add_argument("logs", type=Path, nargs="+", help="one log, or two")
     parser.add_argument("--at", type=float, required=True, help="seconds from the beginning")
@@ -47,11 +46,6 @@ def main() -> None:
 async def take(
     logs: Sequence[Log], at: float, path: Path, dark: bool, size: tuple[int, int]
 ) -> None:
-    """Serve logs, and take a picture of the page.
-
-    Raises:
-        RuntimeError: there is no Chromium, or no Playwright.
-    """
     try:
         from playwright.async_api import async_playwright
     except ImportError as error:

@@ -59,7 +59,6 @@ AGE = 20  # tokens since a forecast, at most
 
 
 def main() -> None:
-    """Measure, and print."""
     options = arguments("time of a migration planner's decision").parse_args()
     figures: dict[str, float] = {}
     for n_instances in (8, 32, 256):
@@ -73,7 +72,6 @@ def main() -> None:
 
 
 def times(n_instances: int, curves: bool, kind: str, repeats: int) -> dict[str, float]:
-    """Time both planners on clusters of one size."""
     figures: dict[str, float] = {}
     for name in ("star", "survival"):
         planner = create_migration_policy(name, horizon=HORIZON)
@@ -136,7 +134,6 @@ def live_times(repeats: int) -> dict[str, float]:
 def live_cluster(
     generator: np.random.Generator, placements: Placements[LiveRequest]
 ) -> list[InstanceState]:
-    """Return instances that all run `REQUESTS` requests."""
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     body = json.dumps({"prompt": "a", "max_tokens": 4096}).encode()
     client = read_request(COMPLETIONS, body)
@@ -157,12 +154,8 @@ def live_cluster(
 
 
 def snapshot(
-    generator: np.random.Generator,
-    instance: InstanceState,
-    running: list[LiveRequest],
-    seq: int,
+    generator: np.random.Generator, instance: InstanceState, running: list[LiveRequest], seq: int
 ) -> bytes:
-    """Return what an instance publishes about its requests."""
     curves = forecast(generator, REQUESTS, True)
     assert isinstance(curves, SurvivalForecast)
     ages = generator.integers(0, AGE, REQUESTS).tolist()
@@ -198,14 +191,12 @@ def snapshot(
 
 
 def seconds(function: Callable[..., Any], *given: Any) -> float:
-    """Return the CPU time of a call."""
     begun = time.thread_time()
     function(*given)
     return time.thread_time() - begun
 
 
 def cluster(generator: np.random.Generator, n_instances: int, curves: bool) -> ClusterView:
-    """Return a cluster without a waiting request."""
     n = n_instances * REQUESTS
     none = np.empty(0, dtype=np.int64)
     context = np.maximum(generator.lognormal(6.3, 1.0, n), 1.0).astype(np.int64)

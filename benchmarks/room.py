@@ -21,7 +21,6 @@ settings and policy stay the same; the report has those that are there when the 
 interrupted.
 """
 
-import json
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -32,10 +31,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 from rich.progress import Progress
-from scipy.stats import t
 
-from benchmarks.support.report import arguments, write_report
-from data_collection.atomic_file import write_text_atomically
+from benchmarks.support.report import Cells, arguments, write_report
 from rescheduler.routing import Headroom, create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
@@ -46,8 +43,8 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
     read_config,
 )
-from rescheduler.simulator.results.metrics import run_metrics
-from rescheduler.simulator.results.run_result import RunResult
+from rescheduler.simulator.results.metrics import half_interval, run_metrics
+from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
 
@@ -64,15 +61,12 @@ RECORDED = {"name": "replay", "recording": RECORDING}
 
 
 class Case(NamedTuple):
-    """A cluster whose caches a trace fills, and what can be forecast of its requests."""
-
     name: str
     config: SimulationConfig
     forecasts: tuple[dict[str, Any], ...]
 
 
 def main() -> None:
-    """Simulate all, and print the tables."""
     parser = arguments("room by probability against shares of the KV cache kept free")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="more traces, *.csv.gz")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each arm (default: 4)")
@@ -80,19 +74,17 @@ def main() -> None:
     options = parser.parse_args()
     found = cases(options.traces, 10 if options.quick else 1)
     seeds = 2 if options.quick else options.seeds
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = Cells(options.out)
     cells = [(case, load) for load in LOADS for case in found]
     with suppress(KeyboardInterrupt), Progress() as progress:
         for case, load in progress.track(cells, description="simulating"):
-            kept = kept_in(options.out, case, load, seeds)
-            runs = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-            write_text_atomically(kept, json.dumps(simulated(case, load, seeds, runs)))
+            name = name_of(case, load, seeds)
+            kept.write(name, simulated(case, load, seeds, kept.read(name) or {}))
     figures: dict[str, float] = {}
     tables = []
     for case, load in sorted(cells, key=lambda cell: (found.index(cell[0]), cell[1])):
-        kept = kept_in(options.out, case, load, seeds)
-        if kept.exists():
-            runs = json.loads(kept.read_text(encoding="utf-8"))
+        runs = kept.read(name_of(case, load, seeds))
+        if runs is not None:
             gains = over_best_reserve(runs)
             tables.append(table(f"{case.name}, {load:.0%} load", runs, gains))
             for forecast, (gain, _) in gains.items():
@@ -101,14 +93,13 @@ def main() -> None:
     write_report("room", figures, options.json, tables=tables)
 
 
-def kept_in(folder: Path, case: Case, load: float, seeds: int) -> Path:
-    """Return the file of a trace's runs at a load, another one for other settings."""
+def name_of(case: Case, load: float, seeds: int) -> str:
+    """Return what a trace's runs at a load are kept as, otherwise for other settings."""
     settings = repr((case, RESERVES, TTFT_TIMES, TPOT_TIMES, seeds))
-    return folder / f"{case.name}-{load}-{sha256(settings.encode()).hexdigest()[:8]}.json"
+    return f"{case.name}-{load}-{sha256(settings.encode()).hexdigest()[:8]}"
 
 
 def cases(folder: Path | None, few: int) -> list[Case]:
-    """Return the traces that come with Headway, the papers' settings, and a folder's traces."""
     replay = {"name": "replay", "recording": RECORDING, "requests": 3000 // few}
     five_tasks = {"name": "five_tasks", "requests": 3000 // few}
     all_cases = [
@@ -134,7 +125,6 @@ def tokens(path: Path) -> int:
 
 
 def filled(trace: dict[str, Any], kv_capacity: int) -> SimulationConfig:
-    """Return four instances with so large KV caches under a trace."""
     return SimulationConfig(
         cluster=ClusterConfig(4, slots=128, kv_capacity=kv_capacity),
         clock="independent",
@@ -156,7 +146,6 @@ def of_paper(name: str, requests: int) -> SimulationConfig:
 def at_rate(
     case: Case, rate: float, forecast: dict[str, Any], dispatch: Literal["pool", "instant"] = "pool"
 ) -> RunSetup:
-    """Return a case at so many requests per second."""
     arrivals = ArrivalsConfig("poisson", rate=rate)
     return run_setup(replace(case.config, arrivals=arrivals, forecast=forecast, dispatch=dispatch))
 
@@ -184,7 +173,6 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def headroom(case: Case) -> dict[str, Any]:
-    """Return the policy with the cost of a prefill in the case's model of a step."""
     step = case.config.step_time
     return {"name": "headroom", "prefill_cost": step["b"] / step["a"]}
 
@@ -195,15 +183,12 @@ def reserved(share: float) -> dict[str, Any]:
 
 
 class Arm(NamedTuple):
-    """A policy, and what it knows."""
-
     options: dict[str, Any]
     forecast: dict[str, Any] = NONE
     dispatch: Literal["pool", "instant"] = "pool"
 
 
 def arms(case: Case) -> dict[str, Arm]:
-    """Return what is compared, by label."""
     return {
         "vllm, instant": Arm({"name": "vllm"}, dispatch="instant"),
         "jsq_load, instant": Arm({"name": "jsq_load"}, dispatch="instant"),
@@ -215,7 +200,6 @@ def arms(case: Case) -> dict[str, Arm]:
 
 
 def simulated(case: Case, load: float, seeds: int, known: Runs) -> Runs:
-    """Return the figures of all policies at a share of the capacity, by seed."""
     missing = {label: arm for label, arm in arms(case).items() if label not in known}
     if not missing:
         return known
@@ -226,48 +210,34 @@ def simulated(case: Case, load: float, seeds: int, known: Runs) -> Runs:
         for label, arm in missing.items():
             setup = at_rate(case, load * served, arm.forecast, arm.dispatch)
             result = run(setup, create_policy(**arm.options), seed)
-            kv = in_use(result, case.config.cluster.capacity_tokens)
-            runs[label].append(run_metrics(result, slo) | {"kv": kv})
+            arriving = result.series.time <= result.requests.arrival.max()
+            kv = result.series.load[arriving].mean() / case.config.cluster.capacity_tokens
+            runs[label].append(run_metrics(result, slo) | {"kv": float(kv)})
     return known | runs
-
-
-def in_use(result: RunResult, kv_capacity: int) -> float:
-    """Return the share of the KV caches that holds something while requests arrive."""
-    arriving = result.series.time <= result.requests.arrival.max()
-    return float(result.series.load[arriving].mean() / kv_capacity)
 
 
 def over_best_reserve(runs: Runs) -> dict[str, tuple[float, float]]:
     """Return by forecast the gain in latency, in percent, and half its 95% interval."""
-    reserves = [label for label in runs if label.startswith("reserve")]
-    best = min(reserves, key=lambda label: float(np.mean(latencies(runs, label))))
+    latency = {label: np.array([one["latency"] for one in seeds]) for label, seeds in runs.items()}
+    reserves = [latency[label] for label in runs if label.startswith("reserve")]
+    best = min(reserves, key=lambda seeds: float(seeds.mean()))
     gains = {}
-    for label in runs:
+    for label, seeds in latency.items():
         if label.startswith("headroom, "):
-            change = 100 * (1 - latencies(runs, label) / latencies(runs, best))
-            half = t.ppf(0.975, len(change) - 1) * change.std(ddof=1) / np.sqrt(len(change))
-            gains[label.removeprefix("headroom, ")] = (float(change.mean()), float(half))
+            gain = 100 * (1 - seeds / best)
+            half = float(half_interval(gain))
+            gains[label.removeprefix("headroom, ")] = (float(gain.mean()), half)
     return gains
 
 
-def latencies(runs: Runs, label: str) -> Any:
-    """Return the mean latency of each seed, [seeds]."""
-    return np.array([figures["latency"] for figures in runs[label]])
-
-
 def table(title: str, runs: Runs, gains: dict[str, tuple[float, float]]) -> str:
-    """Return means over the seeds as a Markdown table."""
-    lines = [
-        f"### {title}",
-        f"| policy | {' | '.join(SHOWN)} | gain over the best reserve |",
-        f"|---|{'---:|' * (len(SHOWN) + 1)}",
-    ]
+    rows = []
     for label, seeds in runs.items():
         means = [f"{np.mean([figures[name] for figures in seeds]):.4g}" for name in SHOWN]
-        gain, half = gains.get(label.removeprefix("headroom, "), (None, None))
-        shown = "" if gain is None else f"{gain:+.1f} ± {half:.1f}%"
-        lines.append(f"| {label} | {' | '.join(means)} | {shown} |")
-    return "\n".join(lines)
+        gain = gains.get(label.removeprefix("headroom, "))
+        rows.append([label, *means, f"{gain[0]:+.1f} ± {gain[1]:.1f}%" if gain else ""])
+    heads = ["policy", *SHOWN, "gain over the best reserve"]
+    return "\n".join([f"### {title}", *markdown_table(heads, rows)])
 
 
 if __name__ == "__main__":

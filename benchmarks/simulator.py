@@ -27,7 +27,6 @@ SLOTS = 72
 
 
 def main() -> None:
-    """Measure, and print."""
     options = arguments("requests that the simulator serves in a second of a core").parse_args()
     few = 10 if options.quick else 1
     fcfs = cpu_seconds("fcfs", 8, 1_000_000 // few, "none")

@@ -31,7 +31,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.barrier.cells import Cells
 from benchmarks.barrier.engines import ENGINE, Kind, running
 from benchmarks.barrier.findings import (
     draw,
@@ -43,7 +42,7 @@ from benchmarks.barrier.findings import (
 )
 from benchmarks.barrier.grid import POINTS, Measured, fill_caches, measured
 from benchmarks.barrier.routing import ARMS, BALANCER, asks_of, served_by
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.report import Cells, arguments, write_report
 
 _GRIDS: tuple[Kind, ...] = ("ranks", "lone")
 _STEPS, _REQUESTS, _ROUNDS = 40, 60, 6
@@ -52,7 +51,6 @@ _QUICK_STEPS, _QUICK_REQUESTS = 10, 24
 
 
 def main() -> None:
-    """Measure what is missing, and print what all of it says."""
     parser = arguments("whether data-parallel ranks wait for each other")
     parser.prog = "python -m benchmarks.barrier"
     parser.add_argument("--only", choices=["grid", "routing"], help="default: both")
@@ -89,7 +87,6 @@ def main() -> None:
 
 
 def measure_grid(kind: Kind, options: Namespace) -> list[Measured]:
-    """Return what was measured of each point, now or before."""
     points = POINTS[::5] if options.quick else POINTS
     steps = _QUICK_STEPS if options.quick else _STEPS
     cells = Cells(options.out / "grid" / kind, {**_engine(), "steps": steps})
@@ -105,7 +102,6 @@ def measure_grid(kind: Kind, options: Namespace) -> list[Measured]:
 
 
 def measure_routing(options: Namespace) -> dict[str, dict[int, dict[str, float]]]:
-    """Return the figures by arm and round, measured now or before."""
     requests = _QUICK_REQUESTS if options.quick else _REQUESTS
     cells = Cells(options.out / "routing", {**_engine(), "requests": requests, "arms": ARMS})
     runs = [

@@ -9,18 +9,8 @@ from typing import NamedTuple
 from benchmarks.barrier.engines import Kind
 from benchmarks.barrier.fit import Fit, disagreement, fits, observed
 from benchmarks.barrier.grid import Measured
-from benchmarks.support.paired_rounds import mean_of, paired_difference
-
-__all__ = [
-    "Ratio",
-    "draw",
-    "grid_figures",
-    "grid_table",
-    "ratio_of",
-    "routing_figures",
-    "routing_table",
-    "verdict",
-]
+from benchmarks.support.report import mean_of, paired_difference
+from rescheduler.simulator.results.report import markdown_table
 
 Grids = Mapping[Kind, Sequence[Measured]]
 """The same points of ranks of a group, and of lone engines."""
@@ -69,9 +59,7 @@ def ratio_of(values: Mapping[int, float], others: Mapping[int, float]) -> Ratio:
 
 
 def grid_table(grids: Grids) -> str:
-    """Return the time of a step at every point, as Markdown."""
-    lines = ["| tokens of context | " + " | ".join(f"{kind}: step, ms" for kind in grids) + " |"]
-    lines += ["|---|" + "---:|" * len(grids)]
+    rows = []
     for same in zip(*grids.values(), strict=True):
         loads = ", ".join(
             f"{n:.0f} × {c / n:,.0f}" if n else "none"
@@ -83,12 +71,12 @@ def grid_table(grids: Grids) -> str:
             )
             for one in same
         ]
-        lines.append(f"| {loads} | {' | '.join(times)} |")
-    return "\n".join(lines)
+        rows.append([loads, *times])
+    heads = ["tokens of context", *(f"{kind}: step, ms" for kind in grids)]
+    return "\n".join(markdown_table(heads, rows))
 
 
 def grid_figures(grids: Grids) -> dict[str, float]:
-    """Return every model's coefficients and quality by name, per thousand tokens and in ms."""
     figures: dict[str, float] = {}
     for kind, points in grids.items():
         figures[f"{kind}_steps_differ"] = disagreement(points)
@@ -132,7 +120,6 @@ def _said(fit: Fit) -> str:
 
 
 def routing_figures(rounds: Rounds) -> dict[str, float]:
-    """Return means over rounds by name, and every arm's ratios to those before, with intervals."""
     figures: dict[str, float] = {}
     for arm, by_round in rounds.items():
         for name in next(iter(by_round.values())):
@@ -147,21 +134,20 @@ def routing_figures(rounds: Rounds) -> dict[str, float]:
 
 
 def routing_table(rounds: Rounds) -> str:
-    """Return the arms' means, and their ratios to those before, as Markdown."""
-    lines = [f"| | {' | '.join(SHOWN)} |", "|---|" + "---:|" * len(SHOWN)]
+    rows = []
     for arm, by_round in rounds.items():
         cells = []
         for name, times, form in SHOWN.values():
             one = mean_of(_column(by_round, name))
             cells.append(f"{times * one.mean:{form}} ± {times * one.half:{form}}")
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+        rows.append([arm, *cells])
     for arm, other in _pairs(rounds):
         ratios = [
             ratio_of(_column(rounds[arm], name), _column(rounds[other], name))
             for name, _, _ in SHOWN.values()
         ]
-        lines.append(f"| {arm} / {other} | {' | '.join(map(str, ratios))} |")
-    return "\n".join(lines)
+        rows.append([f"{arm} / {other}", *map(str, ratios)])
+    return "\n".join(markdown_table(["", *SHOWN], rows))
 
 
 def _pairs(rounds: Rounds) -> list[tuple[str, str]]:

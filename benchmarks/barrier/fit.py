@@ -10,8 +10,6 @@ from scipy.optimize import nnls
 from benchmarks.barrier.grid import Measured
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = ["Fit", "Observations", "disagreement", "fits", "observed"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _UNEQUAL = 1.5
@@ -19,31 +17,19 @@ _MOST_TURNS = 20
 
 
 class Observations(NamedTuple):
-    """The steps of engines that had requests, one row an engine and a point.
+    """The steps of engines that had requests, one row an engine and a point."""
 
-    Attributes:
-        seconds: of a step, in the median, [n].
-        new: tokens computed in a step, by this engine and by the other, [n, 2].
-        context: their tokens of context, [n, 2].
-    """
-
-    seconds: FloatArray
-    new: FloatArray
-    context: FloatArray
+    seconds: FloatArray  # of a step, in the median, [n]
+    new: FloatArray  # tokens computed in a step, by this engine and by the other, [n, 2]
+    context: FloatArray  # their tokens of context, [n, 2]
 
 
 class Fit(NamedTuple):
-    """A model of the time of a step, and how well it says it.
+    """A model of the time of a step, and how well it says it."""
 
-    Attributes:
-        coefficients: seconds of every step, and per token of what they are named for.
-        r2: share of the variance that it explains.
-        error: median of |estimate − measured| / measured.
-    """
-
-    coefficients: dict[str, float]
+    coefficients: dict[str, float]  # seconds of every step, and per token of what each names
     r2: float
-    error: float
+    error: float  # median of |estimate − measured| / measured
 
 
 def observed(points: Sequence[Measured]) -> Observations:
@@ -100,11 +86,7 @@ def _simulated(seen: Observations) -> Fit:
     """Fit the simulator's model; which engine is slowest depends on it, so it is found in turns."""
     rows, slowest = np.arange(len(seen.seconds)), seen.context.argmax(axis=1)
     for _ in range(_MOST_TURNS):
-        columns = (
-            seen.new[rows, slowest],
-            seen.context[rows, slowest],
-            seen.context.mean(axis=1),
-        )
+        columns = (seen.new[rows, slowest], seen.context[rows, slowest], seen.context.mean(axis=1))
         a, b, c, d = _relative_nnls(np.column_stack(columns), seen.seconds)
         again = (b * seen.new + c * seen.context).argmax(axis=1)
         if (again == slowest).all():

@@ -1,25 +1,41 @@
 """The time of a step over a grid of loads on two engines."""
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.barrier.engines import Engines
-from benchmarks.barrier.steps import read_steps
-from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
+from benchmarks.barrier.engines import Engines, read_steps
+from benchmarks.support.stream_client import Stream, read_stream, session
 from rescheduler.demo.demo_figures import metric_total
 
-__all__ = ["POINTS", "Load", "Measured", "Point", "fill_caches", "measured"]
-
 Pair = Annotated[list[float], msgspec.Meta(min_length=2, max_length=2)]
+
+SEQUENCES = 4
+"""Different texts that prompts are the beginnings of."""
+LONGEST = 3_000
+"""Tokens of a prompt, at most."""
 
 _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 300.0
 _MOST_TOKENS = 600
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A prompt of so many tokens, the beginning of one of `SEQUENCES` texts, and its answer's."""
+
+    sequence: int
+    prompt: int
+    answer: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        text = random.Random(self.sequence).choices(range(1_000, 40_000), k=LONGEST)
+        return {"model": "moe", "prompt": text[: self.prompt], "max_tokens": self.answer}
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -30,13 +46,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The loads of both engines."""
-
     loads: tuple[Load, Load]
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return "-".join(f"{load.requests}x{load.prompt}" for load in self.loads)
 
 
@@ -45,57 +58,47 @@ POINTS = tuple(Point((a, b)) for a in _LOADS for b in _LOADS if a.requests + b.r
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What was measured at a point, of both engines.
-
-    Attributes:
-        requests: that each decoded.
-        context: tokens of context of each, in the middle of the time.
-        seconds: of its steps, in the median; 0 where it made none.
-        spread: their interquartile range.
-        steps: that this is of.
-    """
+    """What was measured at a point, of both engines."""
 
     requests: Pair
-    context: Pair
-    seconds: Pair
-    spread: Pair
+    context: Pair  # tokens, in the middle of the time
+    seconds: Pair  # of a step, in the median; 0 where it made none
+    spread: Pair  # their interquartile range
     steps: Pair
 
 
 async def fill_caches(engines: Engines) -> None:
     """Have both engines compute all prompts, so that they find them in their prefix caches."""
     asks = [Ask(number, LONGEST, 1) for number in range(SEQUENCES)]
-    async with session() as client:
-        if len(engines.urls) == 1:
-            (url,) = engines.urls
-            places: list[tuple[str, int | None]] = [(url, 0), (url, 1)]
-        else:
-            places = [(url, None) for url in engines.urls]
+    places: list[tuple[str, dict[str, str]]] = [(url, {}) for url in engines.urls]
+    if len(places) == 1:
+        places = [(engines.urls[0], {"X-data-parallel-rank": rank}) for rank in "01"]
+    async with session(close=True) as client:
         await asyncio.gather(
-            *(read(client, url, Stream(ask, 0.0), rank) for url, rank in places for ask in asks)
+            *(
+                read_stream(client, url, ask.fields, Stream(), headers)
+                for url, headers in places
+                for ask in asks
+            )
         )
 
 
 async def measured(engines: Engines, point: Point, steps: int) -> Measured:
-    """Have both engines decode the loads of a point for so many steps of each.
-
-    Raises:
-        RuntimeError: an engine fails, or does not get there.
-    """
+    """Have both engines decode the loads of a point for so many steps of each."""
     asks = [
         (rank, Ask(number % SEQUENCES, load.prompt, _MOST_TOKENS))
         for rank, load in enumerate(point.loads)
         for number in range(load.requests)
     ]
-    streams = [Stream(ask, 0.0) for _, ask in asks]
-    async with session() as client:
+    streams = [Stream() for _ in asks]
+    async with session(close=True) as client:
         reads = [
-            asyncio.create_task(read(client, engines.urls[rank], stream))
-            for (rank, _), stream in zip(asks, streams, strict=True)
+            asyncio.create_task(read_stream(client, engines.urls[rank], ask.fields, stream))
+            for (rank, ask), stream in zip(asks, streams, strict=True)
         ]
         try:
             start = await _all_have(streams, reads, [2] * len(streams))
-            end = await _all_have(streams, reads, [one.tokens[-1] + steps for one in streams])
+            end = await _all_have(streams, reads, [len(one.times) + steps for one in streams])
         finally:
             for one in reads:
                 one.cancel()
@@ -107,15 +110,8 @@ async def measured(engines: Engines, point: Point, steps: int) -> Measured:
 async def _all_have(
     streams: Sequence[Stream], reads: Sequence["asyncio.Task[None]"], tokens: Sequence[int]
 ) -> float:
-    """Return when all streams have so many tokens.
-
-    Raises:
-        RuntimeError: one ends before, or they take too long.
-    """
     patience = time.monotonic() + _PATIENCE_SECONDS
-    while not all(
-        one.tokens and one.tokens[-1] >= least for one, least in zip(streams, tokens, strict=True)
-    ):
+    while any(len(one.times) < least for one, least in zip(streams, tokens, strict=True)):
         for one in reads:
             if one.done():
                 await one

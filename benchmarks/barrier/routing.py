@@ -11,12 +11,10 @@ import aiohttp
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.barrier.engines import Engines
-from benchmarks.barrier.steps import contexts_at, read_steps
-from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
-from benchmarks.support.live_runs import patient, proxy
-
-__all__ = ["ARMS", "BALANCER", "asks_of", "served_by"]
+from benchmarks.barrier.engines import Engines, contexts_at, read_steps
+from benchmarks.barrier.grid import LONGEST, SEQUENCES, Ask
+from benchmarks.support.deployments import patient, proxy
+from benchmarks.support.stream_client import Stream, read_stream, session
 
 BALANCER = "vllm"
 """One server that divides its requests among its ranks."""
@@ -53,11 +51,6 @@ def asks_of(number: int, requests: int) -> list[Ask]:
 
 
 def served_by(engines: Engines, arm: str, asks: Sequence[Ask], folder: Path) -> dict[str, float]:
-    """Serve requests in an arm; return its figures.
-
-    Raises:
-        RuntimeError: a request fails, or the proxy ends.
-    """
     routing = ARMS[arm]
     if routing is None:
         return asyncio.run(_serve(engines, engines.urls, asks))
@@ -69,15 +62,15 @@ def served_by(engines: Engines, arm: str, asks: Sequence[Ask], folder: Path) -> 
 async def _serve(engines: Engines, urls: Sequence[str], asks: Sequence[Ask]) -> dict[str, float]:
     """Keep so many requests under way until none are left; they go to the servers in turns."""
     gate = asyncio.Semaphore(AT_ONCE)
-    streams = [Stream(ask, 0.0) for ask in asks]
+    streams = [Stream() for _ in asks]
 
-    async def serve(client: aiohttp.ClientSession, url: str, stream: Stream) -> None:
+    async def serve(client: aiohttp.ClientSession, url: str, ask: Ask, stream: Stream) -> None:
         async with gate:
-            await read(client, url, stream)
+            await read_stream(client, url, ask.fields, stream)
 
-    async with session() as client:
-        turns = zip(cycle(urls), streams, strict=False)
-        await asyncio.gather(*(serve(client, url, stream) for url, stream in turns))
+    async with session(close=True) as client:
+        turns = zip(cycle(urls), asks, streams, strict=False)
+        await asyncio.gather(*(serve(client, *one) for one in turns))
     return _figures(engines, streams)
 
 
@@ -88,11 +81,7 @@ def _figures(engines: Engines, streams: Sequence[Stream]) -> dict[str, float]:
     :math:`\int \max_g L_g\,dt \,/ \int \bar L\,dt`.
     """
     start, end = streams[AT_ONCE].sent, streams[-1].sent
-    came = 0
-    for one in streams:
-        tokens, before = np.array(one.tokens), np.array([0, *one.tokens[:-1]])
-        times = np.array(one.times)
-        came += int((tokens - before)[(times >= start) & (times <= end)].sum())
+    came = sum(start <= time <= end for one in streams for time in one.times)
     logs = [read_steps(log) for log in engines.logs]
     times = np.unique(np.concatenate([log.between(start, end).begins for log in logs]))
     loads = np.stack([contexts_at(log, times[:-1]) for log in logs])

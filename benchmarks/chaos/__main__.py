@@ -52,7 +52,6 @@ _ENGINE = EngineOptions(
 
 
 def main() -> None:
-    """Cause chaos, and print what came of it."""
     parser = argparse.ArgumentParser(description="everything that can go wrong, at random")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when (default: 1)")
@@ -90,18 +89,13 @@ def _full_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def _recording(deployment: Deployment, disk: Path) -> Deployment:
-    """Have the last instance record its hidden states, too."""
     *others, last = deployment.instances
     section = {
         "k": deployment.engine.k,
         "record": {"path": str(disk / "dataset"), "flush_seconds": 1},
         "forecast": {
             "checkpoint": deployment.engine.checkpoint,
-            "telemetry": {
-                "bind": last.telemetry,
-                "instance": last.name,
-                "keys": deployment.keys,
-            },
+            "telemetry": {"bind": last.telemetry, "instance": last.name, "keys": deployment.keys},
         },
     }
     flag = ["--additional-config", json.dumps({"headway": section})]

@@ -4,7 +4,6 @@ import asyncio
 import random
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,16 +17,12 @@ from benchmarks.chaos.harm import Harm
 from benchmarks.chaos.honest import HonestClients
 from benchmarks.chaos.ledger import Ledger
 from benchmarks.chaos.rude import RudeClients
+from benchmarks.support.deployments import proxy_process
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_engines import Launched
-from rescheduler.engines.launch_local import write_deployment
-from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.serving.admin_client import TOKEN_VARIABLE
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
-
-__all__ = ["KINDS", "chaos"]
 
 KINDS = ("fill", "garbage", "stop", "restart", "kill_decode", "kill_prefill")
 _QUESTIONS = 40
@@ -48,15 +43,7 @@ async def chaos(
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.
 
-    Args:
-        engines: of the deployment, running.
-        deployment: whose proxy is started here, with short deadlines.
-        seconds: how long.
-        kinds: of harm, see `Harm.run`.
-        questions: how many different requests honest clients ask.
-        at_once: how many honest clients there are.
-        seed: of what happens when.
-        at_least: counts to reach, however much longer a slow machine takes.
+    ``at_least`` are counts to reach, however much longer a slow machine takes.
     """
     ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
     options = msgspec.structs.replace(
@@ -67,15 +54,7 @@ async def chaos(
         client_write_seconds=10.0,
     )
     deployment = msgspec.structs.replace(deployment, proxy=options)
-    file = engines.logs / "chaos.yaml"
-    write_deployment(deployment, file)
-    command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(file)]
-    proxy = ServerProcess(
-        "proxy",
-        EngineCommand(command, {TOKEN_VARIABLE: token}),
-        deployment.proxy_url,
-        engines.logs / "chaos_proxy.log",
-    )
+    proxy = proxy_process(deployment, engines.logs, environment={TOKEN_VARIABLE: token})
     proxy.start()
     try:
         while not await asyncio.to_thread(proxy.is_healthy):
@@ -84,18 +63,7 @@ async def chaos(
         async with aiohttp.ClientSession(timeout=timeout) as session:
             harm = Harm(engines, proxy, deployment, ledger, generator, session, token)
             await harm.all_in_service()
-            await _under_load(
-                deployment,
-                harm,
-                ledger,
-                generator,
-                session,
-                seconds,
-                kinds,
-                questions,
-                at_once,
-                at_least,
-            )
+            await _under_load(harm, seconds, kinds, questions, at_once, at_least)
         await _look(deployment, ledger)
     finally:
         proxy.signal(signal.SIGTERM)
@@ -105,11 +73,7 @@ async def chaos(
 
 
 async def _under_load(
-    deployment: Deployment,
     harm: Harm,
-    ledger: Ledger,
-    generator: random.Random,
-    session: aiohttp.ClientSession,
     seconds: float,
     kinds: tuple[str, ...],
     questions: int,
@@ -117,29 +81,31 @@ async def _under_load(
     at_least: Mapping[str, int],
 ) -> None:
     """Learn the answers, then ask among chaos for a while, and let what runs end."""
-    name, url = deployment.served_name, deployment.proxy_url
+    ledger, name, url = harm.ledger, harm.deployment.served_name, harm.deployment.proxy_url
     honest = HonestClients(url, name, questions, ledger)
-    rude = RudeClients("127.0.0.1", deployment.proxy.port, name, ledger, generator)
+    rude = RudeClients("127.0.0.1", harm.deployment.proxy.port, name, ledger, harm.random)
     ending, metrics = asyncio.Event(), _Metrics(ledger)
     try:
         await honest.learn(at_once)
         print(f"{questions} answers learnt; chaos for {seconds:.0f} s", flush=True)
-        background = [
-            asyncio.create_task(metrics.watch(url, session)),
+        harming = asyncio.create_task(harm.run(kinds, ending))
+        asking = asyncio.create_task(honest.run(at_once, ending, harm.random))
+        tasks = [
+            harming,
+            asking,
+            asyncio.create_task(metrics.watch(url, harm.session)),
             asyncio.create_task(rude.run(_RUDE_SECONDS)),
             asyncio.create_task(harm.drain_in_turns()),
         ]
-        harming = asyncio.create_task(harm.run(kinds, ending))
-        asking = asyncio.create_task(honest.run(at_once, ending, generator))
         try:
-            await _wait(seconds, at_least, ledger, [*background, harming, asking])
+            await _wait(seconds, at_least, ledger, tasks)
             ending.set()
             await asyncio.gather(harming, asking)
         finally:
-            for task in (*background, harming, asking):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*background, harming, asking, return_exceptions=True)
-        await metrics.read(url, session)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await metrics.read(url, harm.session)
     finally:
         await honest.close()
 
@@ -171,7 +137,6 @@ class _Metrics:
         self._last: dict[str, float] = {}
 
     async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
-        """Read forever."""
         while True:
             await self.read(url, session)
             await asyncio.sleep(_SCRAPE_SECONDS)

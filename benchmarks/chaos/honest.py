@@ -10,8 +10,6 @@ import openai
 
 from benchmarks.chaos.ledger import Ledger
 
-__all__ = ["HonestClients"]
-
 _TEXTS = (
     "Once upon a time, in a small village by the sea, there lived a",
     "The three most important inventions of the last century are",
@@ -32,14 +30,7 @@ _SECONDS = 600.0
 
 
 class HonestClients:
-    """Ask the same few things again and again, and compare each answer with that in peace.
-
-    Args:
-        url: of the proxy.
-        model: its name.
-        questions: how many different requests.
-        ledger: counts what comes of them.
-    """
+    """Ask the same few things again and again, and compare each answer with that in peace."""
 
     def __init__(self, url: str, model: str, questions: int, ledger: Ledger) -> None:
         self._client = openai.AsyncOpenAI(
@@ -49,11 +40,6 @@ class HonestClients:
         self._expected: list[list[int]] = []
 
     async def learn(self, at_once: int) -> None:
-        """Ask everything once in peace.
-
-        Raises:
-            openai.OpenAIError: even in peace there is no answer.
-        """
         limit = asyncio.Semaphore(at_once)
 
         async def one(number: int) -> list[int]:
@@ -74,7 +60,6 @@ class HonestClients:
         await asyncio.gather(*(client() for _ in range(at_once)))
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     async def _one(self, number: int) -> None:

@@ -7,42 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["COUNTED", "Ledger", "Outage"]
-
 Outage = Literal["proxy", "engine"]
 
 COUNTED = (
-    "blocks_leaked",
-    "clients_left",
-    "clients_stalled",
-    "cut_by_proxy_restart",
-    "fills",
-    "garbage",
-    "honest_429",
-    "honest_4xx",
-    "honest_5xx",
-    "honest_5xx_at_a_kill",
-    "kills",
-    "loop_stall_ms",
-    "lost",
-    "moves",
-    "moves_ended",
-    "moves_gone",
-    "moves_no_answer",
-    "moves_no_room",
-    "moves_not_copied",
-    "moves_not_frozen",
-    "moves_rolled_back",
-    "poison",
-    "poison_5xx",
-    "poison_answered",
-    "poison_unanswered",
-    "proxy_restarts",
-    "refused_at_proxy_restart",
-    "requests",
-    "resumed_elsewhere",
-    "stops",
-    "tokens_changed",
+    *("blocks_leaked", "clients_left", "clients_stalled", "cut_by_proxy_restart", "fills"),
+    *("garbage", "honest_429", "honest_4xx", "honest_5xx", "honest_5xx_at_a_kill", "kills"),
+    *("loop_stall_ms", "lost", "moves", "moves_ended", "moves_gone", "moves_no_answer"),
+    *("moves_no_room", "moves_not_copied", "moves_not_frozen", "moves_rolled_back", "poison"),
+    *("poison_5xx", "poison_answered", "poison_unanswered", "proxy_restarts"),
+    *("refused_at_proxy_restart", "requests", "resumed_elsewhere", "stops", "tokens_changed"),
 )
 """What is counted: reported also where it is zero, since that is what most of it should be."""
 _AFTERWARDS = 2.0
@@ -51,12 +24,7 @@ _AFTERWARDS = 2.0
 
 @dataclass
 class Ledger:
-    """Counts, and when what was out of service.
-
-    Attributes:
-        counts: by what is counted.
-        notes: what went wrong with honest requests, for whoever looks into it.
-    """
+    """Counts, and when what was out of service."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     notes: list[str] = field(default_factory=list)
@@ -64,7 +32,6 @@ class Ledger:
 
     @contextmanager
     def outage(self, what: Outage) -> Iterator[None]:
-        """While the body runs, something is out of service."""
         began, place = time.monotonic(), len(self._outages)
         self._outages.append((what, began, None))
         try:
@@ -73,11 +40,9 @@ class Ledger:
             self._outages[place] = (what, began, time.monotonic() + _AFTERWARDS)
 
     def during(self, what: Outage, began: float) -> bool:
-        """Return whether a request that began then and ends now met such an outage."""
         return any(kind == what and (end is None or began < end) for kind, _, end in self._outages)
 
     def ended(self, number: int, tokens: list[int], expected: list[int]) -> None:
-        """Count a request that has its end."""
         self.counts["requests"] += 1
         if tokens != expected:
             self._changed(number, tokens, expected)
@@ -85,16 +50,10 @@ class Ledger:
     def failed(
         self, number: int, tokens: list[int], expected: list[int], began: float, why: str, how: str
     ) -> None:
-        """Count a request that has failed.
+        """Count a request that has failed after some tokens.
 
-        Args:
-            number: which request.
-            tokens: that came before.
-            expected: all of its tokens.
-            began: when it was sent.
-            why: for the notes.
-            how: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
-                (connection), or ``silent`` (the stream ended as if all was well).
+        How: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
+        (connection), or ``silent`` (the stream ended as if all was well).
         """
         if how == "refused" and self.during("proxy", began):
             self.counts["refused_at_proxy_restart"] += 1

@@ -6,13 +6,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from benchmarks.chaos.ledger import Ledger
-
-__all__ = ["RudeClients"]
 
 _STALL_SECONDS = 20.0
 _POISON_SECONDS = 120.0
@@ -46,37 +45,23 @@ _POISON: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass
 class RudeClients:
-    """Misbehave before the proxy.
+    """Misbehave before the proxy."""
 
-    Args:
-        host: of the proxy.
-        port: of the proxy.
-        model: its name.
-        ledger: counts who did what.
-        generator: decides who does what.
-    """
-
-    def __init__(
-        self, host: str, port: int, model: str, ledger: Ledger, generator: random.Random
-    ) -> None:
-        self._host, self._port, self._model = host, port, model
-        self._ledger, self._random = ledger, generator
+    host: str
+    port: int
+    model: str
+    ledger: Ledger
+    random: random.Random
 
     async def run(self, seconds_between: float) -> None:
-        """Send one rude client after the other, forever."""
-        kinds: list[Callable[[], Awaitable[None]]] = [
-            self._leaves,
-            self._leaves,
-            self._stalls,
-            self._poisons,
-            self._poisons,
-        ]
+        kinds = [self._leaves, self._leaves, self._stalls, self._poisons, self._poisons]
         clients: set[asyncio.Task[None]] = set()
         try:
             while True:
-                await asyncio.sleep(self._random.expovariate(1 / seconds_between))
-                task = asyncio.ensure_future(self._rude(self._random.choice(kinds)))
+                await asyncio.sleep(self.random.expovariate(1 / seconds_between))
+                task = asyncio.ensure_future(self._rude(self.random.choice(kinds)))
                 clients.add(task)
                 task.add_done_callback(clients.discard)
         finally:
@@ -90,19 +75,19 @@ class RudeClients:
 
     async def _leaves(self) -> None:
         """Leave at a random moment: before the answer, or in the middle of it."""
-        self._ledger.counts["clients_left"] += 1
+        self.ledger.counts["clients_left"] += 1
         _, writer = await self._sent(self._body(max_tokens=150))
         try:
-            await asyncio.sleep(self._random.choice((0.0, 0.02, 0.2, 2.0, 6.0)))
+            await asyncio.sleep(self.random.choice((0.0, 0.02, 0.2, 2.0, 6.0)))
         finally:
-            if self._random.random() < 0.5:
+            if self.random.random() < 0.5:
                 writer.transport.abort()
             writer.close()
 
     async def _stalls(self) -> None:
         """Send half of something, or read nothing, for a while."""
-        self._ledger.counts["clients_stalled"] += 1
-        how = self._random.choice(("headers", "body", "reader", "pinned reader"))
+        self.ledger.counts["clients_stalled"] += 1
+        how = self.random.choice(("headers", "body", "reader", "pinned reader"))
         body = self._body(max_tokens=400)
         if how == "pinned reader":
             tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -123,8 +108,8 @@ class RudeClients:
 
     async def _poisons(self) -> None:
         """Send something that no engine can serve; it must be answered nevertheless."""
-        self._ledger.counts["poison"] += 1
-        r = self._random
+        self.ledger.counts["poison"] += 1
+        r = self.random
         body = self._body(max_tokens=20)
         fields: dict[str, Any] = r.choice(_POISON)
         raw: bytes = r.choice([*_NO_JSON, *[json.dumps(body | fields).encode()] * 4])
@@ -138,15 +123,15 @@ class RudeClients:
                     line = await reader.readline()
             finally:
                 writer.close()
-        counts, what = self._ledger.counts, f"poison to {path}: {line!r}: {raw[:200]!r}"
+        counts, what = self.ledger.counts, f"poison to {path}: {line!r}: {raw[:200]!r}"
         if line.startswith(b"HTTP/1.1 "):
             counts["poison_answered"] += 1
             if line.startswith(b"HTTP/1.1 5") and line.split()[1] not in (b"501", b"503"):
                 counts["poison_5xx"] += 1
-                self._ledger.notes.append(what)
-        elif not self._ledger.during("proxy", began):
+                self.ledger.notes.append(what)
+        elif not self.ledger.during("proxy", began):
             counts["poison_unanswered"] += 1
-            self._ledger.notes.append(f"{what}, after {time.monotonic() - began:.0f} s")
+            self.ledger.notes.append(f"{what}, after {time.monotonic() - began:.0f} s")
 
     async def _sent(
         self, body: dict[str, Any], path: str = "completions"
@@ -157,11 +142,11 @@ class RudeClients:
         return reader, writer
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self._host, self._port, limit=1024)
+        return await asyncio.open_connection(self.host, self.port, limit=1024)
 
     def _body(self, **more: Any) -> dict[str, Any]:
-        words = f"{_PROMPT} {self._random.random()}"
-        return {"model": self._model, "prompt": words, "stream": True, "ignore_eos": True, **more}
+        words = f"{_PROMPT} {self.random.random()}"
+        return {"model": self.model, "prompt": words, "stream": True, "ignore_eos": True, **more}
 
     def _request(self, body: dict[str, Any], path: str = "completions") -> bytes:
         raw = json.dumps(body).encode()
@@ -169,6 +154,6 @@ class RudeClients:
 
     def _head(self, path: str, length: int) -> bytes:
         return (
-            f"POST /v1/{path} HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"POST /v1/{path} HTTP/1.1\r\nHost: {self.host}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         ).encode()

@@ -17,14 +17,12 @@ import msgspec
 
 from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import compare
-from benchmarks.equality.reasons import explained
-from benchmarks.equality.table import table, write_table
+from benchmarks.equality.reasons import explained, table, write_table
 from benchmarks.support.report import arguments, write_report
 from rescheduler.engines.deployment import read_deployment
 
 
 def main() -> int:
-    """Compare and report; return the exit status."""
     parser = arguments("what clients read through the proxy, and directly", quick=False)
     parser.prog = "python -m benchmarks.equality"
     parser.add_argument(

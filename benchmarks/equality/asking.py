@@ -10,8 +10,6 @@ import openai
 from benchmarks.equality.cases import CHAT, Case
 from benchmarks.equality.joined_stream import joined_chunks, joined_events
 
-__all__ = ["Server"]
-
 _SECONDS = 600.0
 _HEADERS = (
     "content-type",
@@ -30,12 +28,6 @@ _BY_NAME = ("model", "prompt", "messages", "stream")
 
 
 class Server:
-    """Asks one server, with `openai`'s client and without.
-
-    Args:
-        url: of the server.
-    """
-
     def __init__(self, url: str) -> None:
         self._url = url
         # vLLM closes an idle connection perhaps in the moment in which it is used again.
@@ -50,7 +42,6 @@ class Server:
         )
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._http.aclose()
         await self._openai.close()
 

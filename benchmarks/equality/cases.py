@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "Case"]
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Once upon a time, in a small village by the sea, there lived a"
 MESSAGES = [{"role": "user", "content": "Tell me a story of a river."}]
@@ -28,30 +26,23 @@ _USAGE = {"include_usage": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A request.
+    """A request: a body of fields, or one that is sent byte for byte, several parts in chunks."""
 
-    Attributes:
-        name: what it is, beside method and path, for a reader of the documentation.
-        path: where it is sent.
-        fields: its body, for `openai`'s client or as JSON; None: ``raw`` is.
-        raw: its body, byte for byte; several parts are sent in chunks.
-        method: of HTTP.
-        headers: beside the usual ones.
-        by_client: it is sent by `openai`'s client.
-    """
-
-    name: str
+    name: str  # what it is, beside method and path, for a reader of the documentation
     path: str
     fields: dict[str, Any] | None = None
     raw: tuple[bytes, ...] = ()
     method: str = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
-    by_client: bool = False
+    by_client: bool = False  # `openai`'s
 
     @property
     def request(self) -> str:
-        """Method, path and name, as the documentation shows them."""
         return f"{self.method} {self.path}" + (f": {self.name}" if self.name else "")
+
+
+def _each(field: str, *values: Any) -> Iterator[dict[str, Any]]:
+    return ({field: value} for value in values)
 
 
 BOTH: tuple[dict[str, Any], ...] = (
@@ -64,82 +55,40 @@ BOTH: tuple[dict[str, Any], ...] = (
     {"temperature": 2.5, "seed": 7},
     {"temperature": "0"},
     {"temperature": None, "seed": 8},
-    {"top_p": 0},
-    {"top_p": 1.5},
-    {"top_k": -2},
-    {"top_k": "many"},
+    *_each("top_p", 0, 1.5),
+    *_each("top_k", -2, "many"),
     {"min_p": 2},
-    {"seed": 2**63},
-    {"seed": 1.5},
+    *_each("seed", 2**63, 1.5),
     {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"presence_penalty": 3},
     {"n": 2, "temperature": 0.9, "seed": 9},
     {"n": 1.0},
     {"n": "2", "seed": 9},
-    {"n": 0},
-    {"n": -1},
-    {"n": None},
-    {"n": "two"},
+    *_each("n", 0, -1, None, "two"),
     {"best_of": 2},
     {"use_beam_search": True, "n": 2},
-    {"prompt_logprobs": 1},
-    {"prompt_logprobs": -3},
-    {"logit_bias": {"100": 5.0}},
-    {"logit_bias": {"none": 5.0}},
-    {"logit_bias": {"999999": 5.0}},
-    {"stop": " the"},
-    {"stop": [" the", "a"]},
-    {"stop": []},
-    {"stop": ""},
-    {"stop": ["", "a"]},
-    {"stop": None},
-    {"stop": 5},
-    {"stop": ["a", 5]},
-    {"stop": ["a"] * 2000},
+    *_each("prompt_logprobs", 1, -3),
+    *_each("logit_bias", {"100": 5.0}, {"none": 5.0}, {"999999": 5.0}),
+    *_each("stop", " the", [" the", "a"], [], "", ["", "a"], None, 5, ["a", 5], ["a"] * 2000),
     {"stop": ["a"], "include_stop_str_in_output": True},
-    {"stop_token_ids": [28]},
-    {"stop_token_ids": ["x"]},
-    {"max_tokens": 3.0},
-    {"max_tokens": "3"},
-    {"max_tokens": " 3"},
-    {"max_tokens": True},
-    {"max_tokens": 3.5},
-    {"max_tokens": 0},
-    {"max_tokens": -1},
+    *_each("stop_token_ids", [28], ["x"]),
+    *_each("max_tokens", 3.0, "3", " 3", True, 3.5, 0, -1),
     {"max_tokens": None, "stop": ["e", "a", "o", "i"]},
     {"max_tokens": 100_000, "stop": ["e", "a", "o", "i"]},
-    {"max_tokens": 2**63},
-    {"max_tokens": 10**30},
-    {"max_tokens": "many"},
-    {"max_tokens": []},
-    {"max_completion_tokens": 3},
-    {"max_completion_tokens": "3"},
-    {"max_completion_tokens": 0},
-    {"min_tokens": 8},
-    {"min_tokens": "8"},
-    {"min_tokens": 9},
-    {"min_tokens": -1},
-    {"min_tokens": None},
-    {"ignore_eos": True},
-    {"ignore_eos": "on"},
-    {"skip_special_tokens": False},
-    {"skip_special_tokens": "no"},
-    {"skip_special_tokens": None},
+    *_each("max_tokens", 2**63, 10**30, "many", []),
+    *_each("max_completion_tokens", 3, "3", 0),
+    *_each("min_tokens", 8, "8", 9, -1, None),
+    *_each("ignore_eos", True, "on"),
+    *_each("skip_special_tokens", False, "no", None),
     {"spaces_between_special_tokens": 0},
-    {"return_token_ids": True},
-    {"return_token_ids": "yes"},
+    *_each("return_token_ids", True, "yes"),
     {"include_stop_str_in_output": "maybe"},
-    {"truncate_prompt_tokens": 4},
-    {"truncate_prompt_tokens": 5000},
-    {"allowed_token_ids": [28, 30]},
-    {"allowed_token_ids": []},
-    {"bad_words": [" the"]},
-    {"bad_words": [""]},
-    {"structured_outputs": {"regex": "[a-c]{5}"}},
-    {"structured_outputs": {"choice": ["red", "green"]}},
+    *_each("truncate_prompt_tokens", 4, 5000),
+    *_each("allowed_token_ids", [28, 30], []),
+    *_each("bad_words", [" the"], [""]),
+    *_each("structured_outputs", {"regex": "[a-c]{5}"}, {"choice": ["red", "green"]}),
     {"structured_outputs": {"json": SCHEMA}, "max_tokens": 40},
-    {"structured_outputs": {"regex": "("}},
-    {"structured_outputs": {}},
+    *_each("structured_outputs", {"regex": "("}, {}),
     {"response_format": {"type": "json_object"}, "max_tokens": 20},
     {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
@@ -149,75 +98,64 @@ BOTH: tuple[dict[str, Any], ...] = (
     {"user": "someone", "metadata": {"a": "b"}, "store": False},
     {"unknown_field": [1, {"a": None}]},
     {"service_tier": "auto"},
-    {"priority": 0},
-    {"priority": 5},
-    {"cache_salt": "salt"},
-    {"cache_salt": ""},
-    {"request_id": "mine"},
-    {"request_id": 5},
+    *_each("priority", 0, 5),
+    *_each("cache_salt", "salt", ""),
+    *_each("request_id", "mine", 5),
     {"echo": False},
     {"stream_options": _USAGE},
-    {"vllm_xargs": {"a": 1}},
-    {"vllm_xargs": "a"},
+    *_each("vllm_xargs", {"a": 1}, "a"),
     {"kv_transfer_params": {"a": 1}},
     {"vllm_xargs": {"kv_transfer_params": {}}},
-    {"model": "another"},
-    {"model": ""},
-    {"model": None},
-    {"model": 5},
+    *_each("model", "another", "", None, 5),
 )
 """Asked of both endpoints, streamed and as a whole."""
 
 COMPLETION: tuple[dict[str, Any], ...] = (
-    {"prompt": ["One two", "Three four"]},
-    {"prompt": ["One two"]},
-    {"prompt": [504, 1670, 260]},
-    {"prompt": [[504, 1670], [260, 28]]},
-    {"prompt": [[504, 1670]]},
-    {"prompt": ""},
-    {"prompt": []},
-    {"prompt": [""]},
-    {"prompt": [[]]},
-    {"prompt": None},
-    {"prompt": 5},
-    {"prompt": {"a": "b"}},
-    {"prompt": [1.5]},
-    {"prompt": [-1]},
-    {"prompt": [10**9]},
-    {"prompt": ["a", 1]},
-    {"prompt": "long " * 3000},
-    {"prompt": "é漢🌊 ́"},
+    *_each(
+        "prompt",
+        ["One two", "Three four"],
+        ["One two"],
+        [504, 1670, 260],
+        [[504, 1670], [260, 28]],
+        [[504, 1670]],
+        "",
+        [],
+        [""],
+        [[]],
+        None,
+        5,
+        {"a": "b"},
+        [1.5],
+        [-1],
+        [10**9],
+        ["a", 1],
+        "long " * 3000,
+        "é漢🌊 ́",
+    ),
     {"prompt_embeds": "AAAA"},
-    {"logprobs": 0},
-    {"logprobs": 2},
-    {"logprobs": "2"},
-    {"logprobs": 20},
-    {"logprobs": 99},
-    {"logprobs": -1},
-    {"logprobs": -2},
-    {"logprobs": True},
-    {"logprobs": "all"},
-    {"logprobs": None},
+    *_each("logprobs", 0, 2, "2", 20, 99, -1, -2, True, "all", None),
     {"echo": True},
     {"echo": True, "logprobs": 1},
     {"echo": True, "max_tokens": 0},
     {"echo": "yes"},
-    {"suffix": " in the end"},
-    {"suffix": ""},
+    *_each("suffix", " in the end", ""),
     {"add_special_tokens": False},
 )
 CHATS: tuple[dict[str, Any], ...] = (
-    {"messages": []},
-    {"messages": "hello"},
-    {"messages": None},
-    {"messages": [{"content": "hello"}]},
-    {"messages": [{"role": "poet", "content": "hello"}]},
-    {"messages": [{"role": "user", "content": None}]},
-    {"messages": [{"role": "user", "content": 5}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-    {"messages": [{"role": "system", "content": "Be short."}, *MESSAGES]},
-    {"messages": [*MESSAGES, {"role": "assistant", "content": "A river"}]},
+    *_each(
+        "messages",
+        [],
+        "hello",
+        None,
+        [{"content": "hello"}],
+        [{"role": "poet", "content": "hello"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "system", "content": "Be short."}, *MESSAGES],
+        [*MESSAGES, {"role": "assistant", "content": "A river"}],
+    ),
     {
         "messages": [*MESSAGES, {"role": "assistant", "content": "A river"}],
         "add_generation_prompt": False,
@@ -227,8 +165,7 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 2},
     {"logprobs": "true", "top_logprobs": "2"},
-    {"logprobs": 1},
-    {"logprobs": 5},
+    *_each("logprobs", 1, 5),
     {"logprobs": True, "top_logprobs": 99},
     {"logprobs": True, "top_logprobs": -2},
     {"logprobs": True, "top_logprobs": None},
@@ -248,8 +185,7 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"tools": [{"type": "function"}]},
     {"parallel_tool_calls": False},
     {"echo": True},
-    {"reasoning_effort": "low"},
-    {"reasoning_effort": "heroic"},
+    *_each("reasoning_effort", "low", "heroic"),
     {"include_reasoning": False},
     {"thinking_token_budget": 4},
     {"chat_template_kwargs": {"a": 1}},
@@ -258,18 +194,22 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"documents": [{"title": "a", "text": "b"}]},
 )
 STREAMED: tuple[dict[str, Any], ...] = (
-    {"stream_options": {"include_usage": "true"}},
-    {"stream_options": {"include_usage": False}},
-    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    {"stream_options": {}},
-    {"stream_options": None},
-    {"stream_options": "usage"},
-    {"stream_options": {"include_usage": "perhaps"}},
+    *_each(
+        "stream_options",
+        {"include_usage": "true"},
+        {"include_usage": False},
+        {"include_usage": True, "continuous_usage_stats": True},
+        {},
+        None,
+        "usage",
+        {"include_usage": "perhaps"},
+    ),
 )
 
 _SMALL = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
 _JSON = {"Content-Type": "application/json"}
 _TEXT = json.dumps(_SMALL)
+_BYTES = _TEXT.encode()
 
 
 def _post(name: str, *raw: bytes, path: str = COMPLETIONS, **headers: str) -> Case:
@@ -286,8 +226,8 @@ BODIES = (
     _post("`null` as body", b"null"),
     _post("invalid JSON", b'{"model": "smollm2", '),
     _post("invalid JSON as a chat", b'{"model": "smollm2", }', path=CHAT),
-    _post("JSON and something after it", _TEXT.encode() + b" x"),
-    _post("JSON with blanks around it", b" \n" + _TEXT.encode() + b"\n\n"),
+    _post("JSON and something after it", _BYTES + b" x"),
+    _post("JSON with blanks around it", b" \n" + _BYTES + b"\n\n"),
     _post("`NaN` as a number", _TEXT.replace("0}", "NaN}").encode()),
     _post("`Infinity` in an unknown field", _TEXT.replace("0}", '0, "a": Infinity}').encode()),
     _post("a field twice", _TEXT.replace("0}", '0, "max_tokens": 2}').encode()),
@@ -298,7 +238,7 @@ BODIES = (
         "lists nested 2,000 deep",
         _TEXT[:-1].encode() + b', "a": ' + b"[" * 2000 + b"]" * 2000 + b"}",
     ),
-    _post("UTF-8 with a byte-order mark", b"\xef\xbb\xbf" + _TEXT.encode()),
+    _post("UTF-8 with a byte-order mark", b"\xef\xbb\xbf" + _BYTES),
     _post("UTF-16", _TEXT.encode("utf-16")),
     _post("UTF-16 without a byte-order mark", _TEXT.encode("utf-16-le")),
     _post("UTF-32", _TEXT.encode("utf-32")),
@@ -308,78 +248,36 @@ BODIES = (
         _TEXT.replace("Once", "é").encode("latin-1"),
         Content_Type="application/json; charset=latin-1",
     ),
-    _post("gzip", gzip.compress(_TEXT.encode()), Content_Encoding="gzip"),
-    _post("an unknown Content-Encoding", _TEXT.encode(), Content_Encoding="zebra"),
+    _post("gzip", gzip.compress(_BYTES), Content_Encoding="gzip"),
+    _post("an unknown Content-Encoding", _BYTES, Content_Encoding="zebra"),
     _post("in chunks", _TEXT[:40].encode(), _TEXT[40:].encode()),
-    _post(
-        "Content-Type with a charset",
-        _TEXT.encode(),
-        Content_Type="application/json; charset=utf-8",
-    ),
-    _post("Content-Type in capitals", _TEXT.encode(), Content_Type="APPLICATION/JSON"),
-    _post("Content-Type text/plain", _TEXT.encode(), Content_Type="text/plain"),
-    _post(
-        "Content-Type of a form", _TEXT.encode(), Content_Type="application/x-www-form-urlencoded"
-    ),
-    _post(
-        "Content-Type application/vnd.api+json",
-        _TEXT.encode(),
-        Content_Type="application/vnd.api+json",
-    ),
-    Case("no Content-Type", COMPLETIONS, raw=(_TEXT.encode(),)),
-    Case("no Content-Type for /tokenize", "/tokenize", raw=(_TEXT.encode(),)),
+    _post("Content-Type with a charset", _BYTES, Content_Type="application/json; charset=utf-8"),
+    _post("Content-Type in capitals", _BYTES, Content_Type="APPLICATION/JSON"),
+    _post("Content-Type text/plain", _BYTES, Content_Type="text/plain"),
+    _post("Content-Type of a form", _BYTES, Content_Type="application/x-www-form-urlencoded"),
+    _post("Content-Type application/vnd.api+json", _BYTES, Content_Type="application/vnd.api+json"),
+    Case("no Content-Type", COMPLETIONS, raw=(_BYTES,)),
+    Case("no Content-Type for /tokenize", "/tokenize", raw=(_BYTES,)),
     *(
         _post(f'`"stream": {value}`', _TEXT.replace("0}", f'0, "stream": {value}}}').encode())
         for value in ("1", "0", "1.0", '"true"', '"yes"', '"off"', '"2"', "2", "null", "[]")
     ),
-    _post("an Authorization header", _TEXT.encode(), Authorization="Bearer nobody"),
-    _post("an X-Request-Id header", _TEXT.encode(), X_Request_Id="mine"),
-    _post("a query string", _TEXT.encode(), path=COMPLETIONS + "?a=b"),
+    _post("an Authorization header", _BYTES, Authorization="Bearer nobody"),
+    _post("an X-Request-Id header", _BYTES, X_Request_Id="mine"),
+    _post("a query string", _BYTES, path=COMPLETIONS + "?a=b"),
 )
 
 
 def _routes() -> Iterator[Case]:
     paths = (
-        "/",
-        "/health",
-        "/ping",
-        "/version",
-        "/v1/models",
-        "/v1/models/smollm2",
-        "/v1/models/none",
-        "/load",
-        "/metrics",
-        "/docs",
-        "/redoc",
-        "/openapi.json",
-        "/server_info",
-        "/tokenizer_info",
-        "/kv_event_sources",
-        "/is_sleeping",
-        "/v1/responses/resp_1",
-        "/v1",
-        "/unknown",
-        "/favicon.ico",
-        "/V1/models",
-        "//v1/models",
-        "/v1//models",
-        "/v1/models/",
-        "/health/",
-        "/ping/",
-        "/version/",
-        "/unknown/",
-        "/v1/models?a=b",
-        "/v1/%6dodels",
-        "/static/x",
-        "/ready",
-        "/admin/instances",
-        COMPLETIONS,
-        CHAT,
-        COMPLETIONS + "/",
-        "/tokenize",
-        "/v1/embeddings",
+        "/ /health /ping /version /v1/models /v1/models/smollm2 /v1/models/none /load /metrics "
+        "/docs /redoc /openapi.json /server_info /tokenizer_info /kv_event_sources /is_sleeping "
+        "/v1/responses/resp_1 /v1 /unknown /favicon.ico /V1/models //v1/models /v1//models "
+        "/v1/models/ /health/ /ping/ /version/ /unknown/ /v1/models?a=b /v1/%6dodels "
+        f"/static/x /ready /admin/instances {COMPLETIONS} {CHAT} {COMPLETIONS}/ /tokenize "
+        "/v1/embeddings"
     )
-    for path in paths:
+    for path in paths.split():
         yield Case("", path, method="GET")
     for path in ("/health", "/v1/models", "/metrics", COMPLETIONS, "/unknown"):
         yield Case("", path, method="HEAD")
@@ -393,17 +291,15 @@ def _routes() -> Iterator[Case]:
     yield Case("a CORS preflight with headers", CHAT, method="OPTIONS", headers=headers)
     origin = {"Origin": "https://a.example"}
     yield Case("an Origin header", "/v1/models", method="GET", headers=origin)
-    yield _post("an Origin header", _TEXT.encode(), Origin="https://a.example")
+    yield _post("an Origin header", _BYTES, Origin="https://a.example")
 
 
 def _forwarded() -> Iterator[Case]:
     small = {"model": "smollm2", "max_tokens": 4, "temperature": 0}
     chat = {**small, "messages": MESSAGES}
+    response = {"model": "smollm2", "input": "A river", "max_output_tokens": 16, "temperature": 0}
     asked: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("/ping", {}),
-        ("/health", {}),
-        ("/v1/models", {}),
-        ("/unknown", {}),
+        *((path, {}) for path in ("/ping", "/health", "/v1/models", "/unknown")),
         (COMPLETIONS + "/", _SMALL),
         (CHAT + "/", chat),
         ("/tokenize/", {"model": "smollm2", "prompt": "a b"}),
@@ -413,24 +309,9 @@ def _forwarded() -> Iterator[Case]:
         ("/tokenize", {}),
         ("/detokenize", {"model": "smollm2", "tokens": [504, 1670]}),
         ("/detokenize", {"model": "smollm2", "tokens": "504"}),
-        (
-            "/v1/responses",
-            {"model": "smollm2", "input": "A river", "max_output_tokens": 16, "temperature": 0},
-        ),
-        (
-            "/v1/responses",
-            {"model": "smollm2", "input": "A river", "max_output_tokens": "16", "temperature": 0},
-        ),
-        (
-            "/v1/responses",
-            {
-                "model": "smollm2",
-                "input": "A river",
-                "max_output_tokens": 16,
-                "temperature": 0,
-                "stream": True,
-            },
-        ),
+        ("/v1/responses", response),
+        ("/v1/responses", {**response, "max_output_tokens": "16"}),
+        ("/v1/responses", {**response, "stream": True}),
         ("/v1/responses", {"model": "smollm2", "input": "A", "background": True}),
         ("/v1/responses", {"model": "smollm2", "input": "A", "previous_response_id": "resp_1"}),
         ("/v1/responses", {"input": 5}),
@@ -463,11 +344,8 @@ def _forwarded() -> Iterator[Case]:
         ("/invocations", _SMALL),
         ("/invocations", {**chat, "stream": True}),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
-        ("/start_profile", {}),
-        ("/sleep", {}),
-        ("/reset_prefix_cache", {}),
-        ("/scale_elastic_ep", {}),
-        ("/is_scaling_elastic_ep", {}),
+        *((path, {}) for path in ("/start_profile", "/sleep", "/reset_prefix_cache")),
+        *((path, {}) for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep")),
     )
     for path, fields in asked:
         told = {key: value for key, value in fields.items() if small.get(key) != value}

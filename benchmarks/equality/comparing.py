@@ -9,8 +9,6 @@ import msgspec
 from benchmarks.equality.asking import Server
 from benchmarks.equality.cases import Case
 
-__all__ = ["Difference", "compare"]
-
 _AT_A_TIME = 4
 _NEAR = 2e-3
 """Of logprobs: a prompt computed in other pieces rounds otherwise."""
@@ -18,15 +16,7 @@ _ABSENT = "(absent)"
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A request that the proxy answers in another way than vLLM.
-
-    Attributes:
-        request: method, path and what it is.
-        vllm: status of vLLM's answer.
-        proxy: status of the proxy's.
-        fields: that differ, where both answer with the same status.
-        reason: why.
-    """
+    """A request that the proxy answers otherwise; ``fields`` where the statuses are the same."""
 
     request: str
     vllm: int
@@ -36,13 +26,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 async def compare(cases: Sequence[Case], vllm: str, proxy: str) -> list[Difference]:
-    """Ask both servers everything, and return what they answer otherwise, in the cases' order.
-
-    Args:
-        cases: the requests.
-        vllm: address of vLLM's server.
-        proxy: address of the proxy.
-    """
+    """Ask both servers everything, and return what they answer otherwise, in the cases' order."""
     servers, gate = (Server(vllm), Server(proxy)), asyncio.Semaphore(_AT_A_TIME)
 
     async def one(case: Case) -> Difference | None:

@@ -4,8 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["joined_chunks", "joined_events"]
-
 
 def joined_events(text: str) -> dict[str, Any]:
     """Return what server-sent events say, of any endpoint."""
@@ -55,7 +53,6 @@ def _delta(event: dict[str, Any]) -> str:
 
 
 def _add(joined: dict[str, Any], choice: dict[str, Any]) -> None:
-    """Add a chunk's choice to those before."""
     said = choice.get("delta", choice)
     joined["fields"] |= {*choice, *(f"delta.{key}" for key in choice.get("delta", ()))}
     for key in ("text", "content", "reasoning"):

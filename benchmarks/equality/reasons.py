@@ -1,14 +1,16 @@
-"""Why the proxy answers some requests otherwise than vLLM."""
+"""Why the proxy answers some requests otherwise than vLLM, as the documentation shows it."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
 
 import msgspec
 
 from benchmarks.equality.comparing import Difference
+from data_collection.atomic_file import write_text_atomically
 
-__all__ = ["REASONS", "explained"]
-
+_BEGIN, _END = "<!-- equality: begin -->\n", "<!-- equality: end -->\n"
 REASONS: dict[str, tuple[str, ...]] = {
     "What only the proxy may tell the engines is refused from clients.": ("*kv_transfer_params*",),
     "A stream that an engine refuses before its first token gets the refusal's status; vLLM has "
@@ -67,7 +69,6 @@ REASONS: dict[str, tuple[str, ...]] = {
 
 
 def explained(differences: Sequence[Difference]) -> list[Difference]:
-    """Return differences with their reasons; those that have none keep an empty one."""
     return [
         msgspec.structs.replace(difference, reason=_reason(difference.request))
         for difference in differences
@@ -79,3 +80,35 @@ def _reason(request: str) -> str:
         if any(fnmatchcase(request, pattern) for pattern in patterns):
             return reason
     return ""
+
+
+def table(cases: int, differences: Sequence[Difference]) -> str:
+    """Return differences as Markdown: each reason, and the requests that it explains."""
+    order = [*REASONS, ""]
+    alike = cases - len(differences)
+    lines = [
+        f"Of {cases} requests, {alike} were answered alike. The other {len(differences)}:",
+        "",
+        "| request | vLLM | proxy | differs |",
+        "|---|---:|---:|---|",
+    ]
+    ranked = sorted(differences, key=lambda one: order.index(one.reason))  # stable
+    for reason, ones in groupby(ranked, key=lambda one: one.reason):
+        lines.append(f"| **{reason or 'unexplained'}** | | | |")
+        for one in ones:
+            differs = ", ".join(one.fields) or "status"
+            lines.append(f"| {_escaped(one.request)} | {one.vllm} | {one.proxy} | {differs} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table(page: Path, text: str) -> None:
+    """Write a table between the comments of a page that mark its place."""
+    before, begin, rest = page.read_text().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{page}: has no lines {_BEGIN.strip()} and {_END.strip()}")
+    write_text_atomically(page, before + begin + text + end + after)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -37,7 +37,6 @@ from rescheduler.commands.event_loop import ending_signals_raised
 
 
 def main() -> int:
-    """Run the parts and report; return the exit status."""
     parser = arguments("whether Headway works on this machine's GPU", quick=False)
     parser.prog = "python -m benchmarks.gpu_check"
     parser.epilog = f"parts: {', '.join(PARTS)}"
@@ -94,7 +93,6 @@ def _in_words(outcome: Outcome) -> str:
 
 
 def _hardware(device: str) -> dict[str, str]:
-    """Describe the device and its driver."""
     if device == "cpu":
         return {"device": "cpu", "processor": platform.processor() or platform.machine()}
     try:

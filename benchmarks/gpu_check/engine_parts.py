@@ -22,8 +22,6 @@ from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["captured_vectors", "fair_batching", "live_forecasts", "migration", "vllm_imports"]
-
 MODEL = "smollm2"
 _REQUESTS, _PROMPT, _GENERATED = 12, 40, 48
 _LONG_PROMPT = 200
@@ -55,10 +53,7 @@ def captured_vectors(
 ) -> Callable[[Findings, Here], None]:
     """Return a part that compares what an engine captures with transformers.
 
-    Args:
-        arguments: of the engine.
-        runner: ``V1`` or ``V2``, which it must have run; None: whichever.
-        graphs: the mode in which its worker must have captured CUDA graphs; None: whichever.
+    It must have run this runner, and captured CUDA graphs in this mode, if they are given.
     """
     stressed = "num_gpu_blocks_override" in arguments
 
@@ -269,7 +264,6 @@ def _scheduler(engine: Any) -> Any:
 
 
 def _serve(engine: Any, look: Callable[[], None]) -> dict[str, list[int]]:
-    """Return each request's tokens; look between steps."""
     from vllm import SamplingParams
 
     core, answers = engine.llm_engine, {}

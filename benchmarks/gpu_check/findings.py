@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Findings", "Here", "NotRunError"]
-
 
 class NotRunError(Exception):
     """This machine lacks what a part needs; the message says what."""
@@ -13,12 +11,7 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Here:
-    """Where a part runs.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        folder: for what it writes; its own, and empty.
-    """
+    """Where a part runs: ``cuda`` or ``cpu``, with an empty folder of its own."""
 
     device: str
     folder: Path
@@ -26,18 +19,10 @@ class Here:
 
 @dataclass
 class Findings:
-    """Figures of a part.
-
-    Attributes:
-        measured: name → value.
-        failures: what is not as it must be, in words.
-    """
-
     measured: dict[str, float | str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def note(self, **measured: float | str) -> None:
-        """Keep figures that cannot fail."""
         self.measured |= measured
 
     def require_at_most(self, name: str, value: float, limit: float) -> None:

@@ -17,21 +17,12 @@ import torch
 from benchmarks.gpu_check import engine_parts, plain_pytorch
 from benchmarks.gpu_check.findings import Findings, Here, NotRunError
 
-__all__ = ["PARTS", "Outcome", "Part", "run_part"]
-
 Status = Literal["passed", "failed", "not run"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to verify.
-
-    Attributes:
-        check: does it.
-        seconds: it may take.
-        on_cpu: whether it says anything on a CPU.
-        environment: variables of its process.
-    """
+    """One thing to verify, in so many seconds at most."""
 
     check: Callable[[Findings, Here], None]
     seconds: float
@@ -40,14 +31,6 @@ class Part:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a part ended.
-
-    Attributes:
-        status: how.
-        reason: why it failed or was not run.
-        measured: its figures.
-    """
-
     status: Status
     reason: str = ""
     measured: dict[str, float | str] = msgspec.field(default_factory=dict)
@@ -82,10 +65,7 @@ _PROCESS = {"spawn": SpawnProcess, "fork": ForkProcess}
 def run_part(name: str, device: str, context: Literal["spawn", "fork"] = "spawn") -> Outcome:
     """Run a part in a process group of its own, of which nothing is left afterwards.
 
-    Args:
-        name: of one of `PARTS`.
-        device: ``cuda`` or ``cpu``.
-        context: how the process starts; a CUDA device needs ``spawn``.
+    A CUDA device needs the context ``spawn``.
     """
     part = PARTS[name]
     if device == "cpu" and not part.on_cpu:
@@ -122,7 +102,6 @@ def _end(process: SpawnProcess | ForkProcess) -> None:
 
 
 def _check(name: str, device: str) -> None:
-    """Run a part in this process, and write how it ended."""
     os.setsid()
     os.environ.update(_EXACT_FLOAT32 | PARTS[name].environment)
     torch.set_float32_matmul_precision("highest")  # images may set another

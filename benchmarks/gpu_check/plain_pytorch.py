@@ -22,8 +22,6 @@ from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
 from predictor.models.survival_mlp import SurvivalMLP, hazard_nll
 from predictor.training.row_table import load_rows
 
-__all__ = ["CHECKPOINT", "CURVES_WITHIN", "forecaster", "replayed_capture", "replayed_forecasts"]
-
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 _BATCH, _STEPS, _PROMPT = 256, 64, 10
 _STEPS_ON_CPU = 8
@@ -37,10 +35,6 @@ class _RecurrentModel:
 
     h ← norm(h + MLP(h) + E[t]), t ← argmax E h: in one CUDA graph on a GPU, as vLLM runs a
     decode step. What still reads h after the next replay reads another step's.
-
-    Args:
-        hidden_size: of h.
-        device: where it runs.
     """
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
@@ -64,12 +58,10 @@ class _RecurrentModel:
         self.begin()
 
     def begin(self) -> None:
-        """Return to the first step."""
         self.hidden.zero_()
         self._tokens.copy_(torch.arange(_BATCH))
 
     def step(self) -> None:
-        """Compute a step, or enqueue it."""
         if self._graph is None:
             self._step()
         else:
@@ -84,15 +76,9 @@ class _RecurrentModel:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What a run of the model left.
+    """What a run of the model left; seconds of a step with capture and without."""
 
-    Attributes:
-        expected: [n_steps, n_requests, d] hidden states, read one step at a time.
-        with_hook: seconds of a step, capture included.
-        without_hook: likewise, without.
-    """
-
-    expected: torch.Tensor
+    expected: torch.Tensor  # [n_steps, n_requests, d] hidden states, read one step at a time
     with_hook: float
     without_hook: float
 
@@ -246,12 +232,7 @@ def _wait_for(take: Callable[[], list[EngineForecasts]], count: int) -> list[Eng
 
 
 def _difference(forecasts: Sequence[EngineForecasts], hidden: torch.Tensor) -> float:
-    """Return by how much the curves of steps differ, at most, from those that the CPU computes.
-
-    Args:
-        forecasts: of every step, in order.
-        hidden: [n_steps, n, d] what they were made from.
-    """
+    """Return by how much the curves of steps differ, at most, from those that the CPU computes."""
     columns = [[one.generated_tokens, one.prompt_tokens, one.tokens_left] for one in forecasts]
     counts = torch.tensor(columns, dtype=torch.float32).transpose(1, 2)
     n_steps, n, _ = counts.shape
@@ -280,7 +261,6 @@ def _prediction_ms(device: torch.device, hidden: torch.Tensor) -> float:
 
 
 def _training_ms(device: torch.device) -> float:
-    """Return how long a step of training with 1,024 rows takes."""
     predictor = _predictor().to(device)
     optimizer = torch.optim.AdamW(predictor.parameters())
     rows = RequestRows(
@@ -302,6 +282,5 @@ def _training_ms(device: torch.device) -> float:
 
 def _note_times(findings: Findings, replayed: _Replayed) -> None:
     findings.note(
-        step_ms_with_capture=1e3 * replayed.with_hook,
-        step_ms_without=1e3 * replayed.without_hook,
+        step_ms_with_capture=1e3 * replayed.with_hook, step_ms_without=1e3 * replayed.without_hook
     )

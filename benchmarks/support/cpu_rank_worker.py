@@ -19,8 +19,6 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-__all__ = ["CpuRankWorker"]
-
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
     """Return all ranks' rows, one rank after another; padded, since gloo wants as many of each."""
@@ -81,7 +79,6 @@ class CpuRankWorker(CPUWorker):  # type: ignore[misc]
         self._log = os.open(f"{prefix}-{rank}.csv", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run a step."""
         if scheduler_output.total_num_scheduled_tokens:
             new = scheduler_output.total_num_scheduled_tokens
             begun = sum(one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs)
@@ -90,7 +87,6 @@ class CpuRankWorker(CPUWorker):  # type: ignore[misc]
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """Run a step without requests, because another rank has some."""
         self._write(0, 0, 0)
         super().execute_dummy_batch()
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,53 +12,25 @@ import numpy as np
 from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
 from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome
-
-__all__ = ["DrivenProxies", "DrivenProxy", "Lengths", "driven_proxies"]
 
 _TOKENS_PER_SECOND = 30.0
 _TICK_SECONDS = 0.2
 _CATCH_UP_SECONDS = 0.02
 _WAIT_SECONDS = 120.0
+_CLIENT = read_request(COMPLETIONS, b'{"prompt": "a", "stream": true}')
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Lognormal lengths of prompts and answers, in tokens.
-
-    Attributes:
-        prompt: median.
-        prompt_sigma: of the logarithm.
-        output: median.
-        output_sigma: of the logarithm.
-    """
-
-    prompt: float = 400.0
-    prompt_sigma: float = 1.0
-    output: float = 250.0
-    output_sigma: float = 0.6
-
-    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
-        """Return the tokens of a prompt and of its answer."""
-        prompt = rng.lognormal(np.log(self.prompt), self.prompt_sigma)
-        output = rng.lognormal(np.log(self.output), self.output_sigma)
-        return max(1, round(prompt)), max(1, round(output))
+def lengths(rng: np.random.Generator) -> tuple[int, int]:
+    """Return the tokens of a prompt and of its answer, lognormal."""
+    prompt, output = rng.lognormal(np.log(400.0), 1.0), rng.lognormal(np.log(250.0), 0.6)
+    return max(1, round(prompt)), max(1, round(output))
 
 
 class DrivenProxy:
-    """One proxy's placements, its link to the coordinator, and its requests.
-
-    Args:
-        deployment: of which it is a proxy.
-        background: runs something for as long as there are proxies.
-
-    Attributes:
-        planning: the real one.
-    """
-
     def __init__(
         self, deployment: Deployment, background: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
@@ -75,16 +47,13 @@ class DrivenProxy:
 
     @property
     def decided_for(self) -> bool:
-        """Whether the coordinator decides for it."""
         return self.planning.link.alive
 
     @property
     def running(self) -> int:
-        """Requests that run."""
         return len(self._running)
 
     async def place(self, prompt_tokens: int, output_tokens: int) -> LiveRequest:
-        """Have a request placed, whose tokens come from now on."""
         loop = asyncio.get_running_loop()
         self._numbers += 1
         name = f"{self.planning.link.session}-{self._numbers}"
@@ -99,14 +68,12 @@ class DrivenProxy:
         return request
 
     def end(self, request: LiveRequest) -> None:
-        """End a request, all of whose tokens have come."""
         del self._running[request]
         request.finish()
         self.planning.ended(request, by_itself=True)
         self.planning.placer.wake()
 
     def generate(self, now: float) -> None:
-        """Bring the tokens that are due; end the requests that have all of theirs."""
         for request, (since, output_tokens) in list(self._running.items()):
             due = min(output_tokens, int((now - since) * _TOKENS_PER_SECOND))
             if due > request.generated_tokens:
@@ -115,49 +82,38 @@ class DrivenProxy:
                 self.end(request)
 
     def loads(self) -> list[int]:
-        """Return the context tokens of its requests on each instance."""
         on = self.planning.placements.on
         return [sum(one.context_tokens for one in on(each)) for each in self._instances]
 
     def hear_nobody(self) -> None:
-        """Take no more notice of what its peers publish."""
         self.planning.loads.peers({})
         self.planning.loads.peer = _unheard  # type: ignore[method-assign]
 
 
 @dataclass
 class DrivenProxies:
-    """Proxies to which requests come.
+    """Proxies to which requests come, and how long each request waited for its place.
 
-    Attributes:
-        proxies: all of them.
-        rng: draws all that is random.
-        lengths: of the requests.
-        place_seconds: that each request waited for its place.
-        imbalance: maximum over mean of the instances' true KV load, less 1, at each tick.
-        late_seconds: that each tick came late: when all proxies had to wait for a core.
+    At each tick, the maximum over the mean of the instances' true KV load, less 1, and by how much
+    it came late: when all proxies had to wait for a core.
     """
 
     proxies: Sequence[DrivenProxy]
     rng: np.random.Generator
-    lengths: Lengths = field(default_factory=Lengths)
     place_seconds: list[float] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
     late_seconds: list[float] = field(default_factory=list)
 
     @property
     def running(self) -> int:
-        """Requests that run."""
         return sum(proxy.running for proxy in self.proxies)
 
     def forget_measured(self) -> None:
-        """Begin to measure anew."""
         self.place_seconds.clear()
         self.imbalance.clear()
         self.late_seconds.clear()
 
     async def left_alone(self) -> None:
-        """Wait until all have noticed that the coordinator is away."""
         await _until(
             lambda: not any(one.decided_for for one in self.proxies), "the coordinator is silent"
         )
@@ -178,34 +134,27 @@ class DrivenProxies:
                 if due > loop.time():
                     await asyncio.sleep(due - loop.time())
                 proxy = self.proxies[int(self.rng.integers(len(self.proxies)))]
-                placing.create_task(self._place(proxy, *self.lengths.draw(self.rng)))
+                placing.create_task(self._place(proxy, *lengths(self.rng)))
 
-    async def fill(self, requests: int, at_once: int) -> None:
-        """Place requests that do not end."""
-        left = iter(range(requests))
+    async def crowd(self, at_once: int, more: Callable[[], bool], ends: bool) -> int:
+        """Place requests while there are more, each of which ends at once or never; count them."""
+        placed = 0
 
-        async def place(proxy: DrivenProxy) -> None:
-            for _ in left:
-                await self._place(proxy, self.lengths.draw(self.rng)[0], 1 << 40)
-
-        await self._by_all(place, at_once)
-
-    async def as_many_as_possible(self, at_once: int, seconds: float) -> int:
-        """Place one request after the other, each of which ends at once; return how many."""
-        end, placed = time.monotonic() + seconds, 0
-
-        async def place(proxy: DrivenProxy) -> None:
+        async def client(proxy: DrivenProxy) -> None:
             nonlocal placed
-            while time.monotonic() < end:
-                prompt, output = self.lengths.draw(self.rng)
-                proxy.end(await self._place(proxy, prompt, output))
+            while more():
+                prompt, output = lengths(self.rng)
+                request = await self._place(proxy, prompt, output if ends else 1 << 40)
+                if ends:
+                    proxy.end(request)
                 placed += 1
 
-        await self._by_all(place, at_once)
+        async with asyncio.TaskGroup() as placing:
+            for i in range(at_once):
+                placing.create_task(client(self.proxies[i % len(self.proxies)]))
         return placed
 
     async def tick(self) -> None:
-        """Bring tokens, and look at the loads, forever."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _TICK_SECONDS
@@ -223,17 +172,9 @@ class DrivenProxies:
         self.place_seconds.append(time.monotonic() - began)
         return request
 
-    async def _by_all(
-        self, place: Callable[[DrivenProxy], Coroutine[Any, Any, None]], at_once: int
-    ) -> None:
-        async with asyncio.TaskGroup() as placing:
-            for i in range(at_once):
-                placing.create_task(place(self.proxies[i % len(self.proxies)]))
-
 
 @asynccontextmanager
 async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIterator[DrivenProxies]:
-    """Run proxies for which the coordinator decides, in this event loop."""
     async with asyncio.TaskGroup() as tasks:
         background: list[asyncio.Task[None]] = []
 
@@ -255,11 +196,6 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: it does not come to hold.
-    """
     end = time.monotonic() + _WAIT_SECONDS
     while not holds():
         if time.monotonic() > end:
@@ -273,24 +209,7 @@ class _NoMoves:
 
 
 def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:
-    return ClientRequest(
-        path=COMPLETIONS,
-        body={},
-        size=0,
-        request_id=None,
-        prompt_ids=prompt_tokens,
-        stream=True,
-        include_usage=False,
-        keeps_token_ids=False,
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop=(),
-        include_stop=False,
-        skip_special_tokens=True,
-        spaces_between_special_tokens=True,
-        direct="",
-        pinned="",
-    )
+    return replace(_CLIENT, prompt_ids=prompt_tokens, max_tokens=max_tokens)
 
 
 def _unheard(proxy: int, load: Load) -> None:

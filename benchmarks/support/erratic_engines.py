@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,35 +19,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from predictor.live.telemetry_messages import (
-    TOPIC,
-    Finished,
-    FinishedEvent,
-    Gauges,
-    RequestForecast,
-    Snapshot,
-    encode_message,
-    encode_survival,
-)
-from rescheduler.transfer.control_messages import (
-    Command,
-    EngineState,
-    Freeze,
-    Frozen,
-    GetState,
-    NotFrozen,
-    Release,
-    Released,
-    Reply,
-    TakeSnapshot,
-    Unfreeze,
-    Unfrozen,
-    decode_command,
-    encode,
-)
-from rescheduler.transfer.control_messages import Snapshot as KeptBlocks
-
-__all__ = ["FAULTS", "MODEL", "main"]
+import predictor.live.telemetry_messages as telemetry
+import rescheduler.transfer.control_messages as control
 
 MODEL = "smollm2"
 FAULTS = ("error 500", "error 429", "error event", "prefill 500", "breaks", "too long")
@@ -59,12 +31,11 @@ _BLOCK, _BLOCKS, _SEQUENCES, _CONTEXT = 16, 10_000, 256, 8192
 _KEPT = 256
 _TELEMETRY_SECONDS = 0.25
 _EDGES = [0, 8, 32, 128]
-_CURVE = encode_survival(np.exp(-np.array(_EDGES) / 16.0)[None])[0]
+_CURVE = telemetry.encode_survival(np.exp(-np.array(_EDGES) / 16.0)[None])[0]
 _LARGEST_BODY = 1 << 24
 
 
 def main() -> None:
-    """Serve until killed; print the instances as a deployment lists them, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decodes", type=int, default=2)
     parser.add_argument("--token-seconds", type=float, default=0.02)
@@ -74,21 +45,18 @@ def main() -> None:
 
 async def _serve(decodes: int, token_seconds: float) -> None:
     engines: dict[str, _Engine] = {}
-    names = ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
-    for name in names:
+    for name in ("prefill-0", *(f"decode-{i}" for i in range(decodes))):
         engines[name] = _Engine(name, engines, token_seconds)
     instances = [await engine.start() for engine in engines.values()]
     print(json.dumps(instances), flush=True)
     async with asyncio.TaskGroup() as tasks:
         for engine in engines.values():
-            for loop in engine.loops():
-                tasks.create_task(loop)
+            tasks.create_task(engine.obey())
+            tasks.create_task(engine.publish())
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request on an engine."""
-
     id: str
     hop: int
     name: str
@@ -108,7 +76,6 @@ class _Engine:
     running: dict[str, _Running] = field(default_factory=dict)
 
     async def start(self) -> dict[str, str]:
-        """Listen; return what a deployment says of it."""
         app = web.Application(client_max_size=_LARGEST_BODY)
         app.router.add_get("/health", self._health)
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -117,19 +84,16 @@ class _Engine:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        self._ended: list[FinishedEvent] = []
+        self._ended: list[telemetry.FinishedEvent] = []
         self._seq, self._epoch = 0, time.time_ns()
         context = zmq.asyncio.Context.instance()
         self._control, self._publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
         role = self.name.partition("-")[0]
-        instance = {"name": self.name, "role": role, "url": f"http://127.0.0.1:{_port(runner)}"}
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        instance = {"name": self.name, "role": role, "url": url}
         for key, bound in (("control", self._control), ("telemetry", self._publisher)):
             instance[key] = f"tcp://127.0.0.1:{bound.bind_to_random_port('tcp://127.0.0.1')}"
         return instance
-
-    def loops(self) -> list[Coroutine[Any, Any, None]]:
-        """Return what has to run for as long as it is asked anything."""
-        return [self._obey(), self._publish()]
 
     async def _health(self, http: web.Request) -> web.Response:
         del http
@@ -146,13 +110,13 @@ class _Engine:
         prefills, generated = bool(params.get("do_remote_decode")), moving.get("generated", 0)
         fault = body.get("user", "")
         if body.get("model") != MODEL:
-            return _error(404, f"the model {body.get('model')!r} does not exist")
+            return _error(404)
         if fault == "too long":
-            return _error(400, f"the model's maximum context length is {_CONTEXT} tokens")
+            return _error(400)
         if fault == "error 500" or (fault == "prefill 500" and prefills):
-            return _error(500, "as it was asked")
+            return _error(500)
         if fault == "error 429" and not prefills:
-            return _error(429, "as it was asked")
+            return _error(429)
         if prefills:
             return self._prefilled(moving["id"])
         if params.get("do_remote_prefill"):
@@ -186,13 +150,7 @@ class _Engine:
             self._end(running, frozen=False)
 
     def _prefilled(self, id: str) -> web.Response:
-        self._keep(id)
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self.name,
-            "remote_request_id": id,
-        }
+        params = {**self._keep(id), "do_remote_decode": False}
         usage = {"prompt_tokens": 24, "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
 
@@ -204,8 +162,7 @@ class _Engine:
         head = _head(chat)
         with suppress(ConnectionResetError):  # its client has left
             if fault == "error event":
-                error = {"message": "as it was asked", "code": 500}
-                await response.write(_event({"error": error}))
+                await response.write(_event({"error": {"message": "as asked", "code": 500}}))
                 return response
             given = 0
             while True:
@@ -235,98 +192,88 @@ class _Engine:
             await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _keep(self, id: str) -> None:
+    def _keep(self, id: str) -> dict[str, Any]:
         """Keep blocks for another engine, of the latest requests only: others never ask."""
         self.kept[id] = None
         if len(self.kept) > _KEPT:
             del self.kept[next(iter(self.kept))]
+        ids = {"remote_engine_id": self.name, "remote_request_id": id}
+        return {"do_remote_prefill": True, **ids}
 
     def _end(self, running: _Running, frozen: bool) -> None:
         if self.running.get(running.id) is running:
             del self.running[running.id]
             reason, generated = "moved" if frozen else "length", len(running.output)
-            event = FinishedEvent(_internal(running), reason, len(running.prompt), generated, 64)
+            event = telemetry.FinishedEvent(
+                _internal(running), reason, len(running.prompt), generated, 64
+            )
             self._ended.append(event)
         if running.asked is None:
             return
         (peer, number), running.asked = running.asked, None
         if not frozen:
-            self._reply(peer, NotFrozen(number=number, reason="it has ended"))
+            self._reply(peer, control.NotFrozen(number=number, reason="it has ended"))
             return
-        self._keep(running.id)
-        params = {
-            "do_remote_prefill": True,
-            "remote_engine_id": self.name,
-            "remote_request_id": running.id,
-        }
-        self._reply(peer, Frozen(number=number, output_token_ids=running.output, params=params))
+        params, output = self._keep(running.id), running.output
+        self._reply(peer, control.Frozen(number=number, output_token_ids=output, params=params))
 
-    async def _obey(self) -> None:
+    async def obey(self) -> None:
         while True:
             peer, *frames = await self._control.recv_multipart()
-            command = decode_command(frames)
-            reply = self._carried_out(peer, command)
-            if reply is not None:
+            if (reply := self._carried_out(peer, control.decode_command(frames))) is not None:
                 self._reply(peer, reply)
 
-    def _carried_out(self, peer: bytes, command: Command) -> Reply | None:
+    def _carried_out(self, peer: bytes, command: control.Command) -> control.Reply | None:
         """Return the answer to a command, unless it comes later."""
         number = command.number
-        if isinstance(command, GetState):
-            return self._state(number)
-        if isinstance(command, Release):
+        if isinstance(command, control.GetState):
+            return control.EngineState(
+                number=number,
+                version="erratic",
+                block_size=_BLOCK,
+                max_num_seqs=_SEQUENCES,
+                max_model_len=_CONTEXT,
+                prefix_caching=self.name == "decode-0",  # of moves to it only there are copies
+                num_blocks=_BLOCKS,
+                free_blocks=_BLOCKS - 8 * len(self.running),
+                running=len(self.running),
+                waiting=0,
+                frozen=list(self.kept),
+            )
+        if isinstance(command, control.Release):
             done = command.id in self.kept
             self.kept.pop(command.id, None)
-            return Released(number=number, done=done)
+            return control.Released(number=number, done=done)
         running = self.running.get(command.id)
-        if isinstance(command, Unfreeze):
+        if isinstance(command, control.Unfreeze):
             if running is not None:
                 running.left = running.asked = None
-            return Unfrozen(number=number, done=running is not None)
-        if running is None or (isinstance(command, Freeze) and running.hop != command.hop):
-            return NotFrozen(number=number, reason="unknown")
-        if isinstance(command, TakeSnapshot):
+            return control.Unfrozen(number=number, done=running is not None)
+        if running is None or (isinstance(command, control.Freeze) and running.hop != command.hop):
+            return control.NotFrozen(number=number, reason="unknown")
+        if isinstance(command, control.TakeSnapshot):
             tokens = running.prompt + running.output
             whole = tokens[: len(tokens) // _BLOCK * _BLOCK]
-            name = f"{command.id}-snapshot"
-            self._keep(name)
-            params = {"do_remote_prefill": True, "remote_engine_id": self.name}
-            params["remote_request_id"] = name
-            return KeptBlocks(number=number, token_ids=whole, params=params)
+            params = self._keep(f"{command.id}-snapshot")
+            return control.Snapshot(number=number, token_ids=whole, params=params)
         running.asked, running.left = (peer, number), 2
         return None
 
-    def _state(self, number: int) -> EngineState:
-        return EngineState(
-            number=number,
-            version="erratic",
-            block_size=_BLOCK,
-            max_num_seqs=_SEQUENCES,
-            max_model_len=_CONTEXT,
-            prefix_caching=self.name == "decode-0",  # of moves to it only there are copies
-            num_blocks=_BLOCKS,
-            free_blocks=_BLOCKS - 8 * len(self.running),
-            running=len(self.running),
-            waiting=0,
-            frozen=list(self.kept),
-        )
+    def _reply(self, peer: bytes, reply: control.Reply) -> None:
+        self._control.send_multipart([peer, *control.encode(reply)])  # at once: there is room
 
-    def _reply(self, peer: bytes, reply: Reply) -> None:
-        self._control.send_multipart([peer, *encode(reply)])  # at once: there is room
-
-    async def _publish(self) -> None:
-        """Say what runs and what has ended, a few times a second."""
+    async def publish(self) -> None:
         while True:
             await asyncio.sleep(_TELEMETRY_SECONDS)
             ended, self._ended = self._ended, []
             requests = [
-                RequestForecast(
+                telemetry.RequestForecast(
                     _internal(one), len(one.prompt), len(one.output), len(one.output), 64, _CURVE
                 )
                 for one in self.running.values()
             ]
-            gauges = Gauges(len(requests), 0, 0.1, _BLOCK * _BLOCKS)
-            snapshot = Snapshot(
+            gauges = telemetry.Gauges(len(requests), 0, 0.1, _BLOCK * _BLOCKS)
+            snapshot = telemetry.Snapshot(
                 **self._header(),
                 gauges=gauges,
                 model=MODEL,
@@ -335,8 +282,10 @@ class _Engine:
                 edges=_EDGES,
                 requests=requests,
             )
-            for message in (snapshot, Finished(**self._header(), requests=ended)):
-                await self._publisher.send_multipart([TOPIC, encode_message(message)])
+            for message in (snapshot, telemetry.Finished(**self._header(), requests=ended)):
+                await self._publisher.send_multipart(
+                    [telemetry.TOPIC, telemetry.encode_message(message)]
+                )
 
     def _header(self) -> dict[str, Any]:
         seq, self._seq = self._seq, self._seq + 1
@@ -359,13 +308,9 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _error(status: int, message: str) -> web.Response:
-    error = {"message": message, "type": "Error", "param": None, "code": status}
+def _error(status: int) -> web.Response:
+    error = {"message": "as it was asked", "type": "Error", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
-
-
-def _port(runner: web.AppRunner) -> int:
-    return int(runner.addresses[0][1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "print_tables", "summarised"]
+from rescheduler.simulator.results.report import markdown_table
 
 Result = dict[str, Any]
 
@@ -25,32 +25,28 @@ def summarised(results: list[Result]) -> dict[str, float]:
 
 
 def print_tables(results: list[Result]) -> None:
-    """Print a row a case, and the peaks of each part beside the best baseline's."""
-    columns = ("in time, req/s", "late", "late by mean TPOT", "rejected")
-    print(
-        f"\n| part | TTFT, TPOT | load | system | {' | '.join(columns)} | "
-        "TTFT P50, P95, P99 | TPOT P50, P95, P99 |"
-    )
-    print("|---:|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    rows, peak_rows = [], []
     for (part, ttft_s, tpot_s), found in _parts(results).items():
+        where = [str(part), f"{ttft_s:.2f} s, {1e3 * tpot_s:.0f} ms"]
         for one in sorted(found, key=lambda one: float(one["load"])):
             ttft = ", ".join(f"{one[f'ttft_p{p}']:.2f}" for p in (50, 95, 99))
             tpot = ", ".join(f"{1e3 * one[f'tpot_p{p}']:.0f}" for p in (50, 95, 99))
-            print(
-                f"| {part} | {ttft_s:.2f} s, {1e3 * tpot_s:.0f} ms | {one['load']:.0%} | "
-                f"{one['system']} | {one['effective']:.2f} | "
-                f"{one['violated']:.0%} | {_late_by_mean(one):.0%} | "
-                f"{one['rejected'] / one['requests']:.0%} | {ttft} s | {tpot} ms |"
-            )
-    print("\n| part | TTFT, TPOT | system | peak, requests/s | against the best baseline |")
-    print("|---:|---|---|---:|---:|")
-    for (part, ttft_s, tpot_s), found in _parts(results).items():
+            rejected = one["rejected"] / one["requests"]
+            late = [one["violated"], _late_by_mean(one), rejected]
+            figures = [f"{one['effective']:.2f}", *(f"{share:.0%}" for share in late)]
+            case = [f"{one['load']:.0%}", one["system"]]
+            rows.append([*where, *case, *figures, f"{ttft} s", f"{tpot} ms"])
         peaks = _peaks(found)
         best = max((peaks[name] for name in ("vllm", "sarathi") if name in peaks), default=None)
         for system, peak in peaks.items():
             gain = f"{peak / best - 1:+.1%}" if best else ""
-            where = f"{part} | {ttft_s:.2f} s, {1e3 * tpot_s:.0f} ms"
-            print(f"| {where} | {system} | {peak:.2f} | {gain} |")
+            peak_rows.append([*where, system, f"{peak:.2f}", gain])
+    where = ["part", "TTFT, TPOT"]
+    shown = ["in time, req/s", "late", "late by mean TPOT", "rejected"]
+    shown += ["TTFT P50, P95, P99", "TPOT P50, P95, P99"]
+    print("", *markdown_table([*where, "load", "system", *shown], rows, "rlrl"), sep="\n")
+    heads = [*where, "system", "peak, requests/s", "against the best baseline"]
+    print("", *markdown_table(heads, peak_rows, "rll"), sep="\n")
 
 
 def draw(results: list[Result], path: Path) -> None:
@@ -89,20 +85,14 @@ def _percentiles() -> list[str]:
     return [f"{name}_p{p}" for name in ("ttft", "tpot") for p in (50, 95, 99)]
 
 
-def _objectives(one: Result) -> tuple[float, float]:
-    return one["ttft_s"], one["tpot_s"]
-
-
 def _parts(results: list[Result]) -> dict[tuple[int, float, float], list[Result]]:
-    """Return the results by part of the trace and objectives, in order."""
     parts = defaultdict(list)
     for one in results:
-        parts[one["round"], *_objectives(one)].append(one)
+        parts[one["round"], one["ttft_s"], one["tpot_s"]].append(one)
     return dict(sorted(parts.items()))
 
 
 def _peaks(results: list[Result]) -> dict[str, float]:
-    """Return the most requests in time that each system reaches at any load."""
     peaks: dict[str, float] = {}
     for one in results:
         peaks[one["system"]] = max(peaks.get(one["system"], 0.0), one["effective"])

@@ -12,13 +12,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.support.live_load import round_load
-from benchmarks.support.live_runs import completed, proxy, run_load
+from benchmarks.support.deployments import proxy
+from benchmarks.support.live_runs import completed, round_load, run_load
 from data_collection.atomic_file import write_text_atomically
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
-
-__all__ = ["Machine", "measure_machine", "read_machine", "served_rate"]
 
 _FILE = "machine.json"
 _MEASURED_ROUND = 1_000_003  # whose requests no round has
@@ -30,26 +28,15 @@ _MOVING = {"name": "star", "prediction": False}
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast the deployment is on this machine.
+    """How fast the deployment is on this machine; times are seconds."""
 
-    Attributes:
-        alone_ttft: seconds to the first token of a request that is alone.
-        alone_tpot: seconds per further token of it.
-        prefill_cost: seconds that a token of a prompt takes, as a part of those of a further token.
-        capacity: requests a second that are served of a load that comes all at once, with a
-            tenth of each KV cache kept free.
-        step_seconds: mean time between two tokens of a request meanwhile.
-        pause: mean seconds that a moved request's stream pauses under such a load.
-        copying: mean seconds of the copy made before, while the request goes on.
-    """
-
-    alone_ttft: float
+    alone_ttft: float  # of a request that is alone
     alone_tpot: float
-    prefill_cost: float
-    capacity: float
-    step_seconds: float
-    pause: float
-    copying: float
+    prefill_cost: float  # time of a prompt's token, as a part of a further token's
+    capacity: float  # requests a second of a load at once, a tenth of each KV cache kept free
+    step_seconds: float  # mean time between two tokens of a request meanwhile
+    pause: float  # mean time that a moved request's stream pauses under such a load
+    copying: float  # mean time of the copy made before, while the request goes on
 
     @property
     def patience(self) -> float:
@@ -58,11 +45,6 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine | None:
-    """Return what was found out before, or None.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
     kept = folder / _FILE
     if not kept.is_file():
         return None
@@ -75,14 +57,6 @@ def read_machine(folder: Path) -> Machine | None:
 def measure_machine(
     deployment: Deployment, folder: Path, requests: int, max_tokens: int
 ) -> Machine:
-    """Find out how fast a deployment is, and keep it in the folder.
-
-    Args:
-        deployment: whose engines run and are idle; routing and migration are replaced.
-        folder: where it is kept.
-        requests: of a run.
-        max_tokens: of a request.
-    """
     machine = asyncio.run(_measure(deployment, folder, requests, max_tokens))
     write_text_atomically(folder / _FILE, json.dumps(asdict(machine), indent=1) + "\n")
     print(f"measured: {machine}", file=sys.stderr, flush=True)

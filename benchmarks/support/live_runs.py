@@ -2,122 +2,78 @@
 
 import asyncio
 import hashlib
-import signal
-import sys
+import random
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
-from benchmarks.support.move_log import read_moves, read_placements, with_overflows
+from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
+from data_collection.workload.prompts import load_prompts
 from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.engine_command import EngineCommand
-from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.telemetry.forecast_batch import ForecastBatch
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
-
-__all__ = [
-    "FULL",
-    "LiveRun",
-    "StalledError",
-    "completed",
-    "patient",
-    "proxy",
-    "run_load",
-    "until_idle",
-]
 
 FULL = 0.99
 """Share of the KV cache from which on it is full, as in STAR's Figure 12."""
 
 _SAMPLE_SECONDS = 1.0
-_POLL_SECONDS = 0.2
-_LONG = 86_400.0
+_ASKS_FOR_MUCH = re.compile(
+    r"[0-9]00 words|\blong\b|detail|interview|hour by hour|verses|30 |tutorial|table|every"
+    r"|Write a story|steps"
+)
 
-
-class StalledError(RuntimeError):
-    """Nobody has got a token for too long."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The decode engines at one moment.
-
-    Attributes:
-        seconds: since the load began.
-        kv: share of each engine's KV cache in use, in the deployment's order.
-        running: requests each runs.
-        waiting: requests that wait in each.
-        migrations: so far.
-        preemptions: so far.
-    """
-
-    seconds: float
-    kv: list[float]
-    running: list[int]
-    waiting: list[int]
-    migrations: int
-    preemptions: int
+Sample = dict[str, Any]
+"""The decode engines at one moment, in the deployment's order; counts are so far."""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a load has left behind.
-
-    Attributes:
-        result: figures, samples, requests, placements and moves, as JSON.
-        forecasts: that the engines published meanwhile.
-        served: what the clients saw.
-        pause: mean seconds from a moved request's last token at its source to its next one.
-        copying: mean seconds of the copies made before.
-    """
+    """What a load has left behind; mean seconds of moved streams' pauses, and of copies before."""
 
     result: dict[str, Any]
-    forecasts: list[ForecastBatch]
     served: list[ServedRequest]
     pause: float
     copying: float
 
 
-def patient(deployment: Deployment) -> Deployment:
-    """Return the deployment with a proxy that gives nothing up on a slow machine."""
-    options = replace(
-        deployment.proxy,
-        pool=10_000,
-        pool_seconds=_LONG,
-        prefill_seconds=_LONG,
-        first_token_seconds=_LONG,
-        token_seconds=_LONG,
-        control_seconds=60.0,
-        freeze_seconds=60.0,
-        moved_token_seconds=600.0,
-    )
-    return replace(deployment, proxy=options)
+def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list[LoadRequest]:
+    """Return a round's requests, a Poisson process; at an infinite rate all come at once.
+
+    Half of them ask for long answers, in random order. A round draws prompts, seeds and gaps
+    between arrivals of its own, the same every time; loads only stretch its gaps.
+    """
+    generator = random.Random(number)
+    kinds: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    for prompt in load_prompts("starter"):
+        text = prompt.messages[-1]["content"]
+        kinds[_ASKS_FOR_MUCH.search(text) is None].append((prompt.id, text))
+    much = generator.sample(kinds[0], requests // 2)
+    little = generator.sample(kinds[1], requests - requests // 2)
+    chosen = much + little
+    generator.shuffle(chosen)
+    load, now = [], 0.0
+    for i, (name, text) in enumerate(chosen):
+        now += generator.expovariate(1.0) / rate
+        load.append(LoadRequest(name, text, max_tokens, 1_000 * number + i, now))
+    return load
 
 
 async def run_load(
     deployment: Deployment, folder: Path, load: Sequence[LoadRequest], salt: str, patience: float
 ) -> LiveRun:
-    """Serve a load once.
+    """Serve a load once, by engines that run and are idle.
 
-    Args:
-        deployment: whose engines run and are idle.
-        folder: of the proxy's configuration and log.
-        load: the requests.
-        salt: keeps engines from finding prompts of other runs in their caches.
-        patience: see `completed`.
+    The salt keeps engines from finding prompts of other runs in their caches.
 
     Raises:
         StalledError: as `completed` and `until_idle`.
@@ -125,48 +81,28 @@ async def run_load(
     """
     await until_idle(deployment, patience)
     before = await asyncio.to_thread(preemptions, deployment)
-    log = folder / "proxy.log"
-    log.unlink(missing_ok=True)
+    (folder / "proxy.log").unlink(missing_ok=True)
     run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
     samples: list[Sample] = []
     with proxy(deployment, folder) as server:
-        endpoints = [str(instance.telemetry) for instance in deployment.decode]
-        with TelemetrySubscriber(endpoints, view=TelemetryView(history=False)) as telemetry:
-            epoch = time.time()
-            async with _sampling(deployment, run, before, samples):
-                served = await completed(run, patience, server)
-            forecasts = list(telemetry.take_forecasts())
-        metrics = f"{deployment.proxy_url}/metrics"
+        async with _sampling(deployment, run, before, samples):
+            served = await completed(run, patience, server)
         migrations = await asyncio.to_thread(_moved, deployment)
-        pause = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_gap_seconds")
-        copying = await asyncio.to_thread(_mean, metrics, "headway_proxy_migration_copy_seconds")
+        pause = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_gap_seconds")
+        copying = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_copy_seconds")
     await until_idle(deployment, patience)
-    requests = [_as_json(one, run.started) for one in served]
-    names, placements = read_placements(log, epoch)
-    moves = with_overflows(
-        read_moves(log, epoch, names), placements, requests, capacity_tokens(deployment)
-    )
-    loaded = [one for one in samples if one.seconds <= load[-1].arrives] or samples
+    loaded = [one for one in samples if one["seconds"] <= load[-1].arrives] or samples
     result = {
         **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
         "migrations": migrations,
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
-        "kv_use": float(np.mean([one.kv for one in loaded])) if loaded else float("nan"),
-        "kv_full_share": float(np.mean([max(one.kv) > FULL for one in loaded])),
-        "kv_difference": float(np.mean([max(one.kv) - min(one.kv) for one in loaded])),
-        "samples": [asdict(one) for one in samples],
-        "requests": requests,
-        "placements": placements,
-        "moves": moves,
+        "kv_use": float(np.mean([one["kv"] for one in loaded])) if loaded else float("nan"),
+        "kv_full_share": float(np.mean([max(one["kv"]) > FULL for one in loaded])),
+        "kv_difference": float(np.mean([max(one["kv"]) - min(one["kv"]) for one in loaded])),
+        "samples": samples,
+        "requests": [_as_json(one, run.started) for one in served],
     }
-    return LiveRun(result, forecasts, served, pause, copying)
-
-
-def capacity_tokens(deployment: Deployment) -> int:
-    """Return the tokens that a decode engine's KV cache holds; vLLM keeps one block to itself."""
-    engine = deployment.engine
-    assert engine.kv_blocks is not None
-    return (engine.kv_blocks - 1) * engine.block_size
+    return LiveRun(result, served, pause, copying)
 
 
 async def completed(
@@ -174,19 +110,14 @@ async def completed(
 ) -> list[ServedRequest]:
     """Serve a load to its end, however long it takes while tokens keep coming.
 
-    Args:
-        run: the load.
-        patience: seconds for which requests may run and none of them get a token.
-        server: that must keep running.
-
     Raises:
-        StalledError: nothing came for so long.
+        StalledError: requests run, and none of them has got a token for so many seconds.
         RuntimeError: the server has ended.
     """
     serving = asyncio.create_task(run.run())
     try:
         while not serving.done():
-            await asyncio.wait([serving], timeout=_POLL_SECONDS)
+            await asyncio.wait([serving], timeout=POLL_SECONDS)
             if server is not None and not server.is_running:
                 raise RuntimeError(server.why_it_ended())
             open_ones = [one for one in run.served.values() if not one.finish_reason + one.error]
@@ -209,59 +140,10 @@ async def completed(
             await serving
 
 
-async def until_idle(deployment: Deployment, patience: float) -> None:
-    """Wait until no decode engine holds a block.
-
-    Raises:
-        StalledError: one holds the same blocks for too long, so that they have leaked.
-    """
-    for instance in deployment.decode:
-        client = ControlClient(str(instance.control))
-        held, since = -1, time.monotonic()
-        try:
-            while (state := await client.state(60.0)).free_blocks != state.num_blocks:
-                if state.free_blocks != held:
-                    held, since = state.free_blocks, time.monotonic()
-                if time.monotonic() - since > patience:
-                    raise StalledError(f"{instance.name} is idle and yet holds blocks: {state}")
-                await asyncio.sleep(_POLL_SECONDS)
-        finally:
-            client.close()
-
-
-@contextmanager
-def proxy(deployment: Deployment, folder: Path) -> Any:
-    """Run `headway serve` for a deployment whose engines run; yield its process.
-
-    Raises:
-        RuntimeError: it ended before it was ready.
-    """
-    config = folder / "deployment.yaml"
-    write_deployment(deployment, config)
-    command = [sys.executable, "-m", "rescheduler", "serve", "--config", str(config)]
-    server = ServerProcess(
-        "proxy",
-        EngineCommand([*command, "--verbose"], {}),
-        deployment.proxy_url,
-        folder / "proxy.log",
-    )
-    server.start()
-    try:
-        while not server.is_healthy():  # it may have to compile first
-            if not server.is_running:
-                raise RuntimeError(server.why_it_ended())
-            time.sleep(_POLL_SECONDS)
-        yield server
-    finally:
-        server.signal(signal.SIGTERM)
-        server.end_by(time.monotonic() + deployment.proxy.shutdown_seconds + 5)
-
-
 @asynccontextmanager
 async def _sampling(
     deployment: Deployment, run: LoadRun, preempted: float, samples: list[Sample]
 ) -> AsyncIterator[None]:
-    """Look at the decode engines again and again while the body runs."""
     clients = [ControlClient(str(instance.control)) for instance in deployment.decode]
 
     async def sample() -> None:
@@ -269,15 +151,17 @@ async def _sampling(
             await asyncio.sleep(_SAMPLE_SECONDS)
             with suppress(ControlError, OSError):  # one moment is missing then
                 states = [await client.state(10 * _SAMPLE_SECONDS) for client in clients]
+                migrations = await asyncio.to_thread(_moved, deployment)
+                now = await asyncio.to_thread(preemptions, deployment)
                 samples.append(
-                    Sample(
-                        round(time.monotonic() - run.started, 3),
-                        [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
-                        [state.running for state in states],
-                        [state.waiting for state in states],
-                        await asyncio.to_thread(_moved, deployment),
-                        round(await asyncio.to_thread(preemptions, deployment) - preempted),
-                    )
+                    {
+                        "seconds": round(time.monotonic() - run.started, 3),
+                        "kv": [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
+                        "running": [state.running for state in states],
+                        "waiting": [state.waiting for state in states],
+                        "migrations": migrations,
+                        "preemptions": round(now - preempted),
+                    }
                 )
 
     sampling = asyncio.create_task(sample())
@@ -312,11 +196,11 @@ def _as_json(served: ServedRequest, started: float) -> dict[str, Any]:
 
 
 def _moved(deployment: Deployment) -> int:
-    """Return how many requests the proxy has moved."""
     url, name = f"{deployment.proxy_url}/metrics", "headway_proxy_migrations_total"
     return round(metric_total(url, name, outcome="moved"))
 
 
-def _mean(url: str, histogram: str) -> float:
+def _mean(deployment: Deployment, histogram: str) -> float:
+    url = f"{deployment.proxy_url}/metrics"
     count = metric_total(url, f"{histogram}_count")
     return metric_total(url, f"{histogram}_sum") / count if count else float("nan")

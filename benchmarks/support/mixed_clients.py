@@ -12,8 +12,6 @@ import aiohttp
 
 from benchmarks.support.erratic_engines import FAULTS, MODEL
 
-__all__ = ["KINDS", "OUTCOMES", "MixedClients"]
-
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _LONG = 30
 """Tokens of a request that runs for long enough to be moved when its engine is drained."""
@@ -21,17 +19,7 @@ _LONG = 30
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a client asks, and how.
-
-    Attributes:
-        weight: how often.
-        expected: outcomes that are as they should be.
-        body: besides the model and the prompt.
-        path: of the endpoint.
-        leaves: before the answer's end.
-        raw: sent in place of a body.
-        chunked: the body is sent in pieces, without its length.
-    """
+    """What a client asks, how often, and the outcomes that are as they should be."""
 
     weight: float
     expected: tuple[str, ...]
@@ -77,17 +65,6 @@ assert {kind.body["user"] for kind in KINDS.values() if "user" in kind.body} == 
 
 
 class MixedClients:
-    """Ask a proxy, so many at a time.
-
-    Args:
-        generator: decides who asks for what.
-
-    Attributes:
-        outcomes: how many requests ended how.
-        unexpected: requests that ended as they should not, by kind and outcome.
-        ended: requests that have.
-    """
-
     def __init__(self, generator: random.Random) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.unexpected: Counter[str] = Counter()
@@ -96,20 +73,8 @@ class MixedClients:
         self._names, self._weights = list(KINDS), [kind.weight for kind in KINDS.values()]
 
     async def ask(
-        self,
-        session: aiohttp.ClientSession,
-        requests: int,
-        at_once: int,
-        ended: Callable[[], None],
+        self, session: aiohttp.ClientSession, requests: int, at_once: int, ended: Callable[[], None]
     ) -> None:
-        """Make requests.
-
-        Args:
-            session: with the proxy.
-            requests: how many.
-            at_once: so many at a time.
-            ended: called after each.
-        """
         left = iter(range(requests))
 
         async def client() -> None:
@@ -125,7 +90,6 @@ class MixedClients:
         await asyncio.gather(*(client() for _ in range(at_once)))
 
     async def _ask(self, session: aiohttp.ClientSession, kind: _Kind) -> str:
-        """Make a request; return how it ended."""
         number = self._random.getrandbits(64)
         body: dict[str, Any] = {"model": MODEL, "max_tokens": 4, **kind.body}
         if kind.path == _CHAT:
@@ -158,7 +122,6 @@ class MixedClients:
 
 
 def _ended(answer: bytes, streams: bool) -> str:
-    """Return how an answer of status 200 ended."""
     if not streams:
         return "ok"
     if b'"error"' in answer:

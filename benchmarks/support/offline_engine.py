@@ -10,39 +10,20 @@ import torch
 from data_collection.workload.engine_options import engine_arguments
 from predictor.training.row_table import RowTable
 
-__all__ = ["VectorComparison", "compare_vectors", "missing_rows", "record"]
-
 
 @dataclass(frozen=True)
 class VectorComparison:
-    """Captured vectors beside those that transformers computes in float32.
-
-    Attributes:
-        compared: vectors.
-        least_cosine: of a vector with its counterpart.
-        wrong_tokens: vectors whose most likely token is not the one that was generated.
-    """
+    """Captured vectors beside those that transformers computes in float32."""
 
     compared: int
     least_cosine: float
-    wrong_tokens: int
+    wrong_tokens: int  # vectors whose most likely token is not the one that was generated
 
 
 def record(
     model: str, dataset: str, arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
 ) -> dict[str, Any]:
-    """Record greedy answers to prompts, a row for every token.
-
-    Args:
-        model: folder of the model.
-        dataset: folder to record into.
-        arguments: further ones of vLLM's engine.
-        prompts: as token ids.
-        max_tokens: of an answer.
-
-    Returns:
-        vLLM's counters, and what the engine runs with, as JSON can hold it.
-    """
+    """Record greedy answers to prompts, a row for every token."""
     from vllm import LLM, SamplingParams
 
     capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}
@@ -78,12 +59,7 @@ def missing_rows(rows: RowTable) -> int:
 
 
 def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
-    """Compare the rows of greedy answers with transformers on the same tokens.
-
-    Args:
-        rows: with the tokens of prompts and answers.
-        model: folder of the model.
-    """
+    """Compare the rows of greedy answers with transformers on the same tokens."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

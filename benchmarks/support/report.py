@@ -1,24 +1,23 @@
-"""What every benchmark writes: its figures, and what they depend on."""
+"""What every benchmark writes: figures with what they depend on, and results to go on from.
+
+And differences between arms that served the same requests in the same rounds.
+"""
 
 import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
-
-__all__ = ["arguments", "report", "write_report"]
+from rescheduler.simulator.results.metrics import half_interval
 
 
 def arguments(description: str, quick: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the two options that all benchmarks share.
-
-    Args:
-        description: for the help.
-        quick: whether there is a short run.
-    """
+    """Return a parser with the options that all benchmarks share: a short run, and the file."""
     parser = argparse.ArgumentParser(description=description)
     if quick:
         parser.add_argument("--quick", action="store_true", help="a short run, for trying it out")
@@ -42,15 +41,6 @@ def write_report(
     quiet: bool = False,
     **further: Any,
 ) -> None:
-    """Write figures with commit, machine and versions, if asked.
-
-    Args:
-        name: of the benchmark.
-        figures: name → value.
-        out: file to write; None: nothing is written.
-        quiet: do not print where they are.
-        **further: what else the document holds.
-    """
     if out is None:
         return
     document = {
@@ -65,3 +55,64 @@ def write_report(
     write_text_atomically(out, json.dumps(document, indent=1) + "\n")
     if not quiet:
         print(f"\nwrote {out}")
+
+
+class Cells:
+    """Results by name, a file each, so that a measurement goes on where it was interrupted.
+
+    Those of other settings, as JSON, are none.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self._folder = folder
+        self._settings = json.loads(json.dumps(settings or {}))
+
+    def file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def read(self, name: str) -> Any:
+        """Return a result, or None where there is none of these settings."""
+        if not self.file(name).is_file():
+            return None
+        kept = json.loads(self.file(name).read_text())
+        return kept["result"] if kept.get("settings") == self._settings else None
+
+    def write(self, name: str, result: Any) -> None:
+        file = self.file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(file, json.dumps({"settings": self._settings, "result": result}))
+
+
+class Estimate(NamedTuple):
+    """A mean over rounds, with half its 95% interval by Student's t (NaN of one round)."""
+
+    mean: float
+    half: float
+    rounds: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the interval excludes 0."""
+        return abs(self.mean) > self.half
+
+
+def mean_of(values: Mapping[int, float]) -> Estimate:
+    """Return the mean over the rounds, by number; NaN where a round says nothing."""
+    found = np.array([value for value in values.values() if not np.isnan(value)])
+    if len(found) == 0:
+        return Estimate(float("nan"), float("nan"), 0)
+    half = float(half_interval(found)) if len(found) > 1 else float("nan")
+    return Estimate(float(found.mean()), half, len(found))
+
+
+def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> Estimate:
+    r"""Return the mean difference, :math:`\bar d \pm t_{0.975, n - 1}\, s_d / \sqrt n`.
+
+    Only rounds that both have count. What a round's requests and the machine at that time do to
+    both alike is not in the interval.
+
+    Args:
+        values: by round.
+        others: by round, which are subtracted.
+    """
+    return mean_of({i: values[i] - others[i] for i in values if i in others})

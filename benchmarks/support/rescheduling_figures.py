@@ -8,9 +8,8 @@ import numpy as np
 
 from benchmarks.support.live_machine import Machine
 from benchmarks.support.live_runs import FULL
-from benchmarks.support.paired_rounds import Estimate, mean_of, paired_difference
-
-__all__ = ["PAIRS", "Rounds", "draw", "print_tables", "summarised"]
+from benchmarks.support.report import Estimate, mean_of, paired_difference
+from rescheduler.simulator.results.report import markdown_table
 
 Rounds = dict[str, dict[int, dict[str, Any]]]
 """Results by arm and round."""
@@ -53,10 +52,6 @@ def summarised(loads: dict[float, Rounds], machine: Machine) -> tuple[dict[str, 
 
     Goodput counts requests whose first token came within 20 times, and whose further tokens
     within 4 times, what those of a request take that is alone.
-
-    Args:
-        loads: results by load.
-        machine: what it measured.
     """
     figures: dict[str, float] = {}
     estimates: Estimates = {}
@@ -87,7 +82,6 @@ def summarised(loads: dict[float, Rounds], machine: Machine) -> tuple[dict[str, 
 def _values(
     found: dict[int, dict[str, Any]], rounds: Rounds, machine: Machine
 ) -> dict[str, dict[int, float]]:
-    """Return an arm's figures by name and round."""
     ttft, tpot = TTFT_TIMES * machine.alone_ttft, TPOT_TIMES * machine.alone_tpot
     values: dict[str, dict[int, float]] = {name: {} for name in FIGURES}
     for number, result in found.items():
@@ -114,20 +108,20 @@ def _in_time(request: dict[str, Any], ttft_s: float, tpot_s: float) -> bool:
 
 
 def print_tables(estimates: Estimates, arms: Sequence[str]) -> None:
-    """Print for each load the means, and the differences with their 95% intervals."""
     for load, found in estimates.items():
         for title, rows in (
             ("means", [name for name in found if name in arms]),
             ("differences, paired by round", [name for name in found if name not in arms]),
         ):
             print(f"\nload {load:.0%}, {title}, with half a 95% interval; bold: it excludes 0")
-            print(f"| | {' | '.join(COLUMNS)} | rounds |\n|---|{'---:|' * (len(COLUMNS) + 1)}")
+            cells = []
             for row in rows:
-                cells = [
+                figures = [
                     _cell(found[row][name], scale, spec, bold=row not in arms)
                     for name, scale, spec in COLUMNS.values()
                 ]
-                print(f"| {row} | {' | '.join(cells)} | {found[row]['goodput'].rounds} |")
+                cells.append([row, *figures, str(found[row]["goodput"].rounds)])
+            print(*markdown_table(["", *COLUMNS, "rounds"], cells), sep="\n")
 
 
 def _cell(one: Estimate, scale: float, spec: str, bold: bool) -> str:

@@ -5,14 +5,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-__all__ = ["ServerProcess", "headway", "server", "stream_player"]
 
 _WITHOUT_UVLOOP = (
     "import sys; sys.modules['uvloop'] = None; "  # so that importing it fails, as if not installed
@@ -22,13 +20,6 @@ _WITHOUT_UVLOOP = (
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that runs.
-
-    Attributes:
-        pid: of its process.
-        said: its first line.
-    """
-
     pid: int
     said: str
 
@@ -37,33 +28,28 @@ class ServerProcess:
         """That it listens on: the end of its first line."""
         return int(self.said.rpartition(":")[2])
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def cpu_seconds(self) -> float:
-        """CPU time of all its threads so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_kib(self) -> float:
-        """Memory that it holds."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1024
 
     def descriptors(self) -> int:
-        """Files and sockets that it has open."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def threads(self) -> int:
-        """Threads that it runs."""
         return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
 
 
 @contextmanager
 def server(command: Sequence[str], logs: bool = True) -> Iterator[ServerProcess]:
-    """Run a server that prints a line once it listens; end it at last.
-
-    Args:
-        command: that starts it.
-        logs: whether its standard error is shown.
-    """
+    """Run a server that prints a line once it listens; end it at last."""
     errors = None if logs else subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
@@ -85,15 +71,7 @@ def headway(
     uvloop: bool = True,
     logs: bool = True,
 ) -> Iterator[ServerProcess]:
-    """Run a command of `headway` that serves a deployment.
-
-    Args:
-        command: such as ``serve``.
-        deployment: what its file holds.
-        *options: further ones.
-        uvloop: whether it may run on uvloop.
-        logs: whether its log is shown.
-    """
+    """Run a command of `headway` that serves a deployment."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "deployment.yaml"
         path.write_text(yaml.safe_dump(dict(deployment)))
@@ -104,8 +82,13 @@ def headway(
 
 
 @contextmanager
-def stream_player(token_seconds: float) -> Iterator[ServerProcess]:
-    """Run an engine that plays streams with so long between two tokens."""
+def stream_players(token_seconds: float, *names: str) -> Iterator[list[dict[str, str]]]:
+    """Run engines that play streams with so long between two tokens, as a deployment lists them."""
     command = [sys.executable, "-m", "benchmarks.support.stream_player"]
-    with server([*command, "--token-seconds", str(token_seconds)]) as process:
-        yield process
+    with ExitStack() as stack:
+        instances = []
+        for name in names:
+            player = server([*command, "--token-seconds", str(token_seconds)])
+            url = stack.enter_context(player).url
+            instances.append({"name": name, "role": name.partition("-")[0], "url": url})
+        yield instances

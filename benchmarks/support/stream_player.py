@@ -12,11 +12,8 @@ from contextlib import suppress
 
 from aiohttp import web
 
-__all__ = ["main"]
-
 
 def main() -> None:
-    """Serve until killed; print the port."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-seconds", type=float, default=0.02)
     options = parser.parse_args()

@@ -35,7 +35,7 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 vLLM's CPU platform replaces it where it is asked for as ``uni``, lest OpenMP start before its
 environment is set; an engine that Headway starts has that environment from the beginning. An
 engine with the multiprocessing executor spins on a core while its worker computes, see
-`benchmarks.cpu_executor`.
+docs/deploy.md.
 """
 
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"

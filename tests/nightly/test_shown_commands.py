@@ -23,11 +23,8 @@ INSTEAD = {
     "budget_routing_live": "--quick --trace TRACE",
     "chaos": "--minutes 1",
     "fairbatching_live": "--quick --trace TRACE",
-    "fitted_rescheduling": "--live runs/live_rescheduling",
     "gpu_check": "--device cpu",
     "page_picture": "LOG --at 0.5 --png page.png",
-    "predictor_inputs": "DATASET --splits 1",
-    "shipped_prompts": "PROMPTS.jsonl.gz --out runs/prompts",
 }
 """Arguments of those that have no short run, or read something."""
 
@@ -53,19 +50,12 @@ def test_the_commands_of_a_page(path: Path, tmp_path: Path, kept: Path) -> None:
                 desk.run_python(block)
 
 
-@pytest.mark.parametrize("name", sorted(BENCHMARKS, key="fitted_rescheduling".__eq__))
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_a_benchmark_runs(name: str, tmp_path: Path, kept: Path) -> None:
     if name == "page_picture":
         pytest.importorskip("playwright")
-    if name == "fitted_rescheduling" and not (kept / "live_rescheduling").exists():
-        pytest.skip("reads what live_rescheduling measures")
     page = read_page(ROOT / "README.md")
-    page.stand_ins = {
-        "TRACE": "a trace",
-        "LOG": "a log",
-        "DATASET": "a dataset",
-        "PROMPTS.jsonl.gz": "a file of prompts",
-    }
+    page.stand_ins = {"TRACE": "a trace", "LOG": "a log"}
     described = ast.get_docstring(ast.parse(BENCHMARKS[name].read_text())) or ""
     assert f"python -m benchmarks.{name}" in described
     more = INSTEAD.get(name, "--quick")

@@ -19,7 +19,7 @@ import yaml
 from chosen_ports import free_port
 from made_up_cluster import MadeUpCluster
 
-from benchmarks.support.server_process import stream_player
+from benchmarks.support.server_process import stream_players
 from rescheduler.page.snapshot_log import LogWriter
 
 STREAM = {"model": "m", "prompt": "a", "max_tokens": 40, "stream": True}
@@ -28,8 +28,8 @@ VERBS = ("serve", "coordinator", "picker", "replay")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[str]:
-    with stream_player(0.05) as player:
-        yield f"http://127.0.0.1:{player.port}"
+    with stream_players(0.05, "decode-0") as (player,):
+        yield player["url"]
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.barrier.cells import Cells
+from benchmarks.barrier.engines import contexts_at, read_steps
 from benchmarks.barrier.findings import grid_figures, grid_table, ratio_of, routing_table, verdict
 from benchmarks.barrier.fit import fits, observed
 from benchmarks.barrier.grid import POINTS, Measured
 from benchmarks.barrier.routing import asks_of
-from benchmarks.barrier.steps import contexts_at, read_steps
+from benchmarks.support.report import Cells
 
 Seconds = Callable[[float, float], float]
 

@@ -20,10 +20,9 @@ def test_a_use_is_compared_with_what_needs_no_forecast(name: str) -> None:
         "oracle": "oracle",
         "kaplan_meier": "kaplan_meier",
     }
-    for metric, (line, gains) in zip(use.metrics, rows(use, FIVE_TASKS, seeds=2), strict=True):
+    for metric, (cells, gains) in zip(use.metrics, rows(use, FIVE_TASKS, seeds=2), strict=True):
         assert set(gains) == {f"{name}_five_tasks_{metric}_{f}" for f in by_forecast}
         assert all(np.isfinite(gain) for gain in gains.values())
-        cells = line.strip("| ").split(" | ")
         assert len(cells) == 4 + len(FORECASTS)
         assert any(cells[3].startswith(arm.label) for arm in without)
 

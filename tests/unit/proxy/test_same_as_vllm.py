@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import Difference
-from benchmarks.equality.reasons import REASONS, explained
-from benchmarks.equality.table import table
+from benchmarks.equality.reasons import REASONS, explained, table
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
