@@ -22,8 +22,9 @@ import torch
 
 from benchmarks.support.report import arguments, report
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
+from data_collection.capture.capture_hook import CapturedRows
 from data_collection.capture.recorder import Recorder
+from data_collection.capture.requests import FinishedRequest
 from data_collection.dataset.dataset_schema import Session
 from predictor.training.train_command import train
 

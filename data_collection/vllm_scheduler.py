@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from data_collection.capture.captured_rows import FinishedRequest
+from data_collection.capture.requests import FinishedRequest
 from data_collection.capture.vllm_adapter import FINISHED_ATTRIBUTE, finished_request
 
 __all__ = [

@@ -16,8 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import RowConsumer
+from data_collection.capture.capture_hook import CaptureHook, RowConsumer
 from data_collection.capture.recorder import Recorder
 from data_collection.capture.vllm_adapter import (
     FINISHED_ATTRIBUTE,

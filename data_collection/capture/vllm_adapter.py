@@ -11,10 +11,8 @@ import torch
 from vllm.platforms import current_platform
 
 from data_collection.capture.capture_hook import CaptureHook, Gather
-from data_collection.capture.captured_rows import FinishedRequest
 from data_collection.capture.refusals import refuse
-from data_collection.capture.request_ids import MIGRATION_PARAMS
-from data_collection.capture.transcript_requests import replay_of
+from data_collection.capture.requests import MIGRATION_PARAMS, FinishedRequest, replay_of
 
 __all__ = [
     "FINISHED_ATTRIBUTE",

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
+from data_collection.capture.capture_hook import Cadence, CapturedRows
+from data_collection.capture.requests import FinishedRequest
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.telemetry_publisher import TelemetryPublisher
 from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows

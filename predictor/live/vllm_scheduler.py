@@ -21,8 +21,8 @@ from predictor.live.engine_forecasts import (
     GAUGES_ATTRIBUTE,
     REPETITION_ATTRIBUTE,
     EngineForecasts,
+    LiveConfig,
 )
-from predictor.live.live_config import LiveConfig
 from predictor.live.telemetry_messages import Gauges
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import NO_REPETITION

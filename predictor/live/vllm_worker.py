@@ -9,16 +9,17 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from data_collection.capture.captured_rows import RowConsumer
+from data_collection.capture.capture_hook import RowConsumer
 from data_collection.models import identify
 from data_collection.vllm_worker import HeadwayWorker
 from predictor.live.engine_forecasts import (
     FORECASTS_ATTRIBUTE,
     GAUGES_ATTRIBUTE,
     REPETITION_ATTRIBUTE,
+    ForecastConfig,
+    LiveConfig,
 )
 from predictor.live.forecaster import Forecaster
-from predictor.live.live_config import ForecastConfig, LiveConfig
 from predictor.live.telemetry_publisher import TelemetryPublisher
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError

@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from data_collection.capture.refusals import refuse
-from data_collection.capture.request_ids import MIGRATION_PARAMS
+from data_collection.capture.requests import MIGRATION_PARAMS
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
 from rescheduler.batching.objectives import Objectives
 from rescheduler.batching.request_table import RequestRow, RequestTable

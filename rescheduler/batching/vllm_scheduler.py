@@ -18,15 +18,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
-from data_collection.capture.request_ids import parse_request_id
+from data_collection.capture.requests import parse_request_id
 from data_collection.vllm_scheduler import SyncOrAsyncScheduler
 from predictor.live.engine_forecasts import GAUGES_ATTRIBUTE
 from predictor.live.vllm_scheduler import AsyncLiveHeadwayScheduler, SyncLiveHeadwayScheduler
-from rescheduler.batching.batch_times import BatchTimes
+from rescheduler.batching.admission import rejection_reason, retry_seconds
+from rescheduler.batching.batch_times import BatchTimes, StepClock
 from rescheduler.batching.batching_config import VLLM_ORDER, read_batching_config
 from rescheduler.batching.garbage_collection import GarbageCollection
 from rescheduler.batching.objectives import Objectives, read_objectives
-from rescheduler.batching.rejection import rejection_reason, retry_seconds
 from rescheduler.batching.remaining_tokens import remaining_tokens
 from rescheduler.batching.request_table import (
     BatchPlan,
@@ -35,7 +35,6 @@ from rescheduler.batching.request_table import (
     plan_batch,
     table_prefill_budget,
 )
-from rescheduler.batching.step_clock import StepClock
 from rescheduler.batching.vllm_adapter import (
     add_output,
     is_new_prompt,

@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve
+from predictor.live.zmq_sockets import apply_curve
 from rescheduler.coordination.limits import LARGEST_MESSAGE
 from rescheduler.coordination.messages import CoordinationError, Load, decode_load
 from rescheduler.coordination.refused_messages import RefusedMessages

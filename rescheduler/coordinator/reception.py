@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
 from rescheduler.coordination.limits import LARGEST_MESSAGE, MOST_UNREAD
 from rescheduler.coordination.link_socket import BEAT_SECONDS
 from rescheduler.coordination.messages import CoordinationError, Notice, decode_report, encode

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from predictor.live.curve_keys import is_loopback
+from predictor.live.zmq_sockets import is_loopback
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 
 __all__ = ["bound_address", "with_bound_addresses"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from predictor.live.curve_keys import is_loopback
+from predictor.live.zmq_sockets import is_loopback
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.trace_options import TraceOptions
 

@@ -19,8 +19,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request, RequestStatus
 
 from data_collection.capture.refusals import refuse
-from data_collection.capture.request_ids import MIGRATION_PARAMS
-from predictor.live.curve_keys import shared_secret
+from data_collection.capture.requests import MIGRATION_PARAMS
+from predictor.live.zmq_sockets import shared_secret
 from rescheduler.transfer.control_messages import (
     Command,
     ControlError,
@@ -38,8 +38,7 @@ from rescheduler.transfer.control_messages import (
     Unfrozen,
 )
 from rescheduler.transfer.control_server import Asked, ControlServer
-from rescheduler.transfer.migration_params import MigrationParams, connector_config
-from rescheduler.transfer.params_signature import is_signed
+from rescheduler.transfer.migration_params import MigrationParams, connector_config, is_signed
 from rescheduler.transfer.sampling_state import restore_request, restores_runner_state
 
 __all__ = ["RELEASED", "TAILS", "MigratingScheduler", "refuse_unsupported"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from predictor.live.live_config import LiveConfig
+from predictor.live.engine_forecasts import LiveConfig
 from rescheduler.batching.batching_config import read_batching_config
 
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.live.engine_forecasts import EngineForecasts
+from rescheduler.batching.admission import retry_seconds
 from rescheduler.batching.batch_formation import FAIR, BatchRules
-from rescheduler.batching.batch_times import BatchTimes
+from rescheduler.batching.batch_times import BatchTimes, MeasuredStep, StepClock
 from rescheduler.batching.batching_config import BatchingConfig
 from rescheduler.batching.garbage_collection import GarbageCollection
 from rescheduler.batching.objectives import Objectives
-from rescheduler.batching.rejection import retry_seconds
 from rescheduler.batching.remaining_tokens import remaining_tokens
 from rescheduler.batching.request_table import (
     RequestRow,
@@ -21,7 +21,6 @@ from rescheduler.batching.request_table import (
     plan_batch,
     table_prefill_budget,
 )
-from rescheduler.batching.step_clock import MeasuredStep, StepClock
 from rescheduler.step_time.profile import BatchTime
 
 RULES = BatchRules(FAIR, 1 / 16, 1 / 1024, 0.0, 1000, 1000)
