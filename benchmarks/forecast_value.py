@@ -1,4 +1,4 @@
-"""What forecasts are worth, wherever Headway uses them: routing, room, moving, batching.
+"""What forecasts are worth, wherever Headway uses them: routing, room, moving.
 
     python -m benchmarks.forecast_value [--quick] [--traces DIR] --json OUT
 
@@ -12,14 +12,11 @@ by seed, with half a 95% confidence interval.
   `benchmarks.room`; mean latency.
 - **Moving**, with requests placed at once by `jsq_load` in the same setting: `survival` against
   `star` without forecasts and no moves; mean latency, and the 99th percentile of TPOT.
-- **Batching** with FairBatching: admission by a prefill budget that counts the tokens that are
-  forecast against one that does not; requests a second that meet their objectives.
 
 Traces are those of `benchmarks.room`. ``USE_TRACE_FORECAST`` in the file is a gain in percent.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +32,14 @@ from benchmarks.room import (
     capacity,
     cases,
     headroom,
-    objectives,
     reserved,
 )
 from benchmarks.support.report import arguments, write_report
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
-    AdmissionConfig,
     ArrivalsConfig,
     ClusterConfig,
-    PrefillConfig,
     SimulationConfig,
     SLOConfig,
 )
@@ -196,40 +190,6 @@ def moving(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
     )
 
 
-def batching(case: Case) -> tuple[list[Arm], dict[str, Arm]]:
-    """One instance, with its share of the requests, half again as many as it serves."""
-    cluster, served = case.config.cluster, capacity(case)
-    rate = 1.5 * served / cluster.instances
-    slo = replace(objectives(case, served), tpot="worst", deadlines="first_token")
-    requests = case.config.trace["requests"] // cluster.instances
-
-    def setup(forecast: Options, pab: bool, forecasts: bool = False) -> RunSetup:
-        config = replace(
-            case.config,
-            cluster=replace(cluster, instances=1),
-            dispatch="instant",
-            prefill=PrefillConfig("chunked", 4096, formation="fairbatching"),
-            admission=AdmissionConfig(pab=pab, forecasts=forecasts),
-            trace=case.config.trace | {"requests": requests},
-            arrivals=ArrivalsConfig("poisson", rate=rate),
-            forecast=forecast,
-            slo=slo,
-        )
-        return run_setup(config)
-
-    policy = {"name": "round_robin"}
-    return (
-        [
-            Arm("FairBatching", setup(NONE, pab=False), policy, slo=slo),
-            Arm("PAB", setup(NONE, pab=True), policy, slo=slo),
-        ],
-        {
-            f["name"]: Arm("PAB", setup(f, pab=True, forecasts=True), policy, slo=slo)
-            for f in case.forecasts
-        },
-    )
-
-
 def shown(policy: Options) -> str:
     """Return a policy and its option in words."""
     return " ".join(str(value) for value in policy.values())
@@ -241,7 +201,6 @@ USES = {
         Use("routing", {"throughput": True}, routing),
         Use("room", {"latency": False}, room),
         Use("moving", {"latency": False, "tpot_p99": False}, moving),
-        Use("batching", {"goodput": True}, batching),
     )
 }
 

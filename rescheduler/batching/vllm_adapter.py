@@ -19,8 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from data_collection.capture.refusals import refuse
 from data_collection.capture.requests import MIGRATION_PARAMS
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from rescheduler.batching.batch_formation import RequestRow, RequestTable
 from rescheduler.batching.objectives import Objectives
-from rescheduler.batching.request_table import RequestRow, RequestTable
 
 __all__ = [
     "add_output",
@@ -146,7 +146,6 @@ def _running_row(
         decoding=not request.is_prefill_chunk,
         wanted=wanted,
         context=computed + wanted,
-        generated=generated,
         eligible=True,
     )
 
@@ -172,7 +171,6 @@ def _waiting_rows(
             decoding=wanted == 1 and request.num_computed_tokens > 0,
             wanted=wanted,
             context=request.num_tokens,
-            generated=request.num_output_tokens,
             eligible=may_begin and _is_ready(scheduler, request),
         )
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
@@ -23,18 +22,17 @@ from data_collection.vllm_scheduler import SyncOrAsyncScheduler
 from predictor.live.engine_forecasts import GAUGES_ATTRIBUTE
 from predictor.live.vllm_scheduler import AsyncLiveHeadwayScheduler, SyncLiveHeadwayScheduler
 from rescheduler.batching.admission import rejection_reason, retry_seconds
-from rescheduler.batching.batch_times import BatchTimes, StepClock
-from rescheduler.batching.batching_config import VLLM_ORDER, read_batching_config
-from rescheduler.batching.garbage_collection import GarbageCollection
-from rescheduler.batching.objectives import Objectives, read_objectives
-from rescheduler.batching.remaining_tokens import remaining_tokens
-from rescheduler.batching.request_table import (
+from rescheduler.batching.batch_formation import (
     BatchPlan,
     RequestRow,
     RequestTable,
     plan_batch,
-    table_prefill_budget,
 )
+from rescheduler.batching.batch_times import BatchTimes, StepClock
+from rescheduler.batching.batching_config import VLLM_ORDER, read_batching_config
+from rescheduler.batching.garbage_collection import GarbageCollection
+from rescheduler.batching.objectives import Objectives, read_objectives
+from rescheduler.batching.prefill_budget import table_prefill_budget
 from rescheduler.batching.vllm_adapter import (
     add_output,
     is_new_prompt,
@@ -227,12 +225,8 @@ class _FormsBatches:
             self._objectives[name] = promised._replace(ttft=now - request.arrival_time)
 
     def _budget(self, table: RequestTable, objectives: Objectives) -> float:
-        if self._config.use_forecasts:
-            remaining = remaining_tokens(self.headway_forecasts, table.names, table.generated)  # type: ignore[attr-defined]
-        else:
-            remaining = np.full(len(table.names), inf)
         rules, whole_steps = self._times.rules, self._config.whole_steps
-        return table_prefill_budget(rules, table, objectives, remaining, whole_steps)
+        return table_prefill_budget(rules, table, objectives, whole_steps)
 
     def _reject_new(self, table: RequestTable) -> bool:
         """Reject, of those that have just arrived, whose prompt exceeds the budget.
@@ -267,7 +261,7 @@ class _FormsBatches:
     def _compile(self) -> None:
         """Have the machine code ready before the first step."""
         started = time.monotonic()
-        table = RequestTable.of([RequestRow("warm-up", 1.0, 1.0, False, 1, 1, 0, True)])
+        table = RequestTable.of([RequestRow("warm-up", 1.0, 1.0, False, 1, 1, True)])
         plan_batch(self._times.rules, table)
         self._budget(table, self._planned)
         logger.info("batch formation is ready after %.1f s", time.monotonic() - started)

@@ -153,7 +153,6 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "batching": {
                 "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
                 "admission": True,
-                "use_forecasts": True,
                 "recalibrate": False,
                 "steps": str(folder / "steps.csv"),
                 **TIGHT,

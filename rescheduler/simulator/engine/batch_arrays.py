@@ -27,7 +27,6 @@ class BatchArrays(NamedTuple):
         order: scratch.
         tokens: to compute.
         prompt_left: tokens of its prompt yet to compute, 0 for decodes.
-        remaining: tokens expected of it yet.
     """
 
     row: IntArray
@@ -39,7 +38,6 @@ class BatchArrays(NamedTuple):
     order: IntArray
     tokens: IntArray
     prompt_left: IntArray
-    remaining: FloatArray
 
 
 def new_batch_arrays(rows: int) -> BatchArrays:
@@ -54,5 +52,4 @@ def new_batch_arrays(rows: int) -> BatchArrays:
         order=np.zeros(rows, dtype=np.int64),
         tokens=np.zeros(rows, dtype=np.int64),
         prompt_left=np.zeros(rows, dtype=np.int64),
-        remaining=np.zeros(rows),
     )

@@ -1,22 +1,17 @@
 """The prefill budget that an instance reports with every batch, and what goes by it."""
 
-from math import inf
-
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.prefill_budget import prefill_budget
 from rescheduler.simulator.engine.batch_arrays import BatchArrays
 from rescheduler.simulator.engine.batch_choice import slack_of
 from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules
 from rescheduler.simulator.engine.slots import occupied
-from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays, expected_remaining
 
 __all__ = ["report_budget", "turns_away"]
 
 
 @compiled_core
-def report_budget(
-    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays, g: int
-) -> None:
+def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
     """Set an instance's budget as of the step that it is about to compose, see `prefill_budget`.
 
     Until the next report, prompts placed there are subtracted from it where they are placed.
@@ -28,13 +23,13 @@ def report_budget(
         request = cluster.requests[row]
         generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
         context = request.context + instance.grown
-        _write(rules, forecast, cluster, batch, n, row, generated, context, 0)
+        _write(rules, cluster, batch, n, row, generated, context, 0)
         n += 1
     row = instance.filling
     while row != NONE:
         request = cluster.requests[row]
         generated, context = request.generated, request.context
-        _write(rules, forecast, cluster, batch, n, row, generated, context, request.todo)
+        _write(rules, cluster, batch, n, row, generated, context, request.todo)
         n += 1
         row = request.next
     row = instance.queue_head
@@ -42,7 +37,7 @@ def report_budget(
         request = cluster.requests[row]
         generated, context = request.generated, request.context
         left = 0 if request.resumes == MIGRATED else context
-        _write(rules, forecast, cluster, batch, n, row, generated, context, left)
+        _write(rules, cluster, batch, n, row, generated, context, left)
         n += 1
         row = request.next
     service = rules.service
@@ -53,7 +48,6 @@ def report_budget(
         batch.slack[:n],
         batch.context[:n],
         batch.prompt_left[:n],
-        batch.remaining[:n],
         service.whole_steps,
     )
 
@@ -61,7 +55,6 @@ def report_budget(
 @compiled_inline
 def _write(
     rules: Rules,
-    forecast: ForecastArrays,
     cluster: Cluster,
     batch: BatchArrays,
     i: int,
@@ -70,15 +63,9 @@ def _write(
     context: int,
     prompt_left: int,
 ) -> None:
-    request = cluster.requests[row]
     batch.slack[i] = slack_of(rules, cluster, row, generated)
     batch.context[i] = context
     batch.prompt_left[i] = prompt_left
-    batch.remaining[i] = inf
-    if rules.service.forecasts:
-        batch.remaining[i] = expected_remaining(
-            forecast, request.number, request.template, generated, request.output
-        )
 
 
 @compiled_inline

@@ -118,7 +118,7 @@ SECTIONS: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
         read_batching_config,
         {
             "headway": {
-                "batching": {"profile": "p", "ttft_s": 2.0, "use_forecasts": True},
+                "batching": {"profile": "p", "ttft_s": 2.0},
                 "forecast": {"checkpoint": "c"},
             }
         },
