@@ -106,6 +106,8 @@ def live_forecasts(findings: Findings, here: Here) -> None:
         additional_config={"headway": section},
         enforce_eager=here.device == "cpu",
     )
+    from predictor.live.known_forecasts import KnownForecasts  # vLLM has to be there
+
     scheduler = _scheduler(engine)
     curves: dict[tuple[str, int], Any] = {}
 
@@ -117,7 +119,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
             curves[name, made.generated_tokens[row]] = made.survival[row]
             super().__setitem__(name, value)
 
-    scheduler.headway_forecasts = Kept()
+    scheduler.part(KnownForecasts).latest = Kept()
     started = time.perf_counter()
     _serve(engine, lambda: None)
     seconds = time.perf_counter() - started
@@ -150,6 +152,8 @@ def live_forecasts(findings: Findings, here: Here) -> None:
 def fair_batching(findings: Findings, here: Here) -> None:
     """Batches formed by deadlines give every request the tokens that vLLM's order gives it."""
     _need_vllm(here)
+    from rescheduler.batching.fair_batching import FairBatching
+
     eager = here.device == "cpu"
     plain = _engine(enforce_eager=eager)
     expected = _serve(plain, lambda: None)
@@ -166,10 +170,11 @@ def fair_batching(findings: Findings, here: Here) -> None:
         enforce_eager=eager,
     )
     scheduler, planned = _scheduler(engine), 0
+    part = scheduler.part(FairBatching)
 
     def look() -> None:
         nonlocal planned
-        planned += scheduler.batch_plan is not None
+        planned += part.batch_plan is not None
 
     answers = _serve(engine, look)
     engine.llm_engine.engine_core.shutdown()
