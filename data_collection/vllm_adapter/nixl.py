@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -141,10 +141,7 @@ class KeepingWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     """NIXL's worker side, whose reads heed expiry, and which lets go what is released."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        if current_platform.is_cpu():
-            with _kept_affinity(), _resting_progress_thread():
-                super().__init__(vllm_config, engine_id, kv_cache_config)
-        else:
+        with _sharing_cores() if current_platform.is_cpu() else nullcontext():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         # Blocks whose lease has run out may hold another request by now. This switch lets reads
         # check the lease; without it they return garbage in silence.
@@ -171,18 +168,13 @@ class KeepingWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
 
 @contextmanager
-def _kept_affinity() -> Iterator[None]:
-    """Keep the process on its cores: NIXL's worker binds all of it to the last one."""
+def _sharing_cores() -> Iterator[None]:
+    """Leave the cores to the engine while NIXL's worker is made.
+
+    It binds the whole process to the last core, and its progress thread spins: here it rests
+    between two looks.
+    """
     before = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def _resting_progress_thread() -> Iterator[None]:
-    """Let NIXL's progress thread rest between two looks: it spins, and takes a core."""
     bindings = sys.modules[NixlWrapper.__module__].nixlBind
     original = bindings.nixlAgent
 
@@ -195,3 +187,4 @@ def _resting_progress_thread() -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgent = original
+        os.sched_setaffinity(0, before)

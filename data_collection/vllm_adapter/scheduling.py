@@ -128,16 +128,16 @@ def _is_ready(scheduler: Any, request: Request, holds_cache: bool) -> bool:
     return status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-def slots_to_begin(scheduler: Any) -> int:
-    """Return how many waiting requests could begin in the next step, for all of its slots."""
-    free: int = scheduler.max_num_active_reqs - len(scheduler.running)
-    return free - int(scheduler.num_waiting_for_streaming_input)
-
-
 def room(scheduler: Any) -> tuple[int, int]:
     """Return what a waiting request needs: free blocks of the KV cache, and slots."""
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return free, scheduler.max_num_active_reqs - len(scheduler.running)
+
+
+def slots_to_begin(scheduler: Any) -> int:
+    """Return how many waiting requests could begin in the next step, for all of its slots."""
+    _, slots = room(scheduler)
+    return slots - int(scheduler.num_waiting_for_streaming_input)
 
 
 def no_room_for(scheduler: Any, names: Sequence[str]) -> bool:

@@ -12,17 +12,8 @@ import msgspec
 import numpy as np
 
 from data_collection.capture.requests import parse_request_id
+from data_collection.vllm_adapter import scheduling
 from data_collection.vllm_adapter.requests import client_arguments, is_new_prompt
-from data_collection.vllm_adapter.scheduling import (
-    HeldRequest,
-    add_output,
-    held_requests,
-    move_to_front,
-    no_room_for,
-    reject,
-    room,
-    slots_to_begin,
-)
 from data_collection.vllm_adapter.steps import step_tokens
 from data_collection.vllm_adapter.support import refuse_other_version, refuse_unsupported
 from data_collection.vllm_scheduler import SchedulerPart
@@ -111,7 +102,7 @@ class FairBatching(SchedulerPart):
             self._to_begin = [
                 name for name, tokens in plan.tokens.items() if tokens and name not in running
             ]
-            move_to_front(self.scheduler, self._to_begin)
+            scheduling.move_to_front(self.scheduler, self._to_begin)
 
     def most_tokens(self, request: Any, tokens: int) -> int:
         """Return the planned tokens of a request."""
@@ -122,8 +113,8 @@ class FairBatching(SchedulerPart):
     def scheduled(self, output: Any, prefills_throttled: bool) -> None:
         """Note what became of the plan, and report the budget."""
         if self.batch_plan is not None and self._admits and not prefills_throttled:
-            found_none = no_room_for(self.scheduler, self._to_begin)
-            self._full = room(self.scheduler) if found_none else None
+            found_none = scheduling.no_room_for(self.scheduler, self._to_begin)
+            self._full = scheduling.room(self.scheduler) if found_none else None
         gauges = getattr(output, GAUGES_ATTRIBUTE)
         reported = msgspec.structs.replace(gauges, prefill_budget=self.prefill_budget)
         setattr(output, GAUGES_ATTRIBUTE, reported)
@@ -143,7 +134,7 @@ class FairBatching(SchedulerPart):
         if self._config.deadlines == "first_token":
             self._note_first_tokens(step, time.time())
         for client, rejection in self._rejections:
-            add_output(outputs, client, rejection)
+            scheduling.add_output(outputs, client, rejection)
         self._rejections.clear()
         if self._garbage is not None:
             self._garbage.between_steps(self._prompts_wait, self._due - time.time())
@@ -192,7 +183,7 @@ class FairBatching(SchedulerPart):
         """
         if self._full is None or not self.scheduler.running:
             return True
-        now = room(self.scheduler)
+        now = scheduling.room(self.scheduler)
         return any(more > before for more, before in zip(now, self._full, strict=True))
 
     def _note_first_tokens(self, step: Any, now: float) -> None:
@@ -236,7 +227,7 @@ class FairBatching(SchedulerPart):
                     self._refused.append(client_request)
                     seconds = retry_seconds(prompt - budget, self.times.seconds_a_token)
                     reason = rejection_reason(seconds)
-                    self._rejections.append(reject(self.scheduler, request, reason))
+                    self._rejections.append(scheduling.reject(self.scheduler, request, reason))
                     self.rejected += 1
                     continue
             served.add(client_request)
@@ -266,9 +257,9 @@ def read_table(
         now: seconds since 1970 at which the batch begins, the clock of arrivals.
         admits: whether requests that wait and hold no cache may begin.
     """
-    slots = slots_to_begin(scheduler)
+    slots = scheduling.slots_to_begin(scheduler)
 
-    def row(held: HeldRequest) -> RequestRow:
+    def row(held: scheduling.HeldRequest) -> RequestRow:
         due = objectives_of(held.request)
         allowed = held.runs or (slots > 0 and (held.holds_cache or admits))
         return RequestRow(
@@ -281,7 +272,7 @@ def read_table(
             eligible=held.ready and allowed,
         )
 
-    requests = held_requests(scheduler)
+    requests = scheduling.held_requests(scheduler)
     table = RequestTable.of([row(held) for held in requests])
     begins = np.array([not held.runs for held in requests], dtype=np.bool_)
     without_cache = np.array([not held.holds_cache for held in requests], dtype=np.bool_)

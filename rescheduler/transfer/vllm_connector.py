@@ -16,35 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.v1.request import Request
 
 from data_collection.capture.requests import MIGRATION_PARAMS
+from data_collection.vllm_adapter import requests
 from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler, KeepingWorker
-from data_collection.vllm_adapter.requests import (
-    end_after_next_token,
-    ended_at_its_cap,
-    go_on,
-    is_decoding,
-    migration_entry,
-    why_not_ended,
-    written_tokens,
-)
 from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
 from data_collection.vllm_adapter.support import refuse_other_version, refuse_unsupported
 from predictor.live.zmq_sockets import shared_secret
-from rescheduler.transfer.control_messages import (
-    Command,
-    ControlError,
-    EngineState,
-    Freeze,
-    Frozen,
-    GetState,
-    NotFrozen,
-    Release,
-    Released,
-    Reply,
-    Snapshot,
-    TakeSnapshot,
-    Unfreeze,
-    Unfrozen,
-)
+from rescheduler.transfer import control_messages as messages
+from rescheduler.transfer.control_messages import Command, ControlError, NotFrozen, Reply
 from rescheduler.transfer.control_server import Asked, ControlServer
 from rescheduler.transfer.migration_params import MigrationParams, connector_config, is_signed
 
@@ -110,7 +88,7 @@ class MigratingScheduler(KeepingScheduler):
         self._kept: dict[str, tuple[int, str]] = {}  # hop and the engine's id, by migration id
         self._over: dict[str, tuple[int, float]] = {}  # hop and until when, by migration id
         self._snapshots = 0
-        self._taken: deque[tuple[int, Asked, Snapshot]] = deque()
+        self._taken: deque[tuple[int, Asked, messages.Snapshot]] = deque()
         self._steps_in_flight = vllm_config.max_concurrent_batches - 1
         self._step = 0
         self._released: set[str] = set()
@@ -140,7 +118,7 @@ class MigratingScheduler(KeepingScheduler):
             request.kv_transfer_params = None
         super().on_new_request(request)
         self._live[name] = request
-        carried = migration_entry(request)
+        carried = requests.migration_entry(request)
         if carried is None:
             return
         try:
@@ -191,17 +169,17 @@ class MigratingScheduler(KeepingScheduler):
                 self._kept[params.id] = params.hop, name
             return keeps, remote
         assert params is not None
-        if not ended_at_its_cap(request):
+        if not requests.ended_at_its_cap(request):
             self.take_back(name)
             self._refuse(freeze.asked, "it ended by itself")
             return super().request_finished(request, block_ids)
         self._stop_heartbeat(name)
         # Of the last token there is no KV yet.
-        tokens = min(request.num_tokens - 1, written_tokens(request))
+        tokens = min(request.num_tokens - 1, requests.written_tokens(request))
         deadline = self.keep(name, self._config.time_to_live)
         self._kept[params.id] = params.hop, name
         remote = self.remote_params(name, block_ids[0], tokens, deadline)
-        frozen = Frozen(
+        frozen = messages.Frozen(
             number=freeze.asked.command.number,
             output_token_ids=list(request.output_token_ids),
             params=remote,
@@ -256,35 +234,35 @@ class MigratingScheduler(KeepingScheduler):
     def _answer(self, command: Command) -> Reply | None:
         """Answer what needs no scheduler, in the control server's thread."""
         number = command.number
-        if isinstance(command, GetState):
+        if isinstance(command, messages.GetState):
             return self._state(number)
         if command.id in self._requests:
             return None
-        if isinstance(command, Release):
+        if isinstance(command, messages.Release):
             if command.id in self._kept:
                 return None
             self._remember_over(command)
-            return Released(number=number, done=False)
-        if isinstance(command, Unfreeze):
-            return Unfrozen(number=number, done=False)
+            return messages.Released(number=number, done=False)
+        if isinstance(command, messages.Unfreeze):
+            return messages.Unfrozen(number=number, done=False)
         return NotFrozen(number=number, reason=f"no request {command.id} runs here")
 
     def _carry_out(self, asked: Asked) -> Reply | None:
         """Carry out a command in the scheduler's thread; None: the reply comes later."""
         command = asked.command
-        if isinstance(command, Freeze):
+        if isinstance(command, messages.Freeze):
             reason = self._freeze(asked, command)
-        elif isinstance(command, TakeSnapshot):
+        elif isinstance(command, messages.TakeSnapshot):
             reason = self._take_snapshot(asked, command)
-        elif isinstance(command, Unfreeze):
-            return Unfrozen(number=command.number, done=self._unfreeze(command.id))
-        elif isinstance(command, Release):
-            return Released(number=command.number, done=self._release(command))
+        elif isinstance(command, messages.Unfreeze):
+            return messages.Unfrozen(number=command.number, done=self._unfreeze(command.id))
+        elif isinstance(command, messages.Release):
+            return messages.Released(number=command.number, done=self._release(command))
         else:
             return self._state(command.number)
         return None if reason is None else NotFrozen(number=command.number, reason=reason)
 
-    def _release(self, command: Release) -> bool:
+    def _release(self, command: messages.Release) -> bool:
         """Free what is kept; return whether there was anything."""
         self._remember_over(command)
         hop, name = self._kept.get(command.id, (command.hop + 1, ""))
@@ -294,7 +272,7 @@ class MigratingScheduler(KeepingScheduler):
         self._released.add(name)
         return True
 
-    def _remember_over(self, command: Release) -> None:
+    def _remember_over(self, command: messages.Release) -> None:
         """Remember that placements are over, in either thread."""
         now = time.monotonic()
         if len(self._over) >= _MOST_REMEMBERED:
@@ -308,7 +286,7 @@ class MigratingScheduler(KeepingScheduler):
         hop, until = self._over.get(params.id, (-1, 0.0))
         return params.hop <= hop and time.monotonic() < until
 
-    def _freeze(self, asked: Asked, command: Freeze) -> str | None:
+    def _freeze(self, asked: Asked, command: messages.Freeze) -> str | None:
         """End a request after its next token; return why not, or None."""
         request = self._requests.get(command.id)
         if request is None or request.is_finished():
@@ -317,13 +295,13 @@ class MigratingScheduler(KeepingScheduler):
         hop = self._params[name].hop
         if hop != command.hop:
             return f"this is hop {hop} of it, not {command.hop}"
-        reason = why_not_ended(request, self._max_model_len, self._restores_runner_state)
+        reason = requests.why_not_ended(request, self._max_model_len, self._restores_runner_state)
         if reason is not None:
             return reason
         if name in self._freezes:
             return "it is being frozen already"
         self.announce(name)
-        self._freezes[name] = _Freeze(asked, end_after_next_token(request))
+        self._freezes[name] = _Freeze(asked, requests.end_after_next_token(request))
         return None
 
     def _unfreeze(self, id: str) -> bool:
@@ -331,19 +309,19 @@ class MigratingScheduler(KeepingScheduler):
         freeze = self._freezes.pop(request.request_id, None) if request is not None else None
         if request is None or freeze is None:
             return False
-        go_on(request, freeze.max_tokens)
+        requests.go_on(request, freeze.max_tokens)
         self.take_back(request.request_id)
         self._refuse(freeze.asked, "it was unfrozen")
         return True
 
-    def _take_snapshot(self, asked: Asked, command: TakeSnapshot) -> str | None:
+    def _take_snapshot(self, asked: Asked, command: messages.TakeSnapshot) -> str | None:
         """Keep the full blocks of a request under a name of their own; return why not, or None.
 
         The reply waits until the steps have ended that were in flight without knowing the name:
         a read that comes before the workers know it would be lost.
         """
         request = self._requests.get(command.id)
-        if request is None or not is_decoding(request):
+        if request is None or not requests.is_decoding(request):
             return f"no request {command.id} decodes here"
         alias = f"{request.request_id}-snapshot-{self._snapshots + 1}"
         tokens, params = self.keep_full_blocks(request, alias, self._config.time_to_live)
@@ -351,17 +329,17 @@ class MigratingScheduler(KeepingScheduler):
             return "it fills no block yet"
         self._snapshots += 1
         token_ids = list(request.all_token_ids[:tokens])
-        snapshot = Snapshot(number=command.number, token_ids=token_ids, params=params)
+        snapshot = messages.Snapshot(number=command.number, token_ids=token_ids, params=params)
         self._taken.append((self._step + self._steps_in_flight, asked, snapshot))
         return None
 
-    def _state(self, number: int) -> EngineState:
+    def _state(self, number: int) -> messages.EngineState:
         if self.manager is None:
             raise ControlError("the engine is still starting")
         num_blocks, free_blocks = self.blocks()
         live = list(self._live.values())
-        running = sum(is_decoding(request) for request in live)
-        return EngineState(
+        running = sum(requests.is_decoding(request) for request in live)
+        return messages.EngineState(
             number=number,
             version=vllm_version,
             block_size=self.block_size,
