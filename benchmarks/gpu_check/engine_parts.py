@@ -106,7 +106,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
         additional_config={"headway": section},
         enforce_eager=here.device == "cpu",
     )
-    from predictor.live.known_forecasts import KnownForecasts  # vLLM has to be there
+    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
 
     scheduler = _scheduler(engine)
     curves: dict[tuple[str, int], Any] = {}
@@ -152,8 +152,6 @@ def live_forecasts(findings: Findings, here: Here) -> None:
 def fair_batching(findings: Findings, here: Here) -> None:
     """Batches formed by deadlines give every request the tokens that vLLM's order gives it."""
     _need_vllm(here)
-    from rescheduler.batching.fair_batching import FairBatching
-
     eager = here.device == "cpu"
     plain = _engine(enforce_eager=eager)
     expected = _serve(plain, lambda: None)
@@ -170,6 +168,8 @@ def fair_batching(findings: Findings, here: Here) -> None:
         enforce_eager=eager,
     )
     scheduler, planned = _scheduler(engine), 0
+    from rescheduler.batching.fair_batching import FairBatching  # vLLM's start fails after numba's
+
     part = scheduler.part(FairBatching)
 
     def look() -> None:

@@ -12,8 +12,6 @@ def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dic
     """
     from vllm import LLM, SamplingParams
 
-    from predictor.live.known_forecasts import KnownForecasts
-
     engine = LLM(
         model=model,
         dtype="float32",
@@ -28,6 +26,8 @@ def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dic
     )
     core = engine.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
+    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
+
     latest = scheduler.part(KnownForecasts).latest
     for i in range(3):
         prompt = {"prompt_token_ids": list(range(100 + i, 110 + 2 * i))}
