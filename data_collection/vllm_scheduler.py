@@ -1,9 +1,9 @@
-"""A scheduler that reports how requests end; otherwise vLLM's own.
+"""vLLM's scheduler, which reports how requests end, and with parts of Headway plugged in.
 
 Given to vLLM as ``--scheduler-cls data_collection.vllm_scheduler.HeadwayScheduler``.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -11,67 +11,123 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from data_collection.capture.captured_rows import FinishedRequest
-from data_collection.capture.vllm_adapter import FINISHED_ATTRIBUTE, finished_request
+from data_collection.capture.requests import FinishedRequest
+from data_collection.vllm_adapter.requests import finished_request
+from data_collection.vllm_adapter.steps import FINISHED_ATTRIBUTE
 
-__all__ = [
-    "AsyncHeadwayScheduler",
-    "HeadwayScheduler",
-    "SyncHeadwayScheduler",
-    "SyncOrAsyncScheduler",
-]
+__all__ = ["HeadwayScheduler", "SchedulerPart"]
+
+Part = TypeVar("Part", bound="SchedulerPart")
 
 
-class _ReportsFinished:
-    """Attach the requests that ended to the next step's `SchedulerOutput`.
+class SchedulerPart:
+    """Something that looks at every step of an engine's scheduler, or has a say in it.
 
-    True lengths and finish reasons are the scheduler's knowledge; the rows are the
-    worker's. Both meet in the worker, in order, on the message that goes there anyway.
+    Its methods are called on the engine's thread, in their order here; what it does not define does
+    nothing. An order of service would be a part that puts the waiting requests in its order
+    `before_scheduling`, as `move_to_front` does.
+
+    Args:
+        scheduler: vLLM's, which has just been made.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._headway_finished: list[FinishedRequest] = []
-        super().__init__(*args, **kwargs)
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self._headway_finished:
-            setattr(output, FINISHED_ATTRIBUTE, self._headway_finished)
-            self._headway_finished = []
-        return output
+    def before_scheduling(self) -> None:
+        """Look at the requests as a step is about to be scheduled."""
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._headway_finished.append(finished_request(request))
-        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+    def most_tokens(self, request: Request, tokens: int) -> int:
+        """Return how many of a request's tokens may be computed in this step; 0: it waits."""
+        return tokens
+
+    def scheduled(self, output: SchedulerOutput, prefills_throttled: bool) -> None:
+        """Look at a step that was scheduled, or add to it for the workers."""
+
+    def computed(self, output: Any) -> None:
+        """Take what the workers' output of the oldest step brings, before the scheduler does."""
+
+    def updated(self, step: SchedulerOutput, outputs: Any) -> None:
+        """Look at the requests after that step, or add to the outputs for their clients."""
+
+    def ended(self, request: Request) -> None:
+        """Forget a request."""
+
+    def shutdown(self) -> None:
+        """Close what is open; the engine stops."""
 
 
-class SyncHeadwayScheduler(_ReportsFinished, Scheduler):  # type: ignore[misc]
-    """For engines that schedule a step after the last one's tokens are known."""
+class HeadwayScheduler(Scheduler):  # type: ignore[misc]
+    """The scheduler that vLLM itself would choose, with parts.
 
-
-class AsyncHeadwayScheduler(_ReportsFinished, AsyncScheduler):  # type: ignore[misc]
-    """For engines that schedule a step ahead of the last one's tokens."""
-
-
-class SyncOrAsyncScheduler:
-    """Becomes the one of its two classes that an engine needs.
-
-    Attributes:
-        sync_class: for engines that schedule a step after the last one's tokens are known.
-        async_class: for engines that schedule a step ahead of the last one's tokens.
+    True lengths and finish reasons are the scheduler's knowledge; the rows are the worker's. Both
+    meet in the worker, in order, on the message that goes there anyway.
     """
 
-    sync_class: ClassVar[type]
-    async_class: ClassVar[type]
+    part_types: ClassVar[tuple[type[SchedulerPart], ...]] = ()
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        """Build the scheduler for this configuration."""
-        is_async = vllm_config.scheduler_config.async_scheduling
-        return (cls.async_class if is_async else cls.sync_class)(vllm_config, *args, **kwargs)
+        """Derive from vLLM's asynchronous scheduler where steps are scheduled ahead."""
+        kind = cls
+        if vllm_config.scheduler_config.async_scheduling:
+            kind = type(f"Async{cls.__name__}", (cls, AsyncScheduler), {})
+        return super().__new__(kind)
 
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self._ended: list[FinishedRequest] = []
+        self._parts = [part(self) for part in self.part_types]
 
-class HeadwayScheduler(SyncOrAsyncScheduler):
-    """Reports how requests end."""
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of a kind."""
+        return next(part for part in self._parts if isinstance(part, kind))
 
-    sync_class = SyncHeadwayScheduler
-    async_class = AsyncHeadwayScheduler
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step as usual, and add for the workers what ended and what the parts have."""
+        for part in self._parts:
+            part.before_scheduling()
+        output = super().schedule(throttle_prefills)
+        if self._ended:
+            setattr(output, FINISHED_ATTRIBUTE, self._ended)
+            self._ended = []
+        for part in self._parts:
+            part.scheduled(output, throttle_prefills)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Take the output of the oldest step as usual."""
+        for part in self._parts:
+            part.computed(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for part in self._parts:
+            part.updated(scheduler_output, outputs)
+        return outputs
+
+    def shutdown(self) -> None:
+        """Close the parts, then shut down as usual."""
+        for part in self._parts:
+            part.shutdown()
+        super().shutdown()
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return how many tokens of a request may be computed now.
+
+        vLLM asks for every running request (0: it sits this step out) and for every waiting one
+        (0: it, and those behind it, wait on).
+        """
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        for part in self._parts:
+            tokens = part.most_tokens(request, tokens)
+        return tokens
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._ended.append(finished_request(request))
+        for part in self._parts:
+            part.ended(request)
+        return super()._free_request(request, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The vLLM worker that captures hidden states.
+"""The vLLM worker that captures hidden states, to record them and to forecast from them.
 
 Given to vLLM as ``--worker-cls data_collection.vllm_worker.HeadwayWorker``, configured by
 the ``headway`` section of ``--additional-config`` (see `capture_config`).
@@ -8,35 +8,50 @@ import os
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import RowConsumer
+from data_collection.capture.capture_hook import CaptureHook, RowConsumer
 from data_collection.capture.recorder import Recorder
-from data_collection.capture.vllm_adapter import (
+from data_collection.dataset.dataset_schema import Session
+from data_collection.models import identify
+from data_collection.versions import vllm_version
+from data_collection.vllm_adapter.steps import (
     FINISHED_ATTRIBUTE,
     is_recording_rank,
     note_scheduled,
-    refuse_unsupported,
     step_rows,
+    with_output,
+)
+from data_collection.vllm_adapter.support import (
+    refuse_other_version,
+    refuse_unsupported,
     uses_v2_runner,
 )
-from data_collection.dataset.dataset_schema import Session
-from data_collection.models import identify
-from data_collection.versions import SUPPORTED_VLLM, vllm_version
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-__all__ = ["HeadwayWorker"]
+__all__ = ["HeadwayWorker", "StepForecaster"]
+
+
+class StepForecaster(RowConsumer, Protocol):
+    """A consumer of rows whose forecasts leave with the outputs of steps."""
+
+    def before_step(self, step: int, scheduled: Any) -> None:
+        """Take what the scheduler tells its workers with a step."""
+
+    def attach_arrived(self, output: Any) -> None:
+        """Add the forecasts that have arrived to a step's output, for the scheduler."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what forecasts and telemetry cost."""
 
 
 class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
@@ -47,31 +62,48 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
 
     _hook: CaptureHook | None = None
     _recorder: Recorder | None = None
+    _forecaster: StepForecaster | None = None
     _armed = True
     _engine_steps = 0
     _hook_seconds = 0.0
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        found = vllm_version() or "unknown"
-        if not found.startswith(SUPPORTED_VLLM):
-            raise ValueError(
-                f"Headway reads the internals of vLLM {SUPPORTED_VLLM}x, this is {found}"
-            )
-        refuse_unsupported(vllm_config)
+        refuse_other_version()
+        refuse_unsupported("capture", vllm_config)
         self._capture = read_capture_config(vllm_config.additional_config, self.config_type)
         self._replays = self._capture.record is not None and self._capture.record.replays
         self._generated: dict[str, int] = {}
         super().__init__(vllm_config, *args, **kwargs)
 
+    def make_forecaster(self, generated: dict[str, int]) -> StepForecaster | None:
+        """Return what forecasts in this engine, if anything.
+
+        Args:
+            generated: kept up to date with n of every running request.
+        """
+        return None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then the predictor, so that vLLM's profiling counts its memory."""
+        super().load_model(*args, **kwargs)
+        if is_recording_rank():
+            self._forecaster = self.make_forecaster(self._generated)
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as usual, then arm the hook: warm-up steps carry no requests."""
         result = super().compile_or_warm_up_model()
-        if self.is_recording_rank():
-            self._hook = CaptureHook(self._capture.k, self.consumers(), self._generated)
+        if is_recording_rank():
+            if self._capture.record is not None:
+                self._recorder = Recorder(self._capture.record, self._session())
+            consumers: tuple[RowConsumer | None, ...] = (self._recorder, self._forecaster)
+            present = [consumer for consumer in consumers if consumer is not None]
+            self._hook = CaptureHook(self._capture.k, present, self._generated)
         return result
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step, then capture the rows that are due."""
+        if self._forecaster is not None:
+            self._forecaster.before_step(self._engine_steps + 1, scheduler_output)
         output = super().execute_model(scheduler_output)
         self._engine_steps += 1
         if self._hook is not None and self._armed:
@@ -82,19 +114,19 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             self._hook_seconds += time.thread_time() - started
         return output
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as usual and attach the forecasts that have arrived to the output."""
+        output = super().sample_tokens(*args, **kwargs)
+        if self._forecaster is None:
+            return output
+        return with_output(output, self._forecaster.attach_arrived)
+
     def shutdown(self) -> None:
         """Write out what is held, then shut down as usual."""
         if self._hook is not None:
             self._hook.close()
             self._hook = None
         super().shutdown()
-
-    def is_recording_rank(self) -> bool:
-        """Whether this worker of a model-parallel group captures."""
-        pp_group = get_pp_group()
-        return is_recording_rank(
-            get_tensor_model_parallel_rank(), pp_group.rank_in_group, pp_group.world_size
-        )
 
     def headway_arm(self, armed: bool) -> None:
         """Switch capture off and on between requests, to measure what it costs."""
@@ -109,17 +141,12 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             "process_seconds": time.process_time(),
             "cudagraph_mode": self.vllm_config.compilation_config.cudagraph_mode.name,
         }
-        return status | (self._recorder.status() if self._recorder else {})
+        for reporting in (self._recorder, self._forecaster):
+            status |= reporting.status() if reporting is not None else {}
+        return status
 
-    def consumers(self) -> list[RowConsumer]:
-        """Build what receives the rows; called once, after warm-up, on the recording rank."""
-        consumers: list[RowConsumer] = []
-        if self._capture.record is not None:
-            self._recorder = Recorder(self._capture.record, self._session(self._capture))
-            consumers.append(self._recorder)
-        return consumers
-
-    def _session(self, capture: CaptureConfig) -> Session:
+    def _session(self) -> Session:
+        capture = self._capture
         assert capture.record is not None
         model = self.vllm_config.model_config
         identity = identify(model.model)

@@ -33,7 +33,7 @@ import msgspec
 
 from benchmarks.chaos.chaos import chaos
 from benchmarks.support.report import report
-from predictor.live.curve_keys import create_keys
+from predictor.live.zmq_sockets import create_keys
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment

@@ -13,7 +13,7 @@ import aiohttp
 import zmq
 
 from benchmarks.chaos.ledger import Ledger
-from predictor.live.curve_keys import Side, apply_curve
+from predictor.live.zmq_sockets import Side, apply_curve
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess

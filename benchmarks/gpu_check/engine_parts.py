@@ -101,6 +101,8 @@ def live_forecasts(findings: Findings, here: Here) -> None:
         additional_config={"headway": section},
         enforce_eager=here.device == "cpu",
     )
+    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
+
     scheduler = _scheduler(engine)
     curves: dict[tuple[str, int], Any] = {}
 
@@ -112,7 +114,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
             curves[name, made.generated_tokens[row]] = made.survival[row]
             super().__setitem__(name, value)
 
-    scheduler.headway_forecasts = Kept()
+    scheduler.part(KnownForecasts).latest = Kept()
     started = time.perf_counter()
     _serve(engine, lambda: None)
     seconds = time.perf_counter() - started
@@ -161,10 +163,13 @@ def fair_batching(findings: Findings, here: Here) -> None:
         enforce_eager=eager,
     )
     scheduler, planned = _scheduler(engine), 0
+    from rescheduler.batching.fair_batching import FairBatching  # vLLM's start fails after numba's
+
+    part = scheduler.part(FairBatching)
 
     def look() -> None:
         nonlocal planned
-        planned += scheduler.batch_plan is not None
+        planned += part.batch_plan is not None
 
     answers = _serve(engine, look)
     engine.llm_engine.engine_core.shutdown()

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu_check.findings import Findings, Here
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import CapturedRows, FinishedRequest, RowConsumer
+from data_collection.capture.capture_hook import CapturedRows, CaptureHook, RowConsumer
 from data_collection.capture.recorder import Recorder
+from data_collection.capture.requests import FinishedRequest
 from data_collection.dataset.dataset_schema import Session
 from predictor.evaluation.evaluate import median_latency_ms
 from predictor.live.engine_forecasts import EngineForecasts

@@ -2,17 +2,63 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
-from data_collection.capture.captured_rows import (
-    Cadence,
-    CapturedRows,
-    FinishedRequest,
-    RowConsumer,
-)
+from data_collection.capture.requests import FinishedRequest
 
-__all__ = ["CaptureHook", "Gather"]
+__all__ = ["Cadence", "CaptureHook", "CapturedRows", "Gather", "RowConsumer"]
+
+Cadence = Literal["request", "step"]
+"""When rows are captured: whenever a request's own n is a multiple of k; or of every running
+request together on each k-th engine step. Both capture the end of every prefill, n = 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """The rows captured in one engine step, as a struct of arrays.
+
+    Attributes:
+        step: number of the engine step since the worker was armed.
+        request_ids: [n_rows] ids inside the engine.
+        prompt_tokens: [n_rows] prompt lengths.
+        generated_tokens: [n_rows] tokens generated before this step's sample.
+        max_tokens: [n_rows] the cap each request asked for; 0 when unknown.
+        temperatures: [n_rows] with which each request is sampled.
+        hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
+            engine's device and in the model's dtype. A copy: it may be kept.
+    """
+
+    step: int
+    request_ids: list[str]
+    prompt_tokens: list[int]
+    generated_tokens: list[int]
+    max_tokens: list[int]
+    temperatures: list[float]
+    hidden_states: torch.Tensor
+
+
+class RowConsumer(Protocol):
+    """Something that wants the captured rows: a recorder, a forecaster.
+
+    Its methods are called on the engine's thread and must return at once.
+
+    Attributes:
+        cadence: which rows it wants.
+    """
+
+    cadence: Cadence
+
+    def on_rows(self, rows: CapturedRows) -> None:
+        """Take the rows of one step."""
+
+    def on_finished(self, finished: list[FinishedRequest]) -> None:
+        """Take the requests that ended; their last rows have been handed on before."""
+
+    def close(self) -> None:
+        """Write out what is held; the engine stops."""
+
 
 Gather = Callable[[list[int], list[int]], torch.Tensor]
 """Copies the hidden states [n_rows, d] of positions in the batch, each so many tokens behind the

@@ -18,9 +18,8 @@ import torch
 
 from data_collection.atomic_file import create_private_folder, replace_file
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
-from data_collection.capture.request_ids import parse_request_id
-from data_collection.capture.transcript_requests import as_recorded
+from data_collection.capture.capture_hook import Cadence, CapturedRows
+from data_collection.capture.requests import FinishedRequest, as_recorded, parse_request_id
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,

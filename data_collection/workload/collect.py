@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture.request_ids import RequestName, parse_request_id
+from data_collection.capture.requests import RequestName, parse_request_id
 from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     SERVER_STOPPED,

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
+from data_collection.vllm_adapter.engine import (
+    AsyncLLM,
+    EngineDeadError,
+    answered_tokens,
+    start_engine,
+)
 from data_collection.workload.arrivals import Arrivals, arrival_times
 from data_collection.workload.engine_requests import EngineRequest, RequestSource
 from data_collection.workload.prompts import PromptError
@@ -91,10 +90,6 @@ _STATUS_SECONDS = 1.0
 _SCREEN_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
 
-_KV_CACHE_GIB = 4
-"""Memory of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise."""
-
-
 class CollectionError(RuntimeError):
     """A collection ended early; the message says what is kept and what was lost."""
 
@@ -111,8 +106,6 @@ def drive(
         CollectionError: Ctrl-C, the engine died or did not start, or recording failed.
         PromptError: no prompt fits the model.
     """
-    if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
     driven = _Drive(arrivals, terminal)
     asyncio.run(driven.run(source, engine_arguments))
     return driven.ended
@@ -138,7 +131,7 @@ class _Drive:
         interrupted = asyncio.Event()
         loop = asyncio.get_running_loop()
         try:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+            engine = start_engine(engine_arguments)
         except (RuntimeError, ValueError) as error:
             raise CollectionError(
                 f"the engine did not start: {error}{last_lines(self._terminal.log)}"
@@ -229,20 +222,16 @@ class _Drive:
     async def _send(self, engine: AsyncLLM, index: int, request: EngineRequest) -> None:
         self._in_flight.add(request.id)
         settings = request.sampling
-        sampling = SamplingParams(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens,
-            n=settings.n,
-            seed=None if settings.seed is None else settings.seed + index,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=request.extra_args,
-        )
-        async for output in engine.generate(
-            TokensPrompt(prompt_token_ids=request.token_ids), sampling, request.id
-        ):
-            self._tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        sampling = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": settings.max_tokens,
+            "n": settings.n,
+            "seed": None if settings.seed is None else settings.seed + index,
+            "extra_args": request.extra_args,
+        }
+        async for tokens in answered_tokens(engine, request.id, request.token_ids, sampling):
+            self._tokens += tokens
         self._in_flight.discard(request.id)
         self.ended += settings.n
         assert self._bar is not None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_collection.capture.transcript_requests import Replay
+from data_collection.capture.requests import Replay
 from data_collection.workload.engine_options import ID_PREFIX, Sampling
 from data_collection.workload.prompts import Prompt, PromptError
 from data_collection.workload.transcripts import Transcript

@@ -2,20 +2,35 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
-from predictor.live.engine_forecasts import EngineForecasts
+from data_collection.capture.capture_hook import Cadence, CapturedRows
+from data_collection.capture.requests import FinishedRequest
+from data_collection.models import identify
+from predictor.live.engine_forecasts import (
+    FORECASTS_ATTRIBUTE,
+    GAUGES_ATTRIBUTE,
+    REPETITION_ATTRIBUTE,
+    EngineForecasts,
+    LiveConfig,
+)
 from predictor.live.telemetry_publisher import TelemetryPublisher
-from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import (
+    INPUTS,
+    NO_REPETITION,
+    CheckpointError,
+    ModelMismatchError,
+    RequestRows,
+)
 from predictor.models.survival_mlp import SurvivalMLP
 
-__all__ = ["Forecaster"]
+__all__ = ["Forecaster", "load_forecaster"]
 
 _UNKNOWN = 2**31
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -80,7 +95,7 @@ class Forecaster:
         self._device = device
         self._publisher = publisher
         self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
-        self.handing_on_seconds = 0.0
+        self._handing_on_seconds = 0.0
         self._pending: deque[_OnTheWay | _Ended] = deque()
         self._averages = predictor.running_averages()
         self._repetition: dict[str, tuple[float, float]] = {}
@@ -112,9 +127,16 @@ class Forecaster:
                 curves = self._predictor.survival(inputs)
             self._pending.append(_OnTheWay(rows, left, curves, None))
 
-    def note_repetition(self, found: Mapping[str, tuple[float, float]]) -> None:
-        """Learn what the scheduler says of answers, for the rows from here on."""
-        self._repetition.update(found)
+    def before_step(self, step: int, scheduled: Any) -> None:
+        """Learn what the scheduler says of the engine and of answers, for the rows from here on.
+
+        Args:
+            step: number of the engine step.
+            scheduled: vLLM's `SchedulerOutput`, with what the engine's scheduler has added.
+        """
+        if self._publisher is not None:
+            self._publisher.at_step(step, getattr(scheduled, GAUGES_ATTRIBUTE, None))
+        self._repetition.update(getattr(scheduled, REPETITION_ATTRIBUTE, {}))
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
         """Report requests that ended."""
@@ -139,8 +161,23 @@ class Forecaster:
         if self._publisher is not None:
             for forecasts in arrived:
                 self._publisher.forecasts(forecasts)
-        self.handing_on_seconds += time.thread_time() - started
+        self._handing_on_seconds += time.thread_time() - started
         return arrived
+
+    def attach_arrived(self, output: Any) -> None:
+        """Add the forecasts that have arrived to a step's output, for the scheduler."""
+        arrived = self.take_arrived()
+        if arrived:
+            setattr(output, FORECASTS_ATTRIBUTE, arrived)
+
+    def status(self) -> dict[str, Any]:
+        """Return what forecasts and telemetry cost."""
+        publisher = self._publisher
+        return {
+            "handing_on_seconds": self._handing_on_seconds,
+            "telemetry_endpoint": publisher.endpoint if publisher else None,
+            "telemetry_seconds": publisher.thread_seconds if publisher else 0.0,
+        }
 
     def close(self) -> None:
         """Stop the telemetry."""
@@ -189,3 +226,53 @@ class Forecaster:
                 with torch.cuda.graph(graph):
                     curves = self._predictor.survival(inputs)
                 self._graphs[size] = (graph, curves)
+
+
+def load_forecaster(
+    config: LiveConfig, vllm_config: Any, device: torch.device, generated: dict[str, int]
+) -> Forecaster | None:
+    """Load what forecasts in an engine with this configuration of vLLM, if anything does.
+
+    Args:
+        config: Headway's section of it.
+        vllm_config: vLLM's.
+        device: the engine's.
+        generated: kept up to date with n of every running request.
+
+    Raises:
+        CheckpointError: the checkpoint is none, or no survival model.
+        ModelMismatchError: it was trained on another model's hidden states.
+        TelemetryError: the telemetry's endpoint cannot be used.
+    """
+    if config.forecast is None:
+        return None
+    checkpoint, telemetry = config.forecast.checkpoint, config.forecast.telemetry
+    predictor = load_predictor(checkpoint)
+    if not isinstance(predictor, SurvivalMLP):
+        raise CheckpointError(
+            f"{checkpoint} holds a {predictor.kind} model; the engine forecasts with "
+            "a survival model: train one with configs/predictor/survival.yaml"
+        )
+    model = vllm_config.model_config
+    identity = identify(model.model)
+    mine = (predictor.serving_model, predictor.model_revision, predictor.hidden_size)
+    served = (identity.name, identity.revision, model.get_hidden_size())
+    if mine != served:
+        raise ModelMismatchError(
+            f"{checkpoint} was trained on hidden states of {mine[0]} (revision "
+            f"{mine[1]}, d = {mine[2]}); this engine serves {served[0]} (revision "
+            f"{served[1]}, d = {served[2]}). Train one with `headway train fit`"
+        )
+    publisher = None
+    if telemetry is not None:
+        publisher = TelemetryPublisher(
+            telemetry,
+            rank=vllm_config.parallel_config.data_parallel_rank,
+            model=identity.name,
+            checkpoint=predictor.fingerprint(),
+            k=config.k,
+            edges=[int(edge) for edge in predictor.edges.tolist()],
+            generated=generated,
+        )
+    most = vllm_config.scheduler_config.max_num_seqs
+    return Forecaster(predictor, device, most, publisher)

@@ -11,10 +11,8 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from data_collection.capture.captured_rows import FinishedRequest
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
-from predictor.live.engine_forecasts import EngineForecasts
-from predictor.live.live_config import TelemetryConfig
+from data_collection.capture.requests import FinishedRequest
+from predictor.live.engine_forecasts import EngineForecasts, TelemetryConfig
 from predictor.live.telemetry_messages import (
     MOST_EDGES,
     MOST_REQUESTS,
@@ -31,6 +29,7 @@ from predictor.live.telemetry_messages import (
     encode_message,
     encode_survival,
 )
+from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
 
 __all__ = ["TelemetryPublisher"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.capture.request_ids import parse_request_id
+from data_collection.capture.requests import parse_request_id
 from data_collection.dataset.dataset_schema import SplitName, split_requests
 from data_collection.workload.engine_options import ID_PREFIX
 from data_collection.workload.prompts import load_prompts

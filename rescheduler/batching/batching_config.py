@@ -35,7 +35,6 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             takes at most when None.
         admission: reject requests whose prompt exceeds the prefill budget.
         whole_steps: the prefill budget counts whole tokens that fall due, see `prefill_budget`.
-        use_forecasts: the prefill budget reckons with forecast lengths; needs the live worker.
         recalibrate: keep the profile's times up to date with the steps that are served.
         steps: CSV file to write every step's tokens and seconds to.
         collect_garbage: collect Python's garbage when there is time for it.
@@ -50,7 +49,6 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_budget: Annotated[int, msgspec.Meta(ge=1)] | None = None
     admission: bool = False
     whole_steps: bool = True
-    use_forecasts: bool = False
     recalibrate: bool = True
     steps: str | None = None
     collect_garbage: bool = True
@@ -87,17 +85,15 @@ def read_batching_config(additional_config: Mapping[str, Any]) -> BatchingConfig
             f"--additional-config has no {_KEY!r} in its {_SECTION!r} section; give for example "
             f'\'{{"{_SECTION}": {{"{_KEY}": {{"profile": "profile.yaml"}}}}}}\''
         )
+    if isinstance(section[_KEY], Mapping) and "use_forecasts" in section[_KEY]:
+        raise ValueError(
+            f"--additional-config, {_SECTION}.{_KEY}.use_forecasts was removed: a budget that "
+            "counts no more tokens than are forecast serves fewer requests in time; leave it out"
+        )
     try:
-        config = msgspec.convert(section[_KEY], BatchingConfig)
+        return msgspec.convert(section[_KEY], BatchingConfig)
     except msgspec.ValidationError as error:
         raise ValueError(
             f"--additional-config, {_SECTION}.{_KEY}: {error}. Known keys: "
             f"{', '.join(BatchingConfig.__struct_fields__)}"
         ) from error
-    if config.use_forecasts and not section.get("forecast"):
-        raise ValueError(
-            f"--additional-config, {_SECTION}.{_KEY}.use_forecasts: nothing forecasts; add "
-            "--worker-cls predictor.live.vllm_worker.LiveHeadwayWorker and "
-            f"{_SECTION}.forecast.checkpoint"
-        )
-    return config

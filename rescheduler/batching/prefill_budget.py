@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core
-from rescheduler.batching.batch_formation import BatchRules
+from rescheduler.batching.batch_formation import BatchRules, RequestTable
+from rescheduler.batching.objectives import Objectives
 
-__all__ = ["prefill_budget"]
+__all__ = ["prefill_budget", "table_prefill_budget"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -22,7 +23,6 @@ def prefill_budget(
     slack: FloatArray,
     context: IntArray,
     prompt_left: IntArray,
-    remaining: FloatArray,
     whole_steps: bool,
 ) -> float:
     r"""Return PAB, the tokens of new prompts that can be computed within a TTFT (Appendix A).
@@ -45,9 +45,6 @@ def prefill_budget(
     :math:`N_i` is as printed, but at least 0: a request far ahead of its deadlines gives no time
     back.
 
-    With forecasts no more tokens of a request fall due than it is expected to generate:
-    :math:`\min(N_i, E[R_i])`. This is beyond the paper.
-
     Source: Lyu et al. 2025, §3.4 and Appendix A.
 
     Args:
@@ -57,7 +54,6 @@ def prefill_budget(
         slack: [n] seconds until the deadline of each request's next token.
         context: [n] tokens of context, of a prefill when it is computed.
         prompt_left: [n] tokens of the prompt yet to compute, 0 for decodes.
-        remaining: [n] tokens expected yet; infinite where nothing is known.
         whole_steps: count the tokens that fall due.
 
     Returns:
@@ -68,7 +64,7 @@ def prefill_budget(
         due = (ttft - slack[i]) / tpot
         if whole_steps:
             due = floor(due) + 1.0
-        due = min(max(due, 0.0), remaining[i])
+        due = max(due, 0.0)
         ends = slack[i] + (due - 1.0) * tpot
         if due > most or (due == most and ends < last):
             most, last = due, ends
@@ -83,3 +79,22 @@ def prefill_budget(
     if a_token <= 0.0:
         return inf if seconds > 0.0 else -inf
     return seconds / a_token - taken
+
+
+def table_prefill_budget(
+    rules: BatchRules, table: RequestTable, objectives: Objectives, whole_steps: bool
+) -> float:
+    """Return the tokens of new prompts that fit within a TTFT beside all requests of a table.
+
+    Tokens of all requests count as due every TPOT of the objectives, though requests may have one
+    of their own.
+    """
+    return prefill_budget(
+        rules,
+        objectives.ttft,
+        objectives.tpot,
+        table.slack,
+        table.context,
+        table.prompt_left,
+        whole_steps,
+    )

@@ -109,7 +109,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
             "rescheduler.profiling.profile_command:profile", "measure an engine's step times"
         ),
         "keys": _Verb(
-            "predictor.live.curve_keys:keys", "create keys for telemetry between machines"
+            "predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"
         ),
         "demo": _Verb("rescheduler.demo.demo:demo", "watch requests move between engines"),
     },

@@ -96,9 +96,9 @@ def _runner() -> Finding:
     if vllm_version() is None:
         return Finding("vLLM runner", "note", "no vLLM")
     try:
-        from vllm import envs
-        from vllm.platforms import current_platform
-        from vllm.triton_utils import HAS_TRITON
+        from data_collection.vllm_adapter.support import runner_and_platform
+
+        runner, platform = runner_and_platform()
     except Exception as error:  # whatever breaks vLLM's import is what we want to report
         return Finding(
             "vLLM runner",
@@ -106,9 +106,7 @@ def _runner() -> Finding:
             f"vLLM cannot be imported: {type(error).__name__}: {error}",
             "reinstall it with its requirements; make install does on a CPU",
         )
-    wants_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
-    runner = "V2" if (HAS_TRITON if wants_v2 is None else wants_v2) else "V1"
-    return Finding("vLLM runner", "ok", f"{runner} on platform {current_platform.device_name}")
+    return Finding("vLLM runner", "ok", f"{runner} on platform {platform}")
 
 
 def _torch_extras() -> Finding:

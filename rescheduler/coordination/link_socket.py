@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve, is_loopback, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, is_loopback, refuse_open_endpoint
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (

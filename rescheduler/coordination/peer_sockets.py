@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve
+from predictor.live.zmq_sockets import apply_curve
 from rescheduler.coordination.messages import LARGEST_MESSAGE, CoordinationError, Load, decode_load
 from rescheduler.coordination.refused_messages import RefusedMessages
 

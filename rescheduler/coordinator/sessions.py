@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
 from rescheduler.coordination.link_socket import BEAT_SECONDS
 from rescheduler.coordination.messages import (
     LARGEST_MESSAGE,

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from data_collection.text_file import read_yaml
-from predictor.live.curve_keys import is_loopback
+from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 
 __all__ = [

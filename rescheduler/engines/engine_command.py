@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
-from predictor.live.curve_keys import is_loopback
+from predictor.live.zmq_sockets import is_loopback
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, TraceOptions
 
 __all__ = [

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_collection.models import resolve_model
-from predictor.live.curve_keys import is_loopback
+from predictor.live.zmq_sockets import is_loopback
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 from rescheduler.engines.engine_command import (

@@ -5,9 +5,9 @@ from typing import Any
 
 from msgspec.json import encode
 
-from data_collection.capture.request_ids import MIGRATION_PARAMS
+from data_collection.capture.requests import MIGRATION_PARAMS
 from rescheduler.openai.openai_request import ClientRequest
-from rescheduler.transfer.params_signature import signed
+from rescheduler.transfer.migration_params import signed
 
 __all__ = ["EngineBodies", "given_name"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from predictor.live.curve_keys import shared_secret
+from predictor.live.zmq_sockets import shared_secret
 from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.engine_body import EngineBodies

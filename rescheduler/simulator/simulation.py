@@ -453,7 +453,6 @@ def _idle_budget(rules: Rules) -> float:
         none,
         whole,
         whole,
-        none,
         service.whole_steps,
     )
 

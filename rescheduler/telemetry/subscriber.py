@@ -12,11 +12,10 @@ from types import TracebackType
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
 from predictor.live.telemetry_messages import LARGEST_MESSAGE, TOPIC, TelemetryError
+from predictor.live.zmq_sockets import apply_curve, notice_lost_peers, refuse_open_endpoint
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
-from rescheduler.transfer.lost_peers import notice_lost_peers
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from data_collection.capture.request_ids import parse_request_id
+from data_collection.capture.requests import parse_request_id
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
     TOPIC,

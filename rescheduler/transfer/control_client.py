@@ -8,7 +8,7 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, notice_lost_peers, refuse_open_endpoint
 from rescheduler.transfer.control_messages import (
     LARGEST_REPLY,
     Command,
@@ -31,7 +31,6 @@ from rescheduler.transfer.control_messages import (
     encode,
     number_of_reply,
 )
-from rescheduler.transfer.lost_peers import notice_lost_peers
 
 __all__ = ["ControlClient"]
 

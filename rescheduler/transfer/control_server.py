@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
-from predictor.live.curve_keys import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
 from rescheduler.transfer.control_messages import (
     LARGEST_COMMAND,
     LONGEST_REASON,

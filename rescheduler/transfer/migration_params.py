@@ -1,12 +1,13 @@
 """What a request carries for moving it, beside the KV parameters of NIXL."""
 
+import hmac
 from typing import Annotated, Any
 
 import msgspec
 
-from data_collection.capture.request_ids import MIGRATION_PARAMS
+from data_collection.capture.requests import MIGRATION_PARAMS
 
-__all__ = ["ConnectorConfig", "MigrationParams", "connector_config"]
+__all__ = ["ConnectorConfig", "MigrationParams", "connector_config", "is_signed", "signed"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -20,7 +21,7 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         generated: tokens at the end of the prompt that an earlier engine generated.
         max_tokens: what the client asked for, where the engine is asked for less (a prefill).
         copies: only the KV cache of the prompt is wanted, for a request that is to come.
-        signature: the proxy's, see `rescheduler.transfer.params_signature`.
+        signature: the proxy's, see `signed`.
     """
 
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -57,3 +58,44 @@ def connector_config(extra_config: dict[str, Any]) -> ConnectorConfig:
         return msgspec.convert(extra_config.get(MIGRATION_PARAMS, {}), ConnectorConfig)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_connector_extra_config.{MIGRATION_PARAMS}: {error}") from error
+
+
+_SIGNATURE = "signature"
+_PROMPT = "prompt_token_ids"  # taken out by vLLM's server, and no more than a prompt
+
+
+def signed(params: dict[str, Any], secret: bytes) -> dict[str, Any]:
+    """Return parameters with their signature: only the proxy may say whose KV cache is read.
+
+    An engine's HTTP port takes these parameters from whoever reaches it. With them a request could
+    pull another one's KV cache, freeze it, or hold blocks, so that engines with keys ignore those
+    that the proxy has not signed:
+
+        signature = HMAC-SHA256(secret, sorted JSON of all but signature and prompt_token_ids)
+
+    Args:
+        params: ``kv_transfer_params`` with an entry ``headway``.
+        secret: shared with the engine, see `predictor.live.zmq_sockets.shared_secret`.
+    """
+    headway = {**params[MIGRATION_PARAMS], _SIGNATURE: _signature(params, secret)}
+    return {**params, MIGRATION_PARAMS: headway}
+
+
+def is_signed(params: dict[str, Any], secret: bytes) -> bool:
+    """Return whether parameters are as the owner of the secret has signed them."""
+    headway = params.get(MIGRATION_PARAMS)
+    given = headway.get(_SIGNATURE) if isinstance(headway, dict) else None
+    if not isinstance(given, str):
+        return False
+    try:
+        expected = _signature(params, secret)
+    except (msgspec.EncodeError, TypeError, ValueError, RecursionError):
+        return False
+    return hmac.compare_digest(given.encode(), expected.encode())
+
+
+def _signature(params: dict[str, Any], secret: bytes) -> str:
+    headway = {k: v for k, v in params[MIGRATION_PARAMS].items() if k != _SIGNATURE}
+    rest = {k: v for k, v in params.items() if k not in (_PROMPT, MIGRATION_PARAMS)}
+    content = msgspec.json.encode({**rest, MIGRATION_PARAMS: headway}, order="deterministic")
+    return hmac.digest(secret, content, "sha256").hex()

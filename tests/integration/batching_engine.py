@@ -57,8 +57,8 @@ def serve_waves(model: str, options: dict[str, Any], waves: list[dict[str, Any]]
         for name, request in scheduler.requests.items():
             if request.num_output_tokens and name.rpartition("-")[0] not in first_step:
                 first_step[name.rpartition("-")[0]] = len(seen.steps)
-                if hasattr(scheduler, "batch_plan"):
-                    ttft = scheduler._objectives_of(request).ttft
+                if seen.part is not None:
+                    ttft = seen.part.objectives_of(request).ttft
                     begun[name.rpartition("-")[0]] = ttft, time.time() - request.arrival_time
     return {
         "scheduler": type(scheduler).__qualname__,
@@ -69,7 +69,7 @@ def serve_waves(model: str, options: dict[str, Any], waves: list[dict[str, Any]]
         "preemptions": seen.preemptions,
         "prefix_hits": seen.prefix_hits,
         "blocks_lost": free - pool.get_num_free_blocks(),
-        "left": [len(scheduler.requests), len(getattr(scheduler, "_objectives", ()))],
+        "left": [len(scheduler.requests), len(getattr(seen.part, "_objectives", ()))],
     }
 
 
@@ -80,6 +80,11 @@ class Seen:
         self.steps: list[dict[str, Any]] = []
         self.preemptions = self.prefix_hits = 0
         self._scheduler = scheduler
+        self.part = None
+        if type(scheduler).__name__.endswith("FairBatchingScheduler"):
+            from rescheduler.batching.fair_batching import FairBatching  # once vLLM is up
+
+            self.part = scheduler.part(FairBatching)
         self._schedule, self._preempt = scheduler.schedule, scheduler._preempt_request
         scheduler.schedule, scheduler._preempt_request = self.schedule, self.preempt
 
@@ -91,11 +96,11 @@ class Seen:
             self.prefix_hits += request.num_computed_tokens > 0
         tokens = output.num_scheduled_tokens
         step: dict[str, Any] = {"tokens": tokens}
-        plan = getattr(scheduler, "batch_plan", None)
+        plan = getattr(self.part, "batch_plan", None)
         if plan is not None and table is not None:
             row = {name: i for i, name in enumerate(table.names)}
             decodes = table.slack[table.decoding]
-            rules = scheduler._times.rules
+            rules = self.part.times.rules
             context = sum(scheduler.requests[name].num_computed_tokens for name in tokens)
             spent = rules.constant + rules.per_new * sum(tokens.values())
             step |= {
@@ -110,12 +115,11 @@ class Seen:
 
     def _table(self) -> Any:
         """Read the requests as the scheduler is about to."""
-        from rescheduler.batching.vllm_adapter import read_table  # once vLLM is up
-
-        scheduler = self._scheduler
-        if not hasattr(scheduler, "batch_plan"):
+        if self.part is None:
             return None
-        return read_table(scheduler, scheduler._objectives_of, time.time(), True)
+        from rescheduler.batching.fair_batching import read_table
+
+        return read_table(self._scheduler, self.part.objectives_of, time.time(), True)
 
     def preempt(self, *args: Any, **kwargs: Any) -> None:
         self.preemptions += 1

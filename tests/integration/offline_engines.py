@@ -26,6 +26,9 @@ def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dic
     )
     core = engine.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
+    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
+
+    latest = scheduler.part(KnownForecasts).latest
     for i in range(3):
         prompt = {"prompt_token_ids": list(range(100 + i, 110 + 2 * i))}
         sampling = SamplingParams(
@@ -39,12 +42,12 @@ def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dic
             forecast = scheduler.remaining_forecast(request)
             if forecast is not None:
                 names.add(name)
-                made, row = scheduler.headway_forecasts[name]
+                made, row = latest[name]
                 known = (request.num_output_tokens, int(made.generated_tokens[row]))
                 forecasts.append((*known, float(forecast.mean()[0]), request.max_tokens))
     return {
         "scheduler": type(scheduler).__qualname__,
         "requests_forecast": len(names),
-        "left_behind": len(scheduler.headway_forecasts),
+        "left_behind": len(latest),
         "forecasts": forecasts,
     }

@@ -85,7 +85,7 @@ def test_every_request_gets_the_tokens_that_vllm_gives_it(
     by_vllm: dict[str, Any], fair: dict[str, Any]
 ) -> None:
     """With prompts in chunks, a prefix cache, and preemption."""
-    assert (by_vllm["scheduler"], fair["scheduler"]) == ("Scheduler", "SyncFairBatchingScheduler")
+    assert (by_vllm["scheduler"], fair["scheduler"]) == ("Scheduler", "FairBatchingScheduler")
     assert len(fair["outputs"]) == 20
     assert fair["outputs"] == by_vllm["outputs"]
     assert fair["prefix_hits"] > 0
@@ -153,7 +153,6 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "batching": {
                 "profile": str(profile_of(smollm2, folder / "profile.yaml", slow)),
                 "admission": True,
-                "use_forecasts": True,
                 "recalibrate": False,
                 "steps": str(folder / "steps.csv"),
                 **TIGHT,

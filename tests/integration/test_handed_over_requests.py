@@ -8,9 +8,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
-from data_collection.capture.vllm_adapter import finished_request, note_scheduled
+from data_collection.capture.capture_hook import CapturedRows, CaptureHook
+from data_collection.capture.requests import FinishedRequest
+from data_collection.vllm_adapter.requests import finished_request
+from data_collection.vllm_adapter.steps import note_scheduled
 
 
 def request(params: dict[str, Any] | None, max_tokens: int = 40) -> Request:

@@ -139,7 +139,7 @@ def test_the_engines_own_scheduler_knows_the_forecasts(smollm2: Path) -> None:
     seen = run_forked(
         forecasts_between_steps, str(smollm2), str(CHECKPOINT), 12, environment=in_process
     )
-    assert seen["scheduler"] == "SyncLiveHeadwayScheduler"
+    assert seen["scheduler"] == "LiveHeadwayScheduler"
     assert seen["requests_forecast"] == 3
     assert seen["left_behind"] == 0, "forecasts of ended requests are dropped"
     for generated, at_forecast, mean, cap in seen["forecasts"]:

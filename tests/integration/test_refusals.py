@@ -1,5 +1,6 @@
-"""What capture cannot read is refused at start-up, by name, from vLLM's own configuration."""
+"""What Headway cannot do in an engine is refused by name, from its configuration of vLLM."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,17 @@ from vllm.platforms import current_platform
 
 from benchmarks.support.offline_engine import record
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture.vllm_adapter import is_recording_rank, refuse_unsupported
+from data_collection.vllm_adapter import steps
+from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
-from rescheduler.transfer.vllm_connector_scheduler import refuse_unsupported as refuse_unmovable
+from rescheduler.batching.fair_batching import rank_path
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+PARTS: dict[Part, str] = {
+    "capture": "Headway cannot capture hidden states: ",
+    "batching": "Headway cannot form this engine's batches: ",
+    "moves": "requests of this engine cannot move: ",
+}
 
 
 def vllm_config(model: Path, **options: Any) -> Any:
@@ -22,78 +31,93 @@ def vllm_config(model: Path, **options: Any) -> Any:
     return EngineArgs(**arguments).create_engine_config()
 
 
-def test_a_plain_engine_is_accepted(smollm2: Path) -> None:
-    refuse_unsupported(vllm_config(smollm2))
+@pytest.mark.parametrize(
+    ("options", "changes", "parts", "problem"),
+    [
+        ({}, {}, "", ""),
+        (
+            {"speculative_config": NGRAM},
+            {},
+            "capture batching moves",
+            "speculative decoding is on.*drop --speculative-config",
+        ),
+        ({"runner": "pooling"}, {}, "capture batching moves", "this is a pooling model"),
+        (
+            {},
+            {"model_config.is_diffusion": True},  # which vLLM reads from the model's files
+            "capture batching moves",
+            "this is a diffusion model",
+        ),
+        (
+            {},
+            {"parallel_config.prefill_context_parallel_size": 2},
+            "capture moves",
+            "prefill context parallelism is on.*drop --prefill-context-parallel-size",
+        ),
+        (
+            {},
+            {"parallel_config.pipeline_parallel_size": 2},
+            "batching moves",
+            "pipeline parallelism is on.*use --tensor-parallel-size",
+        ),
+        (
+            {"scheduler_cls": None},
+            {},
+            "capture",
+            "--scheduler-cls data_collection.vllm_scheduler.HeadwayScheduler",
+        ),
+        (
+            {"scheduling_policy": "priority"},
+            {},
+            "batching",
+            "by priority; drop --scheduling-policy",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 512},
+            {},
+            "batching",
+            "prefills are computed whole; drop --no-enable-chunked-prefill",
+        ),
+        (
+            {},
+            {"cache_config.mamba_cache_mode": "align"},
+            "batching",
+            "must stop where its state is cached; give --no-enable-prefix-caching",
+        ),
+    ],
+)
+def test_each_part_refuses_where_it_would_be_wrong(
+    smollm2: Path, options: dict[str, Any], changes: dict[str, Any], parts: str, problem: str
+) -> None:
+    config = vllm_config(smollm2, **options)
+    for path, value in changes.items():
+        section, name = path.split(".")
+        setattr(getattr(config, section), name, value)
+    for part, beginning in PARTS.items():
+        if part not in parts.split():
+            refuse_unsupported(part, config)
+            continue
+        with pytest.raises(ValueError, match=f"{beginning}.*{problem}") as refused:
+            refuse_unsupported(part, config)
+        assert ("remove `control`" in str(refused.value)) == (part == "moves")
 
 
-def test_speculative_decoding_is_refused(smollm2: Path) -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    with pytest.raises(ValueError, match=r"speculative decoding is on.*drop --speculative-config"):
-        refuse_unsupported(vllm_config(smollm2, speculative_config=ngram))
-
-
-def test_a_pooling_model_is_refused(smollm2: Path) -> None:
-    with pytest.raises(ValueError, match="this is a pooling model"):
-        refuse_unsupported(vllm_config(smollm2, runner="pooling"))
-
-
-def test_a_diffusion_model_is_refused(smollm2: Path) -> None:
+def test_all_that_is_in_the_way_is_named(smollm2: Path) -> None:
     config = vllm_config(smollm2)
-    config.model_config.is_diffusion = True  # which vLLM reads from the model's files
-    with pytest.raises(ValueError, match="this is a diffusion model"):
-        refuse_unsupported(config)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(
+        ValueError, match=r"pipeline parallelism is on.*; its KV cache has 2 groups"
+    ):
+        refuse_unsupported("moves", config, kv_cache_groups=2)
 
 
 def test_the_v2_runner_of_an_xpu_is_refused(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = vllm_config(smollm2)
     monkeypatch.setattr(type(current_platform), "is_xpu", lambda platform: True)
-    refuse_unsupported(config)  # its V1 runner is read
+    refuse_unsupported("capture", config)  # its V1 runner is read
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match=r"XPUs have a V2 .*; set VLLM_USE_V2_MODEL_RUNNER=0"):
-        refuse_unsupported(config)
-
-
-def test_a_scheduler_that_does_not_report_ends_is_refused(smollm2: Path) -> None:
-    with pytest.raises(ValueError, match="--scheduler-cls data_collection"):
-        refuse_unsupported(vllm_config(smollm2, scheduler_cls=None))
-
-
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"speculative_config": SPECULATION}, "speculative decoding is on"),
-        ({"runner": "pooling"}, "this is a pooling or diffusion model"),
-        ({"is_diffusion": True}, "this is a pooling or diffusion model"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism is on"),
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism is on"),
-        ({"groups": 2}, "its KV cache has 2 groups"),
-    ],
-    ids=lambda value: "".join(value) if isinstance(value, dict) else "",
-)
-def test_requests_that_cannot_move_are_refused(
-    smollm2: Path, change: dict[str, Any], reason: str
-) -> None:
-    options = {
-        name: value for name, value in change.items() if name in ("speculative_config", "runner")
-    }
-    config, cache = vllm_config(smollm2, **options), SimpleNamespace(kv_cache_groups=[None])
-    refuse_unmovable(vllm_config(smollm2), cache)
-    cache.kv_cache_groups *= change.get("groups", 1)
-    for name in set(change) & set(vars(config.parallel_config)):
-        setattr(config.parallel_config, name, change[name])
-    config.model_config.is_diffusion = change.get("is_diffusion", False)
-    with pytest.raises(ValueError, match=f"cannot move: {reason}.*remove `control`"):
-        refuse_unmovable(config, cache)
-
-
-def test_prefill_context_parallelism_is_refused(smollm2: Path) -> None:
-    config = vllm_config(smollm2)
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ValueError, match="prefill context parallelism is on"):
-        refuse_unsupported(config)
+        refuse_unsupported("capture", config)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +139,28 @@ def test_a_missing_capture_section_shows_one() -> None:
         read_capture_config({"headwy": {}}, CaptureConfig)
 
 
-def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records() -> None:
-    ranks = [(tp, pp) for pp in range(3) for tp in range(4) if is_recording_rank(tp, pp, 3)]
-    assert ranks == [(0, 2)]
+def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def records(tp_rank: int, last: bool) -> bool:
+        monkeypatch.setattr(steps, "get_tensor_model_parallel_rank", lambda: tp_rank)
+        group = functools.partial(SimpleNamespace, is_last_rank=last)
+        monkeypatch.setattr(steps, "get_pp_group", group)
+        return steps.is_recording_rank()
+
+    ranks = [(tp, last) for tp in range(3) for last in (False, True) if records(tp, last)]
+    assert ranks == [(0, True)]
+
+
+def test_each_data_parallel_engine_writes_its_own_steps(smollm2: Path) -> None:
+    config = vllm_config(smollm2)
+    assert rank_path(Path("runs/steps.csv"), config) == Path("runs/steps.csv")
+    config.parallel_config.data_parallel_rank = 2
+    assert rank_path(Path("runs/steps.csv"), config) == Path("runs/steps-2.csv")
 
 
 def test_an_engine_refuses_when_it_starts(smollm2: Path, tmp_path: Path) -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    dataset, options = tmp_path / "dataset", {"speculative_config": ngram}
+    dataset, options = tmp_path / "dataset", {"speculative_config": NGRAM}
     with pytest.raises(RuntimeError, match="cannot capture hidden states: speculative decoding"):
         run_forked(record, str(smollm2), str(dataset), options, [[1, 2, 3]], 4)
     assert not dataset.exists()

@@ -8,7 +8,7 @@ from forked_vllm import run_forked
 from shown_commands import PAGES, read_page
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from predictor.live.live_config import LiveConfig
+from predictor.live.engine_forecasts import LiveConfig
 from rescheduler.batching.batching_config import read_batching_config
 
 

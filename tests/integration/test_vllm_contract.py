@@ -1,29 +1,56 @@
-"""Every name of vLLM's that the adapter, the worker and the scheduler read, for both runners.
+"""Every name of vLLM's and NIXL's that Headway reads, changes or overrides, for both runners.
 
-When a new vLLM moves one, the failing line here says which; `vllm_adapter` is where to fix it.
-The V2 runner needs Triton to be imported, so its source is read instead.
+When a new version moves one, the failing line here says which; `data_collection/vllm_adapter` and
+the worker, the scheduler and the connector on it are where to fix it. The V2 runner needs Triton to
+be imported, so its source is read instead.
 """
 
-import dataclasses
 import inspect
+import sys
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.nixl_utils import NixlWrapper
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import attributes_set_in, fields_of
 
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from data_collection.vllm_adapter import steps
+from data_collection.vllm_scheduler import HeadwayScheduler
+from data_collection.vllm_worker import HeadwayWorker
+from rescheduler.transfer.vllm_connector import KeepingWorker, MigratingScheduler, NixlConnector
+
+NIXL = "distributed.kv_transfer.kv_connector.v1.nixl"
 
 
 def test_the_installed_version_is_the_supported_one() -> None:
@@ -32,88 +59,261 @@ def test_the_installed_version_is_the_supported_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("structure", "names"),
+    "ours",
     [
-        (
-            SchedulerOutput,
-            {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
-        ),
-        (
-            NewRequestData,
-            {"req_id", "num_computed_tokens", "prefill_token_ids", "sampling_params"},
-        ),
-        (ModelRunnerOutput, {"req_ids"}),
-        (CacheConfig, {"num_gpu_blocks"}),
-        (CachedRequestData, {"req_ids", "num_computed_tokens", "num_output_tokens"}),
-        (VllmConfig, {"speculative_config", "additional_config", "model_config"}),
-        (SchedulerConfig, {"scheduler_cls", "async_scheduling", "max_num_seqs"}),
-        (ParallelConfig, {"prefill_context_parallel_size", "data_parallel_rank"}),
-        (ModelConfig, {"model", "dtype", "runner"}),
+        *(steps._Attaching, HeadwayScheduler, HeadwayWorker, NixlConnector),
+        *(KeepingWorker, MigratingScheduler),
     ],
 )
-def test_structures_have_the_fields_we_read(structure: type, names: set[str]) -> None:
-    assert names <= {field.name for field in dataclasses.fields(structure)}
+def test_our_classes_lack_no_method(ours: type) -> None:
+    assert not inspect.isabstract(ours)
 
 
-def test_properties_and_methods_we_read() -> None:
-    assert isinstance(NewRequestData.prompt_len, property)
-    assert isinstance(Request.num_output_tokens, property)
-    names = {"request_id", "num_prompt_tokens", "prompt_token_ids", "sampling_params"}
-    names |= {"max_tokens", "num_computed_tokens", "output_token_ids"}
-    assert names <= attributes_set_in("v1.request", "Request")
-    assert callable(Request.get_finished_reason)
-    assert "runner_type" in attributes_set_in("config.model", "ModelConfig")
-    assert callable(ModelConfig.get_hidden_size)
+@pytest.mark.parametrize(
+    ("structure", "names"),
+    [
+        (CacheConfig, "num_gpu_blocks mamba_cache_mode"),
+        (CachedRequestData, "req_ids num_computed_tokens num_output_tokens"),
+        (CachedRequestState, "output_token_ids generator"),
+        (EngineCoreOutput, "request_id new_token_ids new_logprobs finish_reason stop_reason"),
+        (EngineCoreOutput, "events trace_headers"),
+        (EngineCoreOutputs, "outputs"),
+        (ExecuteModelState, "hidden_states"),
+        (ModelConfig, "model dtype runner"),
+        (ModelRunnerOutput, "req_ids"),
+        (NewRequestData, "req_id num_computed_tokens prefill_token_ids sampling_params"),
+        (ParallelConfig, "pipeline_parallel_size prefill_context_parallel_size"),
+        (ParallelConfig, "decode_context_parallel_size data_parallel_rank data_parallel_index"),
+        (SamplingParams, "extra_args output_kind logprobs seed min_tokens max_tokens"),
+        (SchedulerConfig, "scheduler_cls async_scheduling policy max_num_seqs"),
+        (SchedulerOutput, "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens"),
+        (SchedulerOutput, "total_num_scheduled_tokens kv_connector_metadata"),
+        (StructuredOutputRequest, "reasoner"),
+        (VllmConfig, "speculative_config additional_config model_config"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_structures_have_the_fields_we_read(structure: type, names: str) -> None:
+    fields = {name for kind in structure.__mro__ for name in getattr(kind, "__annotations__", ())}
+    assert set(names.split()) <= fields
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "names"),
+    [
+        ("config.model", "ModelConfig", "runner_type hf_text_config"),
+        ("v1.core.kv_cache_manager", "KVCacheManager", "block_pool enable_caching"),
+        ("v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
+        ("v1.request", "Request", "request_id arrival_time status client_index sampling_params"),
+        ("v1.request", "Request", "num_prompt_tokens num_computed_tokens num_output_placeholders"),
+        ("v1.request", "Request", "num_in_flight_tokens num_preemptions is_prefill_chunk"),
+        ("v1.request", "Request", "num_stale_output_tokens drop_stale_output max_tokens"),
+        ("v1.request", "Request", "prompt_token_ids output_token_ids _output_token_ids"),
+        ("v1.request", "Request", "structured_output_request kv_transfer_params all_token_ids"),
+        ("v1.core.sched.scheduler", "Scheduler", "running waiting requests vllm_config"),
+        ("v1.core.sched.scheduler", "Scheduler", "kv_holding_waiting deferred_waiting"),
+        ("v1.core.sched.scheduler", "Scheduler", "max_num_active_reqs max_num_scheduled_tokens"),
+        ("v1.core.sched.scheduler", "Scheduler", "num_waiting_for_streaming_input max_model_len"),
+        ("v1.core.sched.scheduler", "Scheduler", "finished_recving_kv_req_ids block_size"),
+        ("v1.core.sched.scheduler", "Scheduler", "kv_cache_manager cache_config"),
+        ("v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model_state query_start_loc"),
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model_state"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_need_send block_size"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_in_batch engine_id"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_not_processed"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_host"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_port"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "transfer_tp_size"),
+        (f"{NIXL}.base_worker", "NixlBaseConnectorWorker", "_bidirectional_kv_xfer_enabled"),
+        (f"{NIXL}.base_worker", "NixlBaseConnectorWorker", "_reqs_to_send _reqs_to_process"),
+    ],
+)
+def test_objects_have_the_attributes_we_use(module: str, kind: str, names: str) -> None:
+    assert set(names.split()) <= attributes_set_in(module, kind)
+
+
+def test_the_v2_runner_s_batch_is_where_we_read_it() -> None:
+    state = fields_of("v1.worker.gpu.model_runner", "ExecuteModelState")
+    assert {"input_batch", "hidden_states"} <= state
+    batch = fields_of("v1.worker.gpu.input_batch", "InputBatch")
+    assert {"req_ids", "logits_indices"} <= batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (GroupCoordinator, "is_last_rank"),
+        (InputBatch, "req_ids num_reqs"),
+        (KVCacheManager, "usage"),
+        (NewRequestData, "prompt_len"),
+        (Request, "num_tokens num_tokens_with_spec num_output_tokens"),
+        (Scheduler, "pause_state"),
+        (StructuredOutputRequest, "grammar"),
+        (VllmConfig, "use_v2_model_runner max_concurrent_batches"),
+    ],
+)
+def test_properties_we_read(kind: type, names: str) -> None:
+    for name in names.split():
+        assert isinstance(getattr(kind, name), property), name
+    assert isinstance(ModelConfig.is_diffusion, cached_property)
+    assert "enable_chunked_prefill" in inspect.getsource(SchedulerConfig)
+
+
+LOOKAHEAD = "request num_computed_tokens num_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        (AsyncModelRunnerOutput.get_output, ""),
+        (AsyncScheduler._reserve_prefill_lookahead, LOOKAHEAD),
+        (BlockPool.free_blocks, "ordered_blocks"),
+        (BlockPool.get_num_free_blocks, ""),
+        (BlockPool.touch, "blocks"),
+        (GPUModelRunner._update_states, "scheduler_output"),
+        (KVCacheManager.get_blocks, "request_id"),
+        (KVConnectorBase_V1.bind_kv_cache_manager, "kv_cache_manager"),
+        (ModelConfig.get_hidden_size, ""),
+        (NixlPullConnectorScheduler._stop_heartbeat, "req_id"),
+        (NixlPullConnectorScheduler.build_connector_meta, "scheduler_output"),
+        (
+            NixlPullConnectorScheduler.get_num_new_matched_tokens,
+            "request num_computed_tokens",
+        ),
+        (NixlPullConnectorScheduler.on_new_request, "request"),
+        (NixlPullConnectorScheduler.request_finished, "request block_ids"),
+        (NixlPullConnectorScheduler.update_connector_output, "connector_output"),
+        (NixlPullConnectorWorker._get_new_notifs, ""),
+        (NixlPullConnectorWorker._is_turn2_read_expired, "meta"),
+        (NixlPullConnectorWorker.start_load_kv, "metadata"),
+        (Request.get_finished_reason, ""),
+        (Request.take_events, ""),
+        (Scheduler.__init__, "vllm_config"),
+        (Scheduler._free_request, "request"),
+        (Scheduler._reserve_prefill_lookahead, LOOKAHEAD),
+        (Scheduler.finish_requests, "request_ids finished_status"),
+        (Scheduler.schedule, "throttle_prefills"),
+        (Scheduler.shutdown, ""),
+        (Scheduler.update_from_output, "scheduler_output model_runner_output"),
+        (StructuredOutputGrammar.accept_tokens, "request_id tokens"),
+        (Worker.compile_or_warm_up_model, ""),
+        (Worker.execute_model, "scheduler_output"),
+        (Worker.load_model, ""),
+        (Worker.sample_tokens, ""),
+        (Worker.shutdown, ""),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_methods_have_the_parameters_we_use(method: Any, parameters: str) -> None:
+    assert set(parameters.split()) <= set(inspect.signature(method).parameters)
+
+
+def test_the_names_of_states() -> None:
+    statuses = set(RequestStatus.__members__)
+    assert {"WAITING", "RUNNING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ"} <= statuses
+    assert {"WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"} <= statuses
+    assert {"FINISHED_ABORTED", "FINISHED_LENGTH_CAPPED"} <= statuses
+    assert str(RequestStatus.get_finished_reason(RequestStatus.FINISHED_ABORTED)) == "abort"
+    assert "UNPAUSED" in PauseState.__members__ and "DELTA" in RequestOutputKind.__members__
+    names = ["logprob_token_ids", "logprobs", "sampled_token_ranks"]
+    assert list(LogprobsLists._fields[:3]) == names
+    assert isinstance(NixlPullConnectorScheduler._TRANSFER_MODE, str)
 
 
 @pytest.mark.parametrize("structure", [SchedulerOutput, ModelRunnerOutput])
 def test_outputs_take_an_extra_attribute(structure: type) -> None:
     assert not hasattr(structure, "__slots__")
     assert "slots" not in inspect.getsource(structure).split("class ")[0]
+    assert hasattr(NixlConnectorMetadata(), "__dict__")
 
 
-def test_what_the_gauges_read_of_the_scheduler() -> None:
-    names = attributes_set_in("v1.core.sched.scheduler", "Scheduler")
-    assert {"running", "waiting", "requests", "kv_cache_manager", "cache_config"} <= names
-    assert "block_size" in names
-    assert isinstance(KVCacheManager.usage, property)
-
-
-@pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
-def test_scheduler_hooks(scheduler: type[Scheduler]) -> None:
-    assert "request" in inspect.signature(scheduler._free_request).parameters
-    assert callable(scheduler.schedule)
-    parameters = inspect.signature(scheduler.update_from_output).parameters
-    assert {"scheduler_output", "model_runner_output"} <= set(parameters)
-    assert "vllm_config" in inspect.signature(Scheduler.__init__).parameters
-
-
-def test_worker_hooks() -> None:
-    assert "scheduler_output" in inspect.signature(Worker.execute_model).parameters
-    for name in ("compile_or_warm_up_model", "shutdown", "load_model", "sample_tokens"):
-        assert callable(getattr(Worker, name))
-    assert callable(AsyncModelRunnerOutput.get_output)
-
-
-def test_v1_runner_state() -> None:
-    assert "hidden_states" in ExecuteModelState._fields
-    assert {"execute_model_state", "query_start_loc"} <= attributes_set_in(
-        "v1.worker.gpu_model_runner", "GPUModelRunner"
-    )
-    assert isinstance(InputBatch.req_ids, property)
-    assert isinstance(InputBatch.num_reqs, property)
-
-
-def test_v2_runner_state() -> None:
-    state = fields_of("v1.worker.gpu.model_runner", "ExecuteModelState")
-    assert {"input_batch", "hidden_states"} <= state
-    batch = fields_of("v1.worker.gpu.input_batch", "InputBatch")
-    assert {"req_ids", "logits_indices"} <= batch
-    runner = attributes_set_in("v1.worker.gpu.model_runner", "GPUModelRunner")
-    assert "execute_model_state" in runner
+# Scheduling
 
 
 def test_an_engine_on_a_cpu_schedules_synchronously(smollm2: Path) -> None:
     """Whatever it is asked to. `tests/v2_engines` keeps it on for tests that depend on it."""
     config = EngineArgs(model=str(smollm2), enforce_eager=True, async_scheduling=True)
     assert config.create_engine_config().scheduler_config.async_scheduling is False
+
+
+def test_vllm_asks_for_every_request_how_many_tokens_it_gets() -> None:
+    """A running request with none sits the step out, and a waiting one ends the scan."""
+    running, asked, waiting = inspect.getsource(Scheduler.schedule).partition(
+        "# Next, schedule the WAITING requests."
+    )
+    assert asked
+    for part, otherwise in ((running, "continue"), (waiting, "break")):
+        question, _, answer = part.partition("self._reserve_prefill_lookahead(")
+        assert "num_new_tokens = " in question[-40:]
+        assert "if num_new_tokens == 0:" in answer.partition(otherwise)[0]
+        assert "allocate_slots(" in answer, "nothing is allocated before"
+
+
+def test_a_waiting_request_that_is_passed_over_is_put_aside() -> None:
+    source = inspect.getsource(Scheduler.schedule)
+    assert "self.deferred_waiting.add(request_to_skip)" in source
+    assert "self.deferred_waiting.discard(request)" in source
+
+
+def test_the_queue_can_be_put_in_order() -> None:
+    queue = FCFSRequestQueue("abcd")  # type: ignore[arg-type]
+    queue.remove_requests(["c", "d"])  # type: ignore[list-item]
+    queue.prepend_requests(reversed(["c", "d"]))  # type: ignore[list-item]
+    assert list(queue) == ["c", "d", "a", "b"]  # type: ignore[comparison-overlap]
+
+
+def test_every_schedule_is_followed_by_its_output_also_when_nothing_is_computed() -> None:
+    """Rejections are sent in it."""
+    source = inspect.getsource(EngineCore.step)
+    assert "self.scheduler.schedule(" in source and "update_from_output(" in source
+    queued = inspect.getsource(EngineCore.step_with_batch_queue)
+    assert "batch_queue.appendleft((future, scheduler_output, exec_future))" in queued
+    assert "update_from_output(" in queued
+
+
+def test_a_stream_shows_no_end_without_a_token() -> None:
+    """Why a rejected stream carries one."""
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+
+    for module in (chat, completion):
+        assert "Chunked prefill case, don't return empty chunks" in inspect.getsource(module)
+
+
+# Moving
+
+
+def test_nixl_s_worker_takes_cores_as_we_expect() -> None:
+    assert "sched_setaffinity" in inspect.getsource(base_worker)
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    assert hasattr(bindings.nixlAgentConfig(), "pthrDelay")
+    assert "nixlBind.nixlAgent(" in inspect.getsource(sys.modules[NixlWrapper.__module__])
+
+
+def test_a_new_request_shares_its_prompt_with_the_scheduler_s() -> None:
+    """Restoring shortens both in one go."""
+    source = inspect.getsource(NewRequestData.from_request)
+    assert "prompt_token_ids=request.prompt_token_ids" in source
+    assert "sampling_params=request.sampling_params" in source
+
+
+def test_the_runner_s_table_of_requests() -> None:
+    """An entry is complete when it is put in: the batch copies its output right after."""
+    source = inspect.getsource(GPUModelRunner)  # the method itself may have been wrapped already
+    before, put, after = source.partition("self.requests[req_id] = req_state")
+    assert put and "output_token_ids=[]" in before
+    assert "reqs_to_add.append(req_state)" in after.partition("# Update the states of")[0]
+
+
+def test_the_sampler_of_a_cpu_draws_one_integer_a_token() -> None:
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    source = inspect.getsource(TopKTopPSampler.forward_cpu)
+    assert (
+        "torch.randint(\n                0, 2**31, (1,), generator=gen, dtype=torch.long" in source
+    )
+
+
+def test_an_engine_keeps_stepping_for_what_is_kept() -> None:
+    assert "has_pending_push_work" in inspect.getsource(Scheduler.has_requests)
+    assert hasattr(NixlPullConnector, "has_pending_push_work")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.live.curve_keys import create_keys, shared_secret
+from predictor.live.zmq_sockets import create_keys, shared_secret
 from rescheduler.commands.command_line import main
 from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME, EscapingFormatter
 from rescheduler.engines.deployment import ProxyOptions

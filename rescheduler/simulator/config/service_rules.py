@@ -25,7 +25,6 @@ class ServiceRules(NamedTuple):
         reports: instances report their prefill budget with every batch.
         admits: they turn away prompts beyond it.
         whole_steps: of `prefill_budget`.
-        forecasts: the budget counts no more tokens of a request than are forecast of it.
     """
 
     batches: BatchRules
@@ -38,7 +37,6 @@ class ServiceRules(NamedTuple):
     reports: bool
     admits: bool
     whole_steps: bool
-    forecasts: bool
 
 
 def service_rules(
@@ -88,5 +86,4 @@ def service_rules(
         reports=admission.pab or asked,
         admits=admission.pab,
         whole_steps=admission.whole_steps,
-        forecasts=admission.forecasts,
     )

@@ -210,12 +210,20 @@ class AdmissionConfig:
     Attributes:
         pab: those whose prompt is beyond its prefill budget, unless it has no request at all.
         whole_steps: the budget counts the tokens that fall due, not the paper's fractions.
-        forecasts: it counts no more tokens of a request than are forecast of it.
+        forecasts: removed; refused if given.
     """
 
     pab: bool = False
     whole_steps: bool = True
-    forecasts: bool = False
+    forecasts: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no longer simulated."""
+        if self.forecasts is not None:
+            raise ValueError(
+                "admission.forecasts was removed: a budget that counts no more tokens than are "
+                "forecast serves fewer requests in time; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -441,8 +449,6 @@ class SimulationConfig:
             self._refuse_beside_formation()
         if self.admission.pab and self.dispatch != "instant":
             raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
-        if self.admission.forecasts and self.forecast["name"] == "none":
-            raise ValueError("admission.forecasts: there are none; forecast.name is none")
         self.candidate_choices()
 
     def _refuse_beside_formation(self) -> None:

@@ -1,6 +1,6 @@
 """Which tokens an instance computes next where a formation of batches says so."""
 
-from math import inf, isnan
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ from rescheduler.batching.prefill_budget import prefill_budget
 from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules, take
 from rescheduler.simulator.engine.slots import decode, occupied
 from rescheduler.simulator.engine.step_metrics import count_latency
-from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays, expected_remaining
 
 __all__ = [
     "BatchArrays",
@@ -46,7 +45,6 @@ class BatchArrays(NamedTuple):
         order: scratch.
         tokens: to compute.
         prompt_left: tokens of its prompt yet to compute, 0 for decodes.
-        remaining: tokens expected of it yet.
     """
 
     row: IntArray
@@ -58,7 +56,6 @@ class BatchArrays(NamedTuple):
     order: IntArray
     tokens: IntArray
     prompt_left: IntArray
-    remaining: FloatArray
 
 
 def new_batch_arrays(rows: int) -> BatchArrays:
@@ -73,7 +70,6 @@ def new_batch_arrays(rows: int) -> BatchArrays:
         order=np.zeros(rows, dtype=np.int64),
         tokens=np.zeros(rows, dtype=np.int64),
         prompt_left=np.zeros(rows, dtype=np.int64),
-        remaining=np.zeros(rows),
     )
 
 
@@ -238,9 +234,7 @@ def sit_out(cluster: Cluster, g: int, growth: int) -> None:
 
 
 @compiled_core
-def report_budget(
-    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays, g: int
-) -> None:
+def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
     """Set an instance's budget as of the step that it is about to compose, see `prefill_budget`.
 
     Until the next report, prompts placed there are subtracted from it where they are placed.
@@ -252,13 +246,13 @@ def report_budget(
         request = cluster.requests[row]
         generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
         context = request.context + instance.grown
-        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, 0)
+        _write_reported(rules, cluster, batch, n, row, generated, context, 0)
         n += 1
     row = instance.filling
     while row != NONE:
         request = cluster.requests[row]
         generated, context = request.generated, request.context
-        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, request.todo)
+        _write_reported(rules, cluster, batch, n, row, generated, context, request.todo)
         n += 1
         row = request.next
     row = instance.queue_head
@@ -266,7 +260,7 @@ def report_budget(
         request = cluster.requests[row]
         generated, context = request.generated, request.context
         left = 0 if request.resumes == MIGRATED else context
-        _write_reported(rules, forecast, cluster, batch, n, row, generated, context, left)
+        _write_reported(rules, cluster, batch, n, row, generated, context, left)
         n += 1
         row = request.next
     service = rules.service
@@ -277,7 +271,6 @@ def report_budget(
         batch.slack[:n],
         batch.context[:n],
         batch.prompt_left[:n],
-        batch.remaining[:n],
         service.whole_steps,
     )
 
@@ -285,7 +278,6 @@ def report_budget(
 @compiled_inline
 def _write_reported(
     rules: Rules,
-    forecast: ForecastArrays,
     cluster: Cluster,
     batch: BatchArrays,
     i: int,
@@ -294,15 +286,9 @@ def _write_reported(
     context: int,
     prompt_left: int,
 ) -> None:
-    request = cluster.requests[row]
     batch.slack[i] = slack_of(rules, cluster, row, generated)
     batch.context[i] = context
     batch.prompt_left[i] = prompt_left
-    batch.remaining[i] = inf
-    if rules.service.forecasts:
-        batch.remaining[i] = expected_remaining(
-            forecast, request.number, request.template, generated, request.output
-        )
 
 
 @compiled_inline

@@ -25,22 +25,19 @@ from rescheduler.simulator.engine.engine_state import (
 )
 from rescheduler.simulator.engine.slots import decode, finish, preempt, send_migrations, vacate
 from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record
-from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 __all__ = ["end_step", "prepare_steps", "start_steps"]
 
 
 @compiled_core
-def prepare_steps(
-    rules: Rules, forecast: ForecastArrays, cluster: Cluster, batch: BatchArrays
-) -> None:
+def prepare_steps(rules: Rules, cluster: Cluster, batch: BatchArrays) -> None:
     """Report budgets and form batches, where objectives say so, before `start_steps`."""
     for g in range(rules.n_instances):
         if cluster.instances[g].stepping:
             continue
         if rules.service.reports:
-            report_budget(rules, forecast, cluster, batch, g)
+            report_budget(rules, cluster, batch, g)
         if rules.service.forms:
             choose_batch(rules, cluster, batch, g)
 

@@ -129,7 +129,7 @@ def advance(
                 scalars.phase = _START
         if scalars.phase == _START:
             if rules.service.forms or rules.service.reports:
-                prepare_steps(rules, policy_state.forecast, cluster, batch)
+                prepare_steps(rules, cluster, batch)
             start_steps(rules, step_time, power_model, cluster, series)
             scalars.phase = _TIME
 

@@ -78,7 +78,7 @@ def engine_setup(
             reference.formation,  # type: ignore[arg-type]
             reference.token_budget,
         ),
-        admission=AdmissionConfig(reference.turns_away, reference.whole_steps, reference.forecasts),
+        admission=AdmissionConfig(reference.turns_away, reference.whole_steps),
         slo=None
         if reference.ttft == inf
         else SLOConfig(

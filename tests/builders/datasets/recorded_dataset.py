@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import torch
 
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
+from data_collection.capture.capture_hook import CapturedRows
 from data_collection.capture.recorder import Recorder
+from data_collection.capture.requests import FinishedRequest
 from data_collection.dataset.dataset_schema import Session
 
 D = 8

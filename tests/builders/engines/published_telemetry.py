@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from predictor.live.curve_keys import apply_curve
 from predictor.live.telemetry_messages import (
     TOPIC,
     Finished,
@@ -20,6 +19,7 @@ from predictor.live.telemetry_messages import (
     encode_message,
     encode_survival,
 )
+from predictor.live.zmq_sockets import apply_curve
 from rescheduler.telemetry.telemetry_view import InstanceKey
 
 __all__ = [

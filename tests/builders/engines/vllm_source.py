@@ -1,12 +1,14 @@
 """Names in vLLM's source, read without importing it: some of its modules need a GPU's libraries."""
 
 import ast
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["attributes_set_in", "fields_of", "metric_labels"]
 
 
+@cache
 def _source_of(module: str) -> ast.Module:
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
@@ -26,6 +28,7 @@ def fields_of(module: str, name: str) -> set[str]:
     raise AssertionError(f"{module} has no class {name}")
 
 
+@cache
 def attributes_set_in(module: str, class_name: str) -> set[str]:
     """Names that the methods of a class assign on ``self``."""
     for node in _source_of(module).body:

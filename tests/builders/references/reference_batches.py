@@ -90,17 +90,14 @@ class Held(NamedTuple):
     slack: float
     context: int
     prompt_left: int
-    remaining: float = math.inf
 
 
 def plain_budget(
     rules: Formation, ttft: float, tpot: float, held: Sequence[Held], whole_steps: bool
 ) -> float:
     """Return the prompt tokens that fit a TTFT beside what falls due in it."""
-    due = []
-    for one in held:
-        steps = (ttft - one.slack) / tpot
-        due.append(min(max(math.floor(steps) + 1.0 if whole_steps else steps, 0.0), one.remaining))
+    steps = [(ttft - one.slack) / tpot for one in held]
+    due = [max(math.floor(n) + 1.0 if whole_steps else n, 0.0) for n in steps]
     decodes = [
         max(n - 1, 0.0) if whole_steps and one.prompt_left else n
         for n, one in zip(due, held, strict=True)

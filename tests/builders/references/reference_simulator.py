@@ -45,7 +45,6 @@ class ReferenceConfig:
     tpot: float = math.inf
     turns_away: bool = False
     whole_steps: bool = True
-    forecasts: bool = False
     from_first: bool = False
 
     @property
@@ -399,8 +398,7 @@ class _Simulation:
         held = []
         for one in each.requests():
             left = one.context if one in each.queue else one.to_fill
-            remaining = one.output - one.generated if self.config.forecasts else math.inf
-            held.append(Held(self.slack(one), one.context, left, remaining))
+            held.append(Held(self.slack(one), one.context, left))
         config = self.config
         return plain_budget(config.rules, config.ttft, config.tpot, held, config.whole_steps)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rescheduler.batching.admission import AdmissionMiddleware
-from rescheduler.batching.rejection import read_rejection, rejection_reason
+from rescheduler.batching.admission import AdmissionMiddleware, read_rejection, rejection_reason
 
 Message = MutableMapping[str, Any]
 REJECTED = {"finish_reason": "abort", "stop_reason": rejection_reason(3)}

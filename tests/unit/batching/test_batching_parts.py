@@ -7,32 +7,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.live.engine_forecasts import EngineForecasts
-from rescheduler.batching.batch_formation import FAIR, BatchRules
-from rescheduler.batching.batch_times import BatchTimes
-from rescheduler.batching.batching_config import BatchingConfig
-from rescheduler.batching.garbage_collection import GarbageCollection
-from rescheduler.batching.objectives import Objectives
-from rescheduler.batching.rejection import retry_seconds
-from rescheduler.batching.remaining_tokens import remaining_tokens
-from rescheduler.batching.request_table import (
+from rescheduler.batching.admission import retry_seconds
+from rescheduler.batching.batch_formation import (
+    FAIR,
+    BatchRules,
     RequestRow,
     RequestTable,
     plan_batch,
-    table_prefill_budget,
 )
-from rescheduler.batching.step_clock import MeasuredStep, StepClock
+from rescheduler.batching.batch_times import BatchTimes, MeasuredStep, StepClock
+from rescheduler.batching.batching_config import BatchingConfig
+from rescheduler.batching.garbage_collection import GarbageCollection
+from rescheduler.batching.objectives import Objectives
+from rescheduler.batching.prefill_budget import table_prefill_budget
 from rescheduler.step_time.profile import BatchTime
 
 RULES = BatchRules(FAIR, 1 / 16, 1 / 1024, 0.0, 1000, 1000)
 
 
 def decode(name: str, slack: float, eligible: bool = True) -> RequestRow:
-    return RequestRow(name, slack, 1 / 8, True, 1, 50, 3, eligible)
+    return RequestRow(name, slack, 1 / 8, True, 1, 50, eligible)
 
 
 def prefill(name: str, slack: float, prompt: int, eligible: bool = True) -> RequestRow:
-    return RequestRow(name, slack, 1 / 8, False, prompt, prompt, 0, eligible)
+    return RequestRow(name, slack, 1 / 8, False, prompt, prompt, eligible)
 
 
 def test_a_plan_is_of_the_eligible_requests_the_most_urgent_first() -> None:
@@ -54,17 +52,16 @@ def test_a_plan_is_of_the_eligible_requests_the_most_urgent_first() -> None:
 def test_an_engine_without_requests_has_its_whole_budget() -> None:
     table = RequestTable.of([])
     assert plan_batch(RULES, table).tokens == {}
-    budget = table_prefill_budget(RULES, table, Objectives(1.0, 0.1), np.empty(0), True)
+    budget = table_prefill_budget(RULES, table, Objectives(1.0, 0.1), True)
     assert budget == 960
 
 
 def test_a_waiting_prompt_lowers_the_budget_eligible_or_not() -> None:
     rest = RequestTable.of([decode("a", 5.0)])
     both = RequestTable.of([decode("a", 5.0), prefill("b", 5.0, 100, eligible=False)])
-    free = np.full(2, np.inf)
     objectives = Objectives(1.0, 0.1)
-    alone = table_prefill_budget(RULES, rest, objectives, free[:1], True)
-    assert table_prefill_budget(RULES, both, objectives, free, True) == pytest.approx(alone - 100)
+    alone = table_prefill_budget(RULES, rest, objectives, True)
+    assert table_prefill_budget(RULES, both, objectives, True) == pytest.approx(alone - 100)
     np.testing.assert_equal(both.without({"b"}).slack, rest.slack)
     assert both.without({"a", "b"}).names == ()
 
@@ -133,21 +130,6 @@ def test_without_a_profile_nothing_is_estimated() -> None:
     assert times.rules.token_budget == 512
     times.learn(MeasuredStep(1, 1, 1.0, 0.0))
     assert times.rules.constant == 0.0
-
-
-def test_forecasts_of_several_steps_are_aged_to_now() -> None:
-    edges = np.array([0.0, 100.0, 200.0])
-    straight = np.array([[1.0, 0.5, 0.0]])
-    older = EngineForecasts(1, ["a"], [5], [10], [1000], edges, straight)
-    newer = EngineForecasts(
-        2, ["b", "c"], [5, 5], [20, 20], [1000, 1000], edges, straight.repeat(2, 0)
-    )
-    known = {"a": (older, 0), "b": (newer, 0), "c": (newer, 1)}
-    generated = np.array([60, 20, 0, 30])
-    found = remaining_tokens(known, ["a", "b", "unknown", "c"], generated)
-    expected = [older.forecast().aged(50).mean()[0], newer.forecast().mean()[0], np.inf]
-    np.testing.assert_allclose(found[:3], expected)
-    assert found[3] < found[1]
 
 
 def test_garbage_is_collected_when_there_is_time_for_it() -> None:

@@ -23,7 +23,6 @@ def budget(
         np.array([one.slack for one in held], dtype=np.float64),
         np.array([one.context for one in held], dtype=np.int64),
         np.array([one.prompt_left for one in held], dtype=np.int64),
-        np.array([one.remaining for one in held], dtype=np.float64),
         whole,
     )
 
@@ -59,19 +58,6 @@ def test_an_idle_engine_has_one_batch_of_prompts() -> None:
 def test_a_request_far_ahead_neither_takes_nor_gives(whole: bool) -> None:
     far = budget(0.5, 0.25, 0.0, 2.0, 0.5, [Held(9.0, 100, 0)], whole)
     assert far == budget(0.5, 0.25, 0.0, 2.0, 0.5, [], whole)
-
-
-def test_forecasts_cap_the_tokens_that_fall_due() -> None:
-    # Due at 0, 0.5, 1, 1.5, 2: five tokens; expected are two, at 0 and 0.5: 2 · 0.25 and three
-    # batches of 0.125.
-    known = budget(0.125, 0.25, 0.0, 2.0, 0.5, [Held(0.0, 100, 0, 2.0)], True)
-    assert known == (2 - 2 * 0.25 - 3 * 0.125) / 0.25
-    assert known > budget(0.125, 0.25, 0.0, 2.0, 0.5, [Held(0.0, 100, 0)], True)
-    # As printed: N = min(4, 2) + 1.
-    printed = budget(0.125, 0.25, 0.0, 2.0, 0.5, [Held(0.0, 100, 0, 2.0)], False)
-    assert printed == (2 - 2 * 0.25 - 3 * 0.125) / 0.25
-    endless = budget(0.125, 0.25, 0.0, 2.0, 0.5, [Held(0.0, 100, 0, 80.0)], True)
-    assert endless == budget(0.125, 0.25, 0.0, 2.0, 0.5, [Held(0.0, 100, 0)], True)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import Cadence, CapturedRows, FinishedRequest
+from data_collection.capture.capture_hook import Cadence, CapturedRows, CaptureHook
+from data_collection.capture.requests import FinishedRequest
 
 K = 4
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_collection.capture.request_ids import parse_request_id
+from data_collection.capture.requests import parse_request_id
 
 tails = st.text("abcdefghijklmnopqrstuvwxyzABCDEF0123456789-_.", min_size=1, max_size=40)
 suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)

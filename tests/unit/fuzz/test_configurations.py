@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
 from data_collection.capture.capture_config import read_capture_config
-from predictor.live.live_config import LiveConfig
+from predictor.live.engine_forecasts import LiveConfig
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.commands import command
 from rescheduler.commands.command_line import main
@@ -118,7 +118,7 @@ SECTIONS: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
         read_batching_config,
         {
             "headway": {
-                "batching": {"profile": "p", "ttft_s": 2.0, "use_forecasts": True},
+                "batching": {"profile": "p", "ttft_s": 2.0},
                 "forecast": {"checkpoint": "c"},
             }
         },

@@ -26,12 +26,6 @@ from published_telemetry import (
 )
 
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.live.curve_keys import (
-    apply_curve,
-    create_keys,
-    is_loopback,
-    refuse_open_endpoint,
-)
 from predictor.live.telemetry_messages import (
     MOST_EDGES,
     MOST_REQUESTS,
@@ -42,6 +36,12 @@ from predictor.live.telemetry_messages import (
     decode_message,
     decode_survival,
     encode_message,
+)
+from predictor.live.zmq_sockets import (
+    apply_curve,
+    create_keys,
+    is_loopback,
+    refuse_open_endpoint,
 )
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, TelemetryView

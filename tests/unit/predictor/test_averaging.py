@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.captured_rows import FinishedRequest
+from data_collection.capture.requests import FinishedRequest
 from predictor import RequestRows, SurvivalForecast, SurvivalMLP
 from predictor.forecasts.averaging import RunningAverages, average_requests, averaged
 from predictor.forecasts.recalibration import Recalibration

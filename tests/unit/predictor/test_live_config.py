@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from data_collection.capture.capture_config import read_capture_config
-from data_collection.capture.captured_rows import FinishedRequest
-from predictor.live.live_config import LiveConfig, TelemetryConfig
+from data_collection.capture.requests import FinishedRequest
+from predictor.live.engine_forecasts import LiveConfig, TelemetryConfig
 from predictor.live.telemetry_messages import (
     Finished,
     Gauges,

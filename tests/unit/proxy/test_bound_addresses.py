@@ -10,7 +10,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from predictor.live.curve_keys import create_keys
+from predictor.live.zmq_sockets import create_keys
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 from rescheduler.engines.engine_command import engine_command

@@ -13,8 +13,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.live.curve_keys import create_keys
 from predictor.live.telemetry_messages import TelemetryError
+from predictor.live.zmq_sockets import create_keys
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import (
     TOPIC,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import zmq
 
+from predictor.live import zmq_sockets
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.transfer import lost_peers
 from rescheduler.transfer.control_client import ControlClient
 
 
@@ -76,7 +76,7 @@ CLIENTS: list[Any] = [(ControlClient, zmq.ROUTER), (TelemetrySubscriber, zmq.PUB
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(zmq_sockets, "_SILENT_SECONDS", 1.0)
 
 
 @pytest.mark.parametrize(("client", "server"), CLIENTS)

@@ -15,7 +15,7 @@ from coordinated_cluster import Coordinated, coordinated_cluster, link_of
 from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 
-from predictor.live.curve_keys import create_keys
+from predictor.live.zmq_sockets import create_keys
 from rescheduler.engines.deployment import CoordinatorOptions, DeploymentError
 from rescheduler.proxy.proxy import Proxy
 

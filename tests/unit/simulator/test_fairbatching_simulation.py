@@ -81,13 +81,12 @@ def test_the_engine_agrees_with_the_reference(case: Case, name: str, reading: st
     fair_cases(dispatch="instant", b=0.125),
     st.sampled_from(["jsq_load", "pab"]),
     st.booleans(),
-    st.booleans(),
 )
 def test_budgets_and_admission_agree_with_the_reference(
-    case: Case, name: str, whole_steps: bool, forecasts: bool
+    case: Case, name: str, whole_steps: bool
 ) -> None:
     config, requests = case
-    turning = replace(config, turns_away=True, whole_steps=whole_steps, forecasts=forecasts)
+    turning = replace(config, turns_away=True, whole_steps=whole_steps)
     agree((turning, requests), name, "worst")
 
 
@@ -222,8 +221,8 @@ BASE: dict[str, Any] = {
         ({"step_time": {"name": "moe", "a": 1e-6}}, "step_time: {name: batch, a, b, c}"),
         ({"admission": {"pab": True}, "dispatch": "pool"}, "admission.pab: of dispatch instant"),
         (
-            {"admission": {"pab": True, "forecasts": True}, "forecast": {"name": "none"}},
-            "admission.forecasts: there are none",
+            {"admission": {"pab": True, "forecasts": True}},
+            "admission.forecasts was removed",
         ),
         (
             {"admission": {"pab": True}, "prefill": {"kind": "none"}},

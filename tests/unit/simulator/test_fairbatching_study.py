@@ -16,7 +16,7 @@ from rescheduler.simulator.run_setup import create_policies, run_setup
 
 ROOT = Path(__file__).parents[3]
 OWN = ("cases", "systems", "baselines", "tuned", "loads", "case_loads", "latency_load")
-CONFIGURATIONS = ("node", "breakdown", "readings", "forecasts", "slo_grid", "cluster")
+CONFIGURATIONS = ("node", "breakdown", "readings", "budgets", "slo_grid", "cluster")
 
 
 def values_of(name: str) -> dict[str, Any]:

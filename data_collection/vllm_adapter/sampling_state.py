@@ -2,7 +2,7 @@
 
 Its prompt there ends with tokens that another engine generated. Left as prompt they would not
 count as output: seeds would start again, penalties and ``min_tokens`` would forget them, and a
-grammar would begin anew. Written against vLLM 0.32.
+grammar would begin anew.
 """
 
 import logging
@@ -50,19 +50,20 @@ def restores_runner_state(vllm_config: Any) -> bool:
     return not vllm_config.use_v2_model_runner
 
 
-def watch_runner(runner_class: Any, tails_of: str) -> None:
+def watch_runner(tails_of: str) -> None:
     """Let the V1 runner's state of a new request start with the output it already has.
 
     The runner knows a new request by its prompt alone and adds it to its batch within the same
     call. Its table of requests is replaced by one that completes each entry as it is put in.
 
     Args:
-        runner_class: vLLM's ``GPUModelRunner``, which the CPU's derives from.
         tails_of: attribute of the connector's metadata that maps ids to restored tokens.
     """
-    if hasattr(runner_class, _WATCHED):
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's derives from it
+
+    if hasattr(GPUModelRunner, _WATCHED):
         return
-    original = runner_class._update_states
+    original = GPUModelRunner._update_states
 
     def update_states(self: Any, scheduler_output: Any) -> Any:
         tails = getattr(scheduler_output.kv_connector_metadata, tails_of, None)
@@ -72,8 +73,8 @@ def watch_runner(runner_class: Any, tails_of: str) -> None:
             self.requests.tails = tails
         return original(self, scheduler_output)
 
-    runner_class._update_states = update_states
-    setattr(runner_class, _WATCHED, True)
+    GPUModelRunner._update_states = update_states
+    setattr(GPUModelRunner, _WATCHED, True)
 
 
 class _RestoringRequests(dict[str, Any]):

@@ -1,0 +1,190 @@
+"""The two sides of vLLM's NIXL connector, with what requests need that move while they decode."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.nixl_utils import NixlWrapper
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.v1.request import Request
+
+from data_collection.vllm_adapter.requests import written_tokens
+from data_collection.vllm_adapter.sampling_state import restores_runner_state, watch_runner
+
+__all__ = ["RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]
+
+RELEASED = "headway_released"
+"""Attribute of the connector's metadata: ids whose blocks the workers shall let go."""
+TAILS = "headway_tails"
+"""Attribute of the connector's metadata: id -> tokens generated elsewhere."""
+
+_PROGRESS_DELAY_US = 1000
+
+
+class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """NIXL's scheduler side, which can keep blocks under any name for another engine to pull."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.manager: Any = None
+        self._pinned: dict[str, list[Any]] = {}
+
+    def bind(self, manager: Any) -> None:
+        """Learn of the cache manager, which is made after the connector."""
+        self.manager = manager
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Free copies that have been read or have expired; vLLM knows of requests only."""
+        super().update_connector_output(connector_output)
+        for name in list(connector_output.finished_sending or ()):
+            if name in self._pinned:
+                connector_output.finished_sending.discard(name)
+                self.manager.block_pool.free_blocks(reversed(self._pinned.pop(name)))
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while a copy is kept: it is freed in a step."""
+        return bool(self._pinned)
+
+    def announce(self, name: str) -> None:
+        """Let the workers heed a read of blocks under a name, and a lease of them later.
+
+        A request is announced with the step in which it is being frozen, not once it has ended:
+        under asynchronous scheduling another step is in flight by then, and a read that comes
+        before the workers hear of the request would be lost.
+        """
+        self._reqs_not_processed.discard(name)
+        self._reqs_in_batch.add(name)
+
+    def take_back(self, name: str) -> None:
+        """Let the workers forget what was announced."""
+        self._reqs_not_processed.add(name)
+
+    def keep(self, name: str, seconds: float) -> float:
+        """Let the workers keep blocks under a name until they are read or expire; return when."""
+        deadline = time.perf_counter() + seconds
+        self._reqs_need_send[name] = deadline
+        return deadline
+
+    def request_finished(
+        self, request: Request, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a prefill's blocks as usual, and tell their reader until when.
+
+        vLLM tells it no deadline: it would read whatever is there then.
+        """
+        keeps, remote = super().request_finished(request, block_ids)
+        if keeps and remote is not None:
+            remote["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
+        return keeps, remote
+
+    def forget(self, name: str) -> None:
+        """Keep nothing of a request that has ended."""
+        self.take_back(name)
+        self._reqs_need_save.pop(name, None)
+        self._stop_heartbeat(name)
+
+    def keep_full_blocks(self, request: Request, alias: str, seconds: float) -> tuple[int, Any]:
+        """Keep the full blocks of a running request under a name of their own.
+
+        Returns:
+            Tokens in those blocks, 0 if there are none, and what a request for them carries.
+        """
+        full = written_tokens(request) // self.block_size
+        if full == 0:
+            return 0, None
+        (blocks,) = self.manager.get_blocks(request.request_id).blocks
+        kept = list(blocks[:full])
+        self.manager.block_pool.touch(kept)
+        self._pinned[alias] = kept
+        self.announce(alias)
+        deadline = self.keep(alias, seconds)
+        tokens = full * self.block_size
+        block_ids = [block.block_id for block in kept]
+        return tokens, self.remote_params(alias, block_ids, tokens, deadline)
+
+    def remote_params(
+        self, name: str, block_ids: list[int], tokens: int, deadline: float
+    ) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` of a request that pulls these blocks."""
+        parallel = self.vllm_config.parallel_config
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(block_ids[: cdiv(tokens, self.block_size)])],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": deadline,
+            "transfer_mode": self._TRANSFER_MODE,
+        }
+
+    def blocks(self) -> tuple[int, int]:
+        """Return the blocks that requests can have, and those that none has."""
+        pool = self.manager.block_pool
+        return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()  # block 0 is the null block
+
+
+class KeepingWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+    """NIXL's worker side, whose reads heed expiry, and which lets go what is released."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        with _sharing_cores() if current_platform.is_cpu() else nullcontext():
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Blocks whose lease has run out may hold another request by now. This switch lets reads
+        # check the lease; without it they return garbage in silence.
+        self._bidirectional_kv_xfer_enabled = True
+        self._released: set[str] = set()
+        if restores_runner_state(vllm_config):
+            watch_runner(TAILS)
+
+    def start_load_kv(self, metadata: Any) -> None:
+        """Start reads as usual, and note what need not be kept any more."""
+        super().start_load_kv(metadata)
+        self._released |= getattr(metadata, RELEASED, set())
+
+    def _get_new_notifs(self) -> set[str]:
+        """Return what has been read, or released."""
+        done: set[str] = super()._get_new_notifs()
+        for name in self._released:
+            if name in self._reqs_to_send:
+                del self._reqs_to_send[name]
+                self._reqs_to_process.discard(name)
+                done.add(name)
+        self._released.clear()
+        return done
+
+
+@contextmanager
+def _sharing_cores() -> Iterator[None]:
+    """Leave the cores to the engine while NIXL's worker is made.
+
+    It binds the whole process to the last core, and its progress thread spins: here it rests
+    between two looks.
+    """
+    before = os.sched_getaffinity(0)
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    original = bindings.nixlAgent
+
+    def agent(name: str, config: Any) -> Any:
+        config.pthrDelay = _PROGRESS_DELAY_US
+        return original(name, config)
+
+    bindings.nixlAgent = agent
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = original
+        os.sched_setaffinity(0, before)

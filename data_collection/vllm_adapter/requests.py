@@ -1,0 +1,146 @@
+"""A request of vLLM's scheduler: what is read of it, and what is changed to end it early."""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.request import Request, RequestStatus
+
+from data_collection.capture.requests import MIGRATION_PARAMS, FinishedRequest
+
+__all__ = [
+    "asked_max_tokens",
+    "client_arguments",
+    "end_after_next_token",
+    "ended_at_its_cap",
+    "finished_request",
+    "go_on",
+    "is_decoding",
+    "is_new_prompt",
+    "known_answer",
+    "migration_entry",
+    "why_not_ended",
+    "written_tokens",
+]
+
+
+def finished_request(request: Request) -> FinishedRequest:
+    """Describe a request that vLLM's scheduler is about to forget."""
+    reason = str(request.get_finished_reason())
+    sampling = request.sampling_params
+    return FinishedRequest(
+        request_id=request.request_id,
+        finish_reason="moved" if reason in ("stop", "length") and _goes_on(request) else reason,
+        prompt_tokens=request.num_prompt_tokens,
+        total_tokens=request.num_output_tokens,
+        max_tokens=request.max_tokens,
+        prompt_token_ids=list(request.prompt_token_ids) if request.prompt_token_ids else None,
+        output_token_ids=list(request.output_token_ids),
+        extra_args=dict(sampling.extra_args or {}) if sampling else {},
+        temperature=sampling.temperature if sampling else None,
+        top_p=sampling.top_p if sampling else None,
+    )
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether another engine continues a request, so that this is not its end.
+
+    A prefill hands every request over, and a copy is made for one that comes later. A decode
+    instance hands over what has been frozen, which ends by a ``max_tokens`` that was lowered for
+    it.
+    """
+    headway = migration_entry(request) or {}
+    if (request.kv_transfer_params or {}).get("do_remote_decode") or headway.get("copies"):
+        return True
+    return bool(headway.get("frozen")) and str(request.get_finished_reason()) == "length"
+
+
+def migration_entry(request: Request) -> Any:
+    """Return what a proxy has told of a request, to move it; None if it has not."""
+    return (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
+
+
+def asked_max_tokens(sampling: Any) -> int:
+    """Return the client's cap: a prefill instance is asked for one token of the answer."""
+    params = ((sampling.extra_args or {}).get("kv_transfer_params") or {}).get(MIGRATION_PARAMS)
+    return (params or {}).get("max_tokens") or sampling.max_tokens or 0
+
+
+def client_arguments(request: Request) -> dict[str, Any] | None:
+    """Return the request's ``vllm_xargs``."""
+    sampling = request.sampling_params
+    return sampling.extra_args if sampling is not None else None
+
+
+def known_answer(request: Request, most: int) -> list[int]:
+    """Return the last tokens of an answer as of the step just scheduled, so many at most.
+
+    Without its newest token, which is still being sampled where steps are scheduled ahead.
+    """
+    known = max(0, request.num_computed_tokens - request.num_prompt_tokens - 1)
+    tokens: list[int] = request.output_token_ids[max(0, known - most) : known]
+    return tokens
+
+
+def is_new_prompt(request: Request) -> bool:
+    """Whether a waiting request brings a prompt whose computation has not begun."""
+    return not (
+        request.num_preemptions
+        or request.num_computed_tokens
+        or request.num_output_tokens
+        or (request.kv_transfer_params or {}).get("do_remote_prefill")
+        or (migration_entry(request) or {}).get("generated")
+    )
+
+
+def is_decoding(request: Request) -> bool:
+    """Whether a request is in the running batch."""
+    return bool(request.status == RequestStatus.RUNNING)
+
+
+def written_tokens(request: Request) -> int:
+    """Return the tokens whose KV is there: steps in flight have not written theirs."""
+    return int(request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def why_not_ended(request: Request, max_model_len: int, keeps_generators: bool) -> str | None:
+    """Return why a request cannot be ended after its next token, to go on elsewhere; or None.
+
+    Args:
+        request: vLLM's.
+        max_model_len: of the model.
+        keeps_generators: see `sampling_state.restores_runner_state`.
+    """
+    if not is_decoding(request):
+        return f"it does not decode now ({RequestStatus(request.status).name.lower()})"
+    if (
+        request.num_output_tokens + 1 >= request.max_tokens
+        or request.num_tokens + 1 >= max_model_len
+    ):
+        return "it is about to end"
+    structured = request.structured_output_request
+    if structured is not None and structured.reasoner is not None:
+        return "its grammar waits for the end of its reasoning, which cannot be restored"
+    sampling = request.sampling_params
+    seeded = sampling is not None and sampling.seed is not None
+    if seeded and keeps_generators and not current_platform.is_cpu():
+        return "its generator cannot be restored on the V1 runner of a GPU"
+    return None
+
+
+def end_after_next_token(request: Request) -> int:
+    """Let a request end by its cap after its next token; return the cap that it had."""
+    cap: int = request.max_tokens
+    request.max_tokens = request.num_output_tokens + 1
+    migration_entry(request)["frozen"] = True
+    return cap
+
+
+def go_on(request: Request, max_tokens: int) -> None:
+    """Take back `end_after_next_token`."""
+    request.max_tokens = max_tokens
+    del migration_entry(request)["frozen"]
+
+
+def ended_at_its_cap(request: Request) -> bool:
+    """Whether a request ended because it has generated as many tokens as it may."""
+    return bool(request.status == RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -1,0 +1,205 @@
+"""vLLM's scheduler: the requests it holds, the order of its queue, its room, and its answers."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
+
+__all__ = [
+    "HeldRequest",
+    "add_output",
+    "fullness",
+    "held_requests",
+    "move_to_front",
+    "no_room_for",
+    "reject",
+    "room",
+    "slots_to_begin",
+]
+
+
+def fullness(scheduler: Any) -> dict[str, Any]:
+    """Return the gauges of an engine."""
+    return {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "kv_usage": float(scheduler.kv_cache_manager.usage),
+        "kv_capacity_tokens": int(scheduler.cache_config.num_gpu_blocks)
+        * int(scheduler.block_size),
+    }
+
+
+class HeldRequest(NamedTuple):
+    """A request that could be in the next step, or will be later.
+
+    Attributes:
+        request: vLLM's.
+        runs: whether it is in the running batch.
+        holds_cache: whether it has blocks of the KV cache, running or not.
+        ready: whether vLLM would compute it now, if its cache and a slot had room.
+        decoding: whether it decodes; else it prefills.
+        wanted: tokens that could be computed now: 1, or what is left of the prompt.
+        context: tokens of context once those are computed.
+        generated: tokens generated, those on their way included.
+    """
+
+    request: Request
+    runs: bool
+    holds_cache: bool
+    ready: bool
+    decoding: bool
+    wanted: int
+    context: int
+    generated: int
+
+
+def held_requests(scheduler: Any) -> list[HeldRequest]:
+    """Return the requests of a scheduler but those that wait for more input.
+
+    Those that run come first, then those that wait with a cache of theirs. Of a request whose last
+    token is on the way nothing is left to compute; it is left out. A waiting prompt counts whole,
+    though the prefix cache may know a part of it.
+    """
+    running = [_running(scheduler, request) for request in scheduler.running]
+    return [
+        *(held for held in running if held is not None),
+        *_waiting(scheduler, scheduler.kv_holding_waiting, holds_cache=True),
+        *_waiting(scheduler, scheduler.waiting, holds_cache=False),
+    ]
+
+
+def _running(scheduler: Any, request: Request) -> HeldRequest | None:
+    ahead, computed = request.num_output_placeholders, request.num_computed_tokens
+    # vLLM schedules no step beyond the last token, of the request or of the model.
+    at_its_end = ahead > 0 and (
+        computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
+    )
+    wanted = min(
+        request.num_tokens_with_spec + ahead - computed, scheduler.max_model_len - computed - 1
+    )
+    if wanted <= 0 or at_its_end:
+        return None
+    return HeldRequest(
+        request=request,
+        runs=True,
+        holds_cache=True,
+        ready=True,
+        decoding=not request.is_prefill_chunk,
+        wanted=wanted,
+        context=computed + wanted,
+        generated=request.num_output_tokens + ahead,
+    )
+
+
+def _waiting(scheduler: Any, queue: Iterable[Request], holds_cache: bool) -> Iterator[HeldRequest]:
+    for request in queue:
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            continue
+        remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        # What another engine has computed, or is sending, leaves the last token of the prompt.
+        wanted = 1 if remote else max(request.num_tokens - request.num_computed_tokens, 1)
+        yield HeldRequest(
+            request=request,
+            runs=False,
+            holds_cache=holds_cache,
+            ready=_is_ready(scheduler, request, holds_cache),
+            decoding=wanted == 1 and request.num_computed_tokens > 0,
+            wanted=wanted,
+            context=request.num_tokens,
+            generated=request.num_output_tokens,
+        )
+
+
+def _is_ready(scheduler: Any, request: Request, holds_cache: bool) -> bool:
+    if not holds_cache and scheduler.pause_state != PauseState.UNPAUSED:
+        return False
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return False
+    status = request.status
+    if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    if status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        grammar = request.structured_output_request.grammar
+        return grammar is not None and not isinstance(grammar, Exception)
+    return status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def room(scheduler: Any) -> tuple[int, int]:
+    """Return what a waiting request needs: free blocks of the KV cache, and slots."""
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free, scheduler.max_num_active_reqs - len(scheduler.running)
+
+
+def slots_to_begin(scheduler: Any) -> int:
+    """Return how many waiting requests could begin in the next step, for all of its slots."""
+    _, slots = room(scheduler)
+    return slots - int(scheduler.num_waiting_for_streaming_input)
+
+
+def no_room_for(scheduler: Any, names: Sequence[str]) -> bool:
+    """Whether one of these, for which tokens were planned, was not begun for want of room.
+
+    vLLM puts those aside that it passed over for other reasons, and begins none while one that
+    holds a cache cannot continue.
+    """
+    aside = scheduler.deferred_waiting
+    if any(request not in aside for request in scheduler.kv_holding_waiting):
+        return False
+    waiting = {request.request_id: request for request in scheduler.waiting}
+    return any(name in waiting and waiting[name] not in aside for name in names)
+
+
+def move_to_front(scheduler: Any, names: Sequence[str]) -> None:
+    """Let these waiting requests be looked at first, in this order; others keep theirs.
+
+    vLLM stops at the first waiting request that it gives no tokens.
+    """
+    queue = scheduler.waiting
+    by_name = {request.request_id: request for request in queue}
+    chosen = [by_name[name] for name in names if name in by_name]
+    if any(a is not b for a, b in zip(queue, chosen, strict=False)):
+        queue.remove_requests(chosen)
+        queue.prepend_requests(reversed(chosen))
+
+
+def reject(scheduler: Any, request: Request, reason: str) -> tuple[int, EngineCoreOutput]:
+    """End a waiting request; return the message for its client, and which client it is.
+
+    The API server shows nothing of a stream that ends without a token, so that there the answer
+    carries one: the end of the sequence.
+    """
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    sampling = request.sampling_params
+    tokens: list[int] = []
+    logprobs = None
+    if sampling.output_kind.name == "DELTA":
+        tokens = [_end_token(scheduler)]
+        if sampling.logprobs is not None:
+            logprobs = LogprobsLists(np.array([tokens]), np.zeros((1, 1)), np.array([1]))
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=tokens,
+        new_logprobs=logprobs,
+        finish_reason=request.get_finished_reason(),
+        stop_reason=reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+    return request.client_index, output
+
+
+def _end_token(scheduler: Any) -> int:
+    ids = scheduler.vllm_config.model_config.hf_text_config.eos_token_id
+    first = ids[0] if isinstance(ids, list) else ids
+    return int(first or 0)
+
+
+def add_output(
+    outputs: dict[int, EngineCoreOutputs], client: int, output: EngineCoreOutput
+) -> None:
+    """Add to the outputs of a step for the clients."""
+    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)

@@ -1,0 +1,142 @@
+"""A step of vLLM: which requests and tokens it is of, what its runner computed, and its output."""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from data_collection.capture.capture_hook import CaptureHook, Gather
+from data_collection.capture.requests import replay_of
+from data_collection.vllm_adapter.requests import asked_max_tokens
+from data_collection.vllm_adapter.support import uses_v2_runner
+
+__all__ = [
+    "FINISHED_ATTRIBUTE",
+    "is_recording_rank",
+    "note_scheduled",
+    "step_rows",
+    "step_tokens",
+    "with_output",
+]
+
+FINISHED_ATTRIBUTE = "headway_finished"
+"""Name under which our scheduler adds ended requests to vLLM's `SchedulerOutput`."""
+
+
+def is_recording_rank() -> bool:
+    """Whether this worker records: rank 0 of the last pipeline stage.
+
+    Every tensor-parallel rank holds the same final hidden states, and only the last
+    pipeline stage holds them at all.
+    """
+    return get_tensor_model_parallel_rank() == 0 and bool(get_pp_group().is_last_rank)
+
+
+def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = False) -> None:
+    """Pass the requests of a step to the hook, from the scheduler's output alone.
+
+    Args:
+        hook: what captures.
+        output: the step, as it was scheduled.
+        replays: whether requests may be replays of transcripts.
+    """
+    scheduled = output.num_scheduled_tokens
+    for request in output.scheduled_new_reqs:
+        prompt_tokens = request.prompt_len
+        # The V2 runner sees a request resumed after preemption as a new one.
+        known = len(request.prefill_token_ids) if request.prefill_token_ids else prompt_tokens
+        sampling = request.sampling_params
+        max_tokens = asked_max_tokens(sampling) if sampling else 0
+        replay = replay_of(sampling.extra_args) if replays and sampling else None
+        if replay is None:
+            temperature = sampling.temperature if sampling else 1.0
+            hook.request_added(request.req_id, prompt_tokens, max_tokens, temperature)
+        else:
+            hook.request_added(
+                request.req_id, replay.prompt_tokens, replay.max_tokens, is_replay=True
+            )
+        hook.request_scheduled(
+            request.req_id,
+            request.num_computed_tokens,
+            scheduled[request.req_id],
+            known - prompt_tokens,
+        )
+    cached = output.scheduled_cached_reqs
+    for name, computed, known in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+    ):
+        hook.request_scheduled(name, computed, scheduled[name], known)
+
+
+def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
+    """Read the batch the runner has just computed.
+
+    Returns:
+        The request ids in batch order, and a function that copies the hidden states (last
+        layer, after the final norm) of given batch positions, as many tokens behind the last as
+        is asked. On a GPU the copy is enqueued on the current stream at once: the buffer belongs
+        to a CUDA graph.
+    """
+    state = model_runner.execute_model_state
+    if state is None:
+        return (), _nothing_ran
+    if uses_v2_runner(model_runner):
+        request_ids, last_rows = state.input_batch.req_ids, state.input_batch.logits_indices
+    else:
+        batch = model_runner.input_batch
+        request_ids = batch.req_ids[: batch.num_reqs]
+        last_rows = model_runner.query_start_loc.gpu[1:] - 1
+
+    def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
+        device = last_rows.device
+        rows = last_rows[_on_device(positions, device)] - _on_device(behind, device)
+        return torch.index_select(state.hidden_states, 0, rows)
+
+    return request_ids, gather
+
+
+def _on_device(positions: list[int], device: torch.device) -> torch.Tensor:
+    on_gpu = device.type == "cuda"
+    return torch.tensor(positions, pin_memory=on_gpu).to(device, non_blocking=True)
+
+
+def _nothing_ran(positions: list[int], behind: list[int]) -> torch.Tensor:
+    raise RuntimeError(f"rows {positions} are due in a step that ran no model")
+
+
+def step_tokens(scheduler: Any, output: SchedulerOutput) -> tuple[int, int]:
+    """Return the tokens of a step that has just been scheduled, and their requests' context."""
+    computed = attrgetter("num_computed_tokens")
+    context = sum(computed(scheduler.requests[name]) for name in output.num_scheduled_tokens)
+    return output.total_num_scheduled_tokens, context
+
+
+Attach = Callable[[ModelRunnerOutput], None]
+
+
+def with_output(output: Any, attach: Attach) -> Any:
+    """Let something be attached to a step's output, now or once it has arrived.
+
+    vLLM's shared empty output stays as it is.
+    """
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Attaching(output, attach)
+    if output is not None and output.req_ids:
+        attach(output)
+    return output
+
+
+class _Attaching(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """An output that is still on its way."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, attach: Attach) -> None:
+        self._output = output
+        self._attach = attach
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the output and attach."""
+        return with_output(self._output.get_output(), self._attach)

@@ -1,0 +1,139 @@
+"""The versions of vLLM and the engines that Headway knows, and a refusal of all others."""
+
+from typing import Any, Literal
+
+from vllm.platforms import current_platform
+
+from data_collection.versions import SUPPORTED_VLLM, vllm_version
+
+__all__ = [
+    "Part",
+    "refuse_other_version",
+    "refuse_unsupported",
+    "runner_and_platform",
+    "uses_v2_runner",
+]
+
+Part = Literal["capture", "batching", "moves"]
+
+_REFUSED: dict[Part, str] = {
+    "capture": "Headway cannot capture hidden states: {}",
+    "batching": "Headway cannot form this engine's batches: {}",
+    "moves": "requests of this engine cannot move: {}; or remove `control` to serve it without "
+    "migration",
+}
+_REPORTING = ("HeadwayScheduler", "FairBatchingScheduler")
+"""Names of the schedulers that report how requests end, or how their names end."""
+
+
+def refuse_other_version() -> None:
+    """Refuse to read the internals of another vLLM.
+
+    Raises:
+        ValueError: it is another.
+    """
+    found = vllm_version() or "unknown"
+    if not found.startswith(SUPPORTED_VLLM):
+        raise ValueError(f"Headway reads the internals of vLLM {SUPPORTED_VLLM}x, this is {found}")
+
+
+def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -> None:
+    """Refuse an engine in which a part of Headway would be wrong, and name all that is in its way.
+
+    Args:
+        part: that is to run in it.
+        vllm_config: vLLM's.
+        kv_cache_groups: kinds of layers with KV caches of their own.
+
+    Raises:
+        ValueError: something is; the message says what to do about it.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    scheduling = vllm_config.scheduler_config
+    scheduler = scheduling.scheduler_cls
+    reports = getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING)
+    everywhere = ("capture", "batching", "moves")
+    checks = (
+        (
+            everywhere,
+            vllm_config.speculative_config is not None,
+            "speculative decoding is on, and which of a step's tokens count is not known in time; "
+            "drop --speculative-config",
+        ),
+        (
+            everywhere,
+            model.runner_type == "pooling",
+            "this is a pooling model, which generates no tokens; serve a generative one",
+        ),
+        (
+            everywhere,
+            model.is_diffusion,
+            "this is a diffusion model, which does not generate a token a step; serve an "
+            "autoregressive one",
+        ),
+        (
+            ("capture",),
+            current_platform.is_xpu() and vllm_config.use_v2_model_runner,
+            "XPUs have a V2 model runner of their own, which Headway does not know; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            ("capture",),
+            not reports,
+            "the scheduler does not report how requests end; add --scheduler-cls "
+            "data_collection.vllm_scheduler.HeadwayScheduler",
+        ),
+        (
+            ("capture", "moves"),
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism is on, and no rank holds a whole prompt; drop "
+            "--prefill-context-parallel-size",
+        ),
+        (
+            ("batching", "moves"),
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism is on, and several batches run at a time; use "
+            "--tensor-parallel-size",
+        ),
+        (
+            ("batching",),
+            not scheduling.enable_chunked_prefill,
+            "prefills are computed whole; drop --no-enable-chunked-prefill, if the model allows",
+        ),
+        (
+            ("batching",),
+            scheduling.policy != "fcfs",
+            "requests are scheduled by priority; drop --scheduling-policy, and give urgent "
+            "requests an objective of their own",
+        ),
+        (
+            ("batching",),
+            vllm_config.cache_config.mamba_cache_mode == "align",
+            "this model's prefill must stop where its state is cached; give "
+            "--no-enable-prefix-caching",
+        ),
+        (
+            ("moves",),
+            kv_cache_groups != 1,
+            f"its KV cache has {kv_cache_groups} groups (hybrid attention), and only one is "
+            "supported",
+        ),
+    )
+    found = [problem for parts, is_there, problem in checks if is_there and part in parts]
+    if found:
+        raise ValueError(_REFUSED[part].format("; ".join(found)))
+
+
+def runner_and_platform() -> tuple[str, str]:
+    """Return the model runner that an engine has here, ``V1`` or ``V2``, and what it runs on."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    wants_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
+    v2 = HAS_TRITON if wants_v2 is None else wants_v2
+    return "V2" if v2 else "V1", current_platform.device_name
+
+
+def uses_v2_runner(model_runner: Any) -> bool:
+    """Whether this is `v1/worker/gpu/model_runner.py`, the default on GPUs."""
+    return type(model_runner).__module__.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu."))

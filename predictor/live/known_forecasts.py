@@ -1,0 +1,91 @@
+"""The forecasts of an engine's requests, in its scheduler."""
+
+from typing import Any
+
+import numpy as np
+
+from data_collection.capture.capture_config import SECTION, read_capture_config
+from data_collection.vllm_adapter.requests import known_answer
+from data_collection.vllm_adapter.scheduling import fullness
+from data_collection.vllm_scheduler import SchedulerPart
+from predictor.forecasts.forecast import SurvivalForecast
+from predictor.live.engine_forecasts import (
+    FORECASTS_ATTRIBUTE,
+    GAUGES_ATTRIBUTE,
+    REPETITION_ATTRIBUTE,
+    EngineForecasts,
+    LiveConfig,
+)
+from predictor.live.telemetry_messages import Gauges
+from predictor.models.checkpoint import load_predictor
+from predictor.models.hidden_state_mlp import NO_REPETITION
+from predictor.models.repetition import MEMORY, repetition
+
+__all__ = ["KnownForecasts"]
+
+
+class KnownForecasts(SchedulerPart):
+    """Keeps the latest forecast of every request, and passes on what the worker cannot know.
+
+    That is how full the engine is, in every step, and in every k-th, where the worker's predictor
+    reads it, how much the answers repeat themselves.
+
+    Attributes:
+        latest: request id -> the step's forecasts it is in, and its row there.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self.latest: dict[str, tuple[EngineForecasts, int]] = {}
+        given = scheduler.vllm_config.additional_config
+        config = read_capture_config(given, LiveConfig) if SECTION in given else LiveConfig()
+        forecast = config.forecast
+        reads = forecast is not None and _reads_repetition(forecast.checkpoint)
+        self._k = config.k if reads else 0
+        self._steps = 0
+        if self._k:
+            repetition(np.zeros(0, dtype=np.int64))  # compiled before the first request comes
+
+    def scheduled(self, output: Any, prefills_throttled: bool) -> None:
+        """Tell the workers of the engine and of its answers."""
+        setattr(output, GAUGES_ATTRIBUTE, Gauges(**fullness(self.scheduler)))
+        self._steps += 1
+        if self._k and self._steps % self._k == 0:
+            requests = self.scheduler.requests
+            found = {name: _repetition(requests[name]) for name in output.num_scheduled_tokens}
+            setattr(output, REPETITION_ATTRIBUTE, found)
+
+    def computed(self, output: Any) -> None:
+        """Keep the forecasts that have arrived."""
+        for forecasts in getattr(output, FORECASTS_ATTRIBUTE, []):
+            for row, name in enumerate(forecasts.request_ids):
+                if name in self.scheduler.requests:
+                    self.latest[name] = (forecasts, row)
+
+    def ended(self, request: Any) -> None:
+        """Forget a request's forecast."""
+        self.latest.pop(request.request_id, None)
+
+    def remaining(self, request: Any) -> SurvivalForecast | None:
+        """Return what is expected of a request now, or None before its first forecast."""
+        known = self.latest.get(request.request_id)
+        if known is None:
+            return None
+        forecasts, row = known
+        since = max(0, request.num_output_tokens - forecasts.generated_tokens[row])
+        fresh = SurvivalForecast.new(
+            forecasts.edges, forecasts.survival[row : row + 1], forecasts.tokens_left[row]
+        )
+        return fresh.aged(since)
+
+
+def _reads_repetition(checkpoint: str) -> bool:
+    return not {"repetition", "repeated_suffix"}.isdisjoint(load_predictor(checkpoint).inputs)
+
+
+def _repetition(request: Any) -> tuple[float, float]:
+    tokens = known_answer(request, MEMORY)
+    if not tokens:
+        return NO_REPETITION
+    found: tuple[float, float] = repetition(np.array(tokens, dtype=np.int64))
+    return found
