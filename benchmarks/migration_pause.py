@@ -205,7 +205,7 @@ async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:
 
 async def _until_idle(proxy: Proxy) -> None:
     """Wait until the engines have ended what their clients have left."""
-    for state in proxy.instances.values():
+    for state in proxy.cluster.all:
         assert state.control is not None
         while (engine := await state.control.state(30.0)).free_blocks < engine.num_blocks:
             await asyncio.sleep(0.2)
@@ -243,7 +243,7 @@ async def _read(
 async def _moving_by(proxy: Proxy, way: str) -> AsyncIterator[None]:
     """Let requests move in one of the ways."""
     kinds = {"stop_and_copy": _StopsAndCopies, "recompute": _Recomputes}
-    own = {state: state.control for state in proxy.instances.values()}
+    own = {state: state.control for state in proxy.cluster.all}
     others: list[ControlClient] = []
     try:
         for state in own:
@@ -262,12 +262,12 @@ async def _move(
     proxy: Proxy, streams: list[_Stream], todo: set[str], outcomes: dict[str, int]
 ) -> None:
     """Move one after the other from the instance with more requests, until each has moved."""
-    instances = list(proxy.instances.values())
+    instances = list(proxy.cluster.all)
     while todo:
-        crowded, free = sorted(instances, key=lambda one: -len(proxy.placements.on(one)))
+        crowded, free = sorted(instances, key=lambda one: -len(proxy.cluster.placements.on(one)))
         movable = [
             request
-            for request in running_requests(proxy.placements, instances)
+            for request in running_requests(proxy.cluster.placements, instances)
             if request.name in todo and request.can_move
         ]
         if not movable:

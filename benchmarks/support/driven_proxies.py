@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
+from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
-from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import MoveOutcome
 
 __all__ = ["DrivenProxies", "DrivenProxy", "Lengths", "driven_proxies"]
 
@@ -53,30 +51,22 @@ class DrivenProxy:
 
     Args:
         deployment: of which it is a proxy.
-        background: runs something for as long as there are proxies.
 
     Attributes:
-        planning: the real one.
+        cluster: as the proxy knows it; its engines are asked nothing.
     """
 
-    def __init__(
-        self, deployment: Deployment, background: Callable[[Coroutine[Any, Any, None]], object]
-    ) -> None:
-        assert deployment.coordinator is not None
-        self._instances = [InstanceState(i, deployment.proxy, None) for i in deployment.instances]
-        self.planning = CoordinatedPlanning(
-            deployment, deployment.coordinator, self._instances, background
-        )
-        self.planning.compile()
-        for loop in self.planning.loops(_NoMoves(), lambda seconds: None):
-            background(loop)
+    def __init__(self, deployment: Deployment) -> None:
+        self.cluster = CoordinatedCluster(deployment)
+        self.cluster.compile()
+        self.cluster.speak()
         self._running: dict[LiveRequest, tuple[float, int]] = {}
         self._numbers = 0
 
     @property
     def decided_for(self) -> bool:
         """Whether the coordinator decides for it."""
-        return self.planning.link.alive
+        return self.cluster.link.alive
 
     @property
     def running(self) -> int:
@@ -87,13 +77,10 @@ class DrivenProxy:
         """Have a request placed, whose tokens come from now on."""
         loop = asyncio.get_running_loop()
         self._numbers += 1
-        name = f"{self.planning.link.session}-{self._numbers}"
+        name = f"{self.cluster.link.session}-{self._numbers}"
         client = _client(prompt_tokens, output_tokens)
-        request = LiveRequest.new(
-            name, name, client, {}, loop.time(), None, self.planning.placements
-        )
-        self.planning.began(request)
-        await self.planning.placer.place(request)
+        request = LiveRequest(name, name, client, {}, loop.time(), None, self.cluster.placements)
+        await self.cluster.dispatcher.place(request)
         request.accepted()
         self._running[request] = (loop.time(), output_tokens)
         return request
@@ -102,8 +89,8 @@ class DrivenProxy:
         """End a request, all of whose tokens have come."""
         del self._running[request]
         request.finish()
-        self.planning.ended(request, by_itself=True)
-        self.planning.placer.wake()
+        self.cluster.ended(request, by_itself=True)
+        self.cluster.dispatcher.wake()
 
     def generate(self, now: float) -> None:
         """Bring the tokens that are due; end the requests that have all of theirs."""
@@ -116,13 +103,13 @@ class DrivenProxy:
 
     def loads(self) -> list[int]:
         """Return the context tokens of its requests on each instance."""
-        on = self.planning.placements.on
-        return [sum(one.context_tokens for one in on(each)) for each in self._instances]
+        on = self.cluster.placements.on
+        return [sum(one.context_tokens for one in on(each)) for each in self.cluster.all]
 
     def hear_nobody(self) -> None:
         """Take no more notice of what its peers publish."""
-        self.planning.loads.peers({})
-        self.planning.loads.peer = _unheard  # type: ignore[method-assign]
+        self.cluster.loads.peers({})
+        self.cluster.loads.peer = _unheard  # type: ignore[method-assign]
 
 
 @dataclass
@@ -240,7 +227,7 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
         def start(work: Coroutine[Any, Any, None]) -> None:
             background.append(tasks.create_task(work))
 
-        proxies = [DrivenProxy(deployment, start) for _ in range(n)]
+        proxies = [DrivenProxy(deployment) for _ in range(n)]
         driven = DrivenProxies(proxies, np.random.default_rng(seed))
         try:
             await _until(lambda: all(one.decided_for for one in proxies), "the coordinator decides")
@@ -251,7 +238,7 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             for proxy in proxies:
-                proxy.planning.close()
+                await proxy.cluster.close()
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:
@@ -265,11 +252,6 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {_WAIT_SECONDS:g} s")
         await asyncio.sleep(0.05)
-
-
-class _NoMoves:
-    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> MoveOutcome:
-        raise AssertionError("nothing plans moves here")
 
 
 def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:

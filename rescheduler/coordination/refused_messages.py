@@ -30,8 +30,6 @@ class RefusedMessages(Collector):
 
     Args:
         name: of the metric, without ``_total``.
-        senders: of the messages.
-        clock: seconds.
     """
 
     def __init__(
@@ -42,11 +40,7 @@ class RefusedMessages(Collector):
         self._counts = {(s, reason): 0 for s in senders for reason in get_args(Reason)}
 
     def count(self, sender: str, reason: Reason) -> bool:
-        """Count a message that was refused, or a part of it.
-
-        Returns:
-            Whether to log it: every 10 s for the same reason, so that nobody fills the log.
-        """
+        """Count what was refused; return whether to log it: every 10 s for the same reason."""
         key, now = (sender, reason), self._clock()
         self._counts[key] += 1
         if now - self._said.get(key, -math.inf) < _QUIET_SECONDS:

@@ -83,8 +83,8 @@ class MoveWatcher:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        for instance in self._proxy.instances.values():
-            for request in self._proxy.placements.on(instance):
+        for instance in self._proxy.cluster.all:
+            for request in self._proxy.cluster.placements.on(instance):
                 if not request.generating:  # on its way
                     continue
                 source, moved_before = self._at.get(request.name, (instance.name, None))

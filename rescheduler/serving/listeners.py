@@ -10,9 +10,8 @@ from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.addresses import cannot_listen, url_of
-from rescheduler.serving.admin_app import AdminListener, Operated
-from rescheduler.serving.connection import CLEANUP_SECONDS, connections
+from rescheduler.serving.admin_app import AdminListener
+from rescheduler.serving.connection import CLEANUP_SECONDS, cannot_listen, connections, url_of
 from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 
 __all__ = ["Listeners"]
@@ -28,46 +27,26 @@ class Listeners:
     """Answers clients, and the operator on this machine.
 
     Args:
-        proxy: that serves.
         admin_token: that the operator has to know; empty: one is created.
 
     Attributes:
         url: for clients.
         feed: what the page shows.
+        admin: for the operator; None where the coordinator is operated instead.
     """
 
     def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
-        self.feed = SnapshotFeed(LiveSnapshots(proxy))
+        self.feed = SnapshotFeed(LiveSnapshots(proxy.cluster))
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=CLEANUP_SECONDS
         )
         self._server: asyncio.Server | None = None
-        self._admin: AdminListener[LiveRequest] | None = None
+        self.admin: AdminListener[LiveRequest] | None = None
         if proxy.drainer is not None:
-            operated = Operated(proxy.instances, proxy.placements, proxy.drainer)
-            self._admin = AdminListener(operated, self._options.admin_port, admin_token, self.feed)
-
-    @property
-    def admin_url(self) -> str:
-        """For the operator; empty where the coordinator is operated instead."""
-        return self._admin.url if self._admin is not None else ""
-
-    @property
-    def admin_token(self) -> str:
-        """That the operator has to know."""
-        return self._admin.token if self._admin is not None else ""
-
-    @property
-    def page_url(self) -> str:
-        """Address of the page; empty where the coordinator has it."""
-        return self._admin.page_url if self._admin is not None else ""
-
-    @property
-    def where_to_see(self) -> str:
-        """Where the page is, in words; empty where the coordinator has it."""
-        return self._admin.where_to_see if self._admin is not None else ""
+            port = self._options.admin_port
+            self.admin = AdminListener(proxy.drainer, port, admin_token, self.feed)
 
     @property
     def connections(self) -> int:
@@ -93,8 +72,8 @@ class Listeners:
         except OSError as error:
             raise cannot_listen("proxy.port", host, port, error) from error
         self.url = url_of(host, self._server.sockets[0].getsockname()[1])
-        if self._admin is not None:
-            await self._admin.start()
+        if self.admin is not None:
+            await self.admin.start()
 
     async def stop(self) -> None:
         """Take no more connections from clients, and refuse requests on those that are open."""
@@ -106,8 +85,8 @@ class Listeners:
         """Close every connection."""
         await self.stop()
         await self._clients.cleanup()
-        if self._admin is not None:
-            await self._admin.close()
+        if self.admin is not None:
+            await self.admin.close()
 
 
 def _open_files() -> int:

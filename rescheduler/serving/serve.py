@@ -89,8 +89,8 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | No
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
         print(f"serving on {listeners.url}", flush=True)
-        if listeners.where_to_see:
-            print(listeners.where_to_see, flush=True)
+        if listeners.admin is not None:
+            print(listeners.admin.where_to_see, flush=True)
         async with recording(listeners.feed, record):
             await ended.wait()
             await _finish(proxy, listeners)

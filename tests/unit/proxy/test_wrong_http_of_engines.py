@@ -15,8 +15,8 @@ from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment, Instance
+from rescheduler.placement.upstream import EngineFullError, Upstream, UpstreamError
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
 from rescheduler.serving.listeners import Listeners
 
 BODY = (
