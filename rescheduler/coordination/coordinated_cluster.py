@@ -10,7 +10,7 @@ from typing import Any
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import CoordinatorSilentError, Link
 from rescheduler.coordination.link_socket import LinkSockets
-from rescheduler.coordination.refused_messages import RefusedMessages
+from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster import Cluster

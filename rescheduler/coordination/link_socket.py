@@ -22,11 +22,11 @@ from rescheduler.coordination.messages import (
     Load,
     Notice,
     ProxyLoad,
+    RefusedMessages,
     decode,
     encode,
 )
 from rescheduler.coordination.peer_sockets import PeerEndpointError, PeerSockets, checked_endpoint
-from rescheduler.coordination.refused_messages import RefusedMessages
 
 __all__ = ["BEAT_SECONDS", "LinkSockets"]
 

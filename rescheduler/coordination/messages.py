@@ -8,11 +8,14 @@ by a report that is whole: a report says how requests are, not what has happened
 report that comes twice, or one in place of three that are lost, leads to the same end.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
-
-from rescheduler.coordination.refused_messages import Reason
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 __all__ = [
     "LARGEST_MESSAGE",
@@ -36,8 +39,10 @@ __all__ = [
     "MoveOrder",
     "Notice",
     "ProxyLoad",
+    "Reason",
     "Record",
     "Refusal",
+    "RefusedMessages",
     "Report",
     "View",
     "decode",
@@ -97,11 +102,23 @@ ByInstance = msgspec.Meta(max_length=MOST_INSTANCES)
 Packed = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_REQUESTS)]
 
 
+Reason = Literal[
+    "version",  # of another schema
+    "invalid",  # beyond the bounds, or no message at all
+    "content",  # of instances or requests that cannot be
+    "number",  # far from the one before it
+    "session",  # of a session that belongs to another connection
+    "full",  # there are as many sessions as there may be
+    "deployment",  # lists other instances
+    "endpoint",  # names one that its peers must not connect to
+]
+
+
 class CoordinationError(RuntimeError):
     """A message that cannot be used.
 
     Args:
-        reason: in one word, as `refused_messages` counts it.
+        reason: in one word, as `RefusedMessages` counts it.
     """
 
     def __init__(self, message: str, reason: Reason = "invalid") -> None:
@@ -348,3 +365,39 @@ def decode(frames: list[bytes], kind: type[M]) -> M:
     except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: UTF-8
         raise CoordinationError(f"invalid message: {error}") from error
     return message
+
+
+_QUIET_SECONDS = 10.0
+
+
+class RefusedMessages(Collector):
+    """Counts, from 0 on, for Prometheus.
+
+    Args:
+        name: of the metric, without ``_total``.
+    """
+
+    def __init__(
+        self, name: str, *senders: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._clock = name, clock
+        self._said: dict[tuple[str, Reason], float] = {}
+        self._counts = {(s, reason): 0 for s in senders for reason in get_args(Reason)}
+
+    def count(self, sender: str, reason: Reason) -> bool:
+        """Count what was refused; return whether to log it: every 10 s for the same reason."""
+        key, now = (sender, reason), self._clock()
+        self._counts[key] += 1
+        if now - self._said.get(key, -math.inf) < _QUIET_SECONDS:
+            return False
+        self._said[key] = now
+        return True
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts as they are now."""
+        refused = CounterMetricFamily(
+            self._name, "messages that were refused, by who sent them", labels=["sender", "reason"]
+        )
+        for labels, count in self._counts.items():
+            refused.add_metric(labels, count)
+        yield refused

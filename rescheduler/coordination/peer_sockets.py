@@ -11,8 +11,13 @@ import zmq
 import zmq.asyncio
 
 from predictor.live.curve_keys import apply_curve
-from rescheduler.coordination.messages import LARGEST_MESSAGE, CoordinationError, Load, decode
-from rescheduler.coordination.refused_messages import RefusedMessages
+from rescheduler.coordination.messages import (
+    LARGEST_MESSAGE,
+    CoordinationError,
+    Load,
+    RefusedMessages,
+    decode,
+)
 
 __all__ = ["PeerEndpointError", "PeerSockets", "checked_endpoint"]
 

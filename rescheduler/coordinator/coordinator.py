@@ -4,11 +4,12 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from rescheduler.coordination.coordinated_cluster import instances_digest
-from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
+from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session, Shared
@@ -16,11 +17,12 @@ from rescheduler.coordinator.sessions import Reception, Sessions
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.launch_engines import bound_address
 from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.cluster_metrics import ClusterMetrics
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import MoveHistory, MoveOutcome
 from rescheduler.placement.planner import Drainer, PlannerLoop
 
-__all__ = ["Coordinator", "Orders"]
+__all__ = ["Coordinator", "CoordinatorMetrics", "Orders"]
 
 
 logger = logging.getLogger("headway.serve")
@@ -29,6 +31,34 @@ _OUTCOMES = frozenset(
     {"moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer", "gone"}
     | {"refused"}
 )
+
+
+class CoordinatorMetrics(ClusterMetrics[Mirror]):
+    """Those of its cluster, and of the proxies.
+
+    Attributes:
+        moves: orders to move a request.
+    """
+
+    def __init__(
+        self, cluster: Cluster[Mirror], sessions: Mapping[str, Session], refused: RefusedMessages
+    ) -> None:
+        self._sessions = sessions
+        tasks = "asyncio tasks: one for each request that waits, none that stays when they go"
+        super().__init__(cluster, "headway_coordinator", tasks, [refused])
+        self.moves = self._counter(
+            "headway_coordinator_migrations",
+            "orders to move a request, by how they ended",
+            ["source", "target", "outcome"],
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges as they are now."""
+        yield from super().collect()
+        connected = sum(session.known for session in self._sessions.values())
+        yield GaugeMetricFamily(
+            "headway_coordinator_num_proxies", "proxies that are connected", value=connected
+        )
 
 
 class Orders:

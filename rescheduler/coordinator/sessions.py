@@ -20,13 +20,14 @@ from rescheduler.coordination.messages import (
     CoordinationError,
     Notice,
     ProxyLoad,
+    Reason,
+    RefusedMessages,
     Report,
     View,
     decode,
     encode,
 )
 from rescheduler.coordination.peer_sockets import PeerEndpointError, checked_endpoint
-from rescheduler.coordination.refused_messages import Reason, RefusedMessages
 from rescheduler.coordinator.session import Session, Shared
 
 __all__ = ["Reception", "Sessions"]
@@ -74,11 +75,11 @@ class Sessions:
         """
         if report.deployment != self._deployment:
             why = "its deployment file lists other instances than the coordinator's"
-            return self._refusal(report, address, "deployment", why)
+            return self._refusal(report, address, "deployment", "it lists other instances", why)
         session, spoken_for = self.by_name.get(report.session), self._by_peer.get(peer)
         if session is None and spoken_for is None and len(self.by_name) >= MOST_SESSIONS:
             why = f"there are as many proxies as there may be, {MOST_SESSIONS}"
-            return self._refusal(report, address, "full", why)
+            return self._refusal(report, address, "full", f"there are {MOST_SESSIONS}", why)
         taken = session is not None and session.peer is not None
         if spoken_for is not session and (spoken_for is not None or taken):
             if self._refused.count("proxy", "session"):
@@ -126,9 +127,11 @@ class Sessions:
             del self._by_peer[session.peer]
             session.peer = None
 
-    def _refusal(self, report: Report, address: str | None, reason: Reason, why: str) -> Notice:
+    def _refusal(
+        self, report: Report, address: str | None, reason: Reason, logged: str, why: str
+    ) -> Notice:
         if self._refused.count("proxy", reason):
-            logger.error("a proxy (%s): refused: %s", address, why)
+            logger.error("a proxy (%s): refused: %s", address, logged)
         return Notice(self._shared.incarnation, report.number, refused=why)
 
     def _begin(self, report: Report, peer: bytes, address: str | None) -> Session:

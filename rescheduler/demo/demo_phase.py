@@ -10,8 +10,7 @@ from rescheduler.demo.demo_figures import preemptions
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.listeners import Listeners
-from rescheduler.serving.serve import load_tokenizer
+from rescheduler.serving.serve import Listeners, load_tokenizer
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError, EngineState
 

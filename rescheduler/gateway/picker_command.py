@@ -60,8 +60,7 @@ def picker(
 async def _pick(
     deployment: Deployment, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    from rescheduler.gateway.picker import Picker
-    from rescheduler.gateway.picker_server import PickerServer
+    from rescheduler.gateway.picker import Picker, PickerServer
 
     ended = asyncio.Event()
     end_when_asked(ended)

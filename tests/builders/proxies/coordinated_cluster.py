@@ -16,7 +16,7 @@ from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import AdminListener
-from rescheduler.serving.listeners import Listeners
+from rescheduler.serving.serve import Listeners
 
 __all__ = ["Coordinated", "Make", "coordinated_cluster", "link_of"]
 

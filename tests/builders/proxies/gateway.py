@@ -18,8 +18,7 @@ from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_server import PickerServer
+from rescheduler.gateway.picker import Picker, PickerServer
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["Gateway", "documented_envoy", "gateway", "running_envoy"]

@@ -11,8 +11,7 @@ from scripted_cluster import scripted, until
 from tokenizers import Tokenizer
 
 from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
-from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_server import PickerServer
+from rescheduler.gateway.picker import Picker, PickerServer
 
 __all__ = ["Asked", "asked_picker", "request_head", "said"]
 

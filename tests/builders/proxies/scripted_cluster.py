@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment, ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.listeners import Listeners
+from rescheduler.serving.serve import Listeners
 
 __all__ = [
     "OPTIONS",
@@ -25,6 +25,7 @@ __all__ = [
     "cluster",
     "names",
     "scripted",
+    "served",
     "text_of",
     "tokens_of",
     "until",
@@ -242,20 +243,32 @@ def names(decodes: int) -> list[str]:
 
 
 @asynccontextmanager
+async def served(
+    deployment: Deployment, tokenizer: Tokenizer
+) -> AsyncIterator[tuple[Proxy, Listeners]]:
+    """Run a proxy before engines that run."""
+    async with AsyncExitStack() as stack:
+        proxy = Proxy(deployment, tokenizer)
+        stack.push_async_callback(proxy.close)
+        await proxy.start()
+        listeners = Listeners(proxy)
+        stack.push_async_callback(listeners.close)
+        await listeners.start()
+        yield proxy, listeners
+
+
+@asynccontextmanager
 async def cluster(tokenizer: Tokenizer, decodes: int = 2, **options: Any) -> AsyncIterator[Cluster]:
     """Run a proxy before scripted engines; the options are those of `scripted`."""
     engines, deployment = await scripted(tokenizer, names(decodes), **options)
-    proxy = Proxy(deployment, tokenizer)
-    await proxy.start()
-    listeners = Listeners(proxy)
-    await listeners.start()
     try:
-        async with aiohttp.ClientSession() as session:
+        async with (
+            served(deployment, tokenizer) as (proxy, listeners),
+            aiohttp.ClientSession() as session,
+        ):
             made = Cluster(engines, proxy, listeners, session, tokenizer)
             yield made
             await made.idle()
     finally:
-        await listeners.close()
-        await proxy.close()
         for engine in engines.values():
             await engine.stop()

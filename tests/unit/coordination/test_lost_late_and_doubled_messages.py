@@ -17,8 +17,7 @@ from tokenizers.models import WordLevel
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.coordinated_cluster import CoordinatedDispatcher, WatchedPlacements
 from rescheduler.coordination.link import FAR, Link
-from rescheduler.coordination.messages import CoordinationError, Notice, Report
-from rescheduler.coordination.refused_messages import RefusedMessages
+from rescheduler.coordination.messages import CoordinationError, Notice, RefusedMessages, Report
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session
 from rescheduler.coordinator.sessions import Sessions

@@ -28,12 +28,12 @@ from rescheduler.coordination.messages import (
     ProxyLoad,
     Record,
     Refusal,
+    RefusedMessages,
     Report,
     View,
     decode,
     encode,
 )
-from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.dispatcher import MeanStepTime
