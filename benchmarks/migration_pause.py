@@ -174,7 +174,7 @@ async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:
 async def _moving_by(proxy: Proxy, way: str) -> AsyncIterator[None]:
     """Let requests move in one of the ways."""
     kinds = {"stop_and_copy": _StopsAndCopies, "recompute": _Recomputes}
-    own = {state: state.control for state in proxy.instances.values()}
+    own = {state: state.control for state in proxy.cluster.all}
     others: list[ControlClient] = []
     try:
         for state in own:
@@ -193,12 +193,12 @@ async def _move(
     proxy: Proxy, streams: list[_Stream], todo: set[str], outcomes: Counter[str]
 ) -> None:
     """Move one after the other from the instance with more requests, until each has moved."""
-    instances = list(proxy.instances.values())
+    instances = list(proxy.cluster.all)
     while todo:
-        crowded, free = sorted(instances, key=lambda one: -len(proxy.placements.on(one)))
+        crowded, free = sorted(instances, key=lambda one: -len(proxy.cluster.placements.on(one)))
         movable = [
             request
-            for request in running_requests(proxy.placements, instances)
+            for request in running_requests(proxy.cluster.placements, instances)
             if request.name in todo and request.can_move
         ]
         if not movable:

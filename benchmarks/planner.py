@@ -143,7 +143,7 @@ def live_cluster(
         instance = InstanceState(deployed, ProxyOptions(), None)
         for i in range(REQUESTS):
             name = f"{g}-{i}"
-            request = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, placements)
+            request = LiveRequest(name, name, client, {}, 0.0, tokenizer, placements)
             request.begin_prefill(instance)
             request.prefilled({}, max(1, int(generator.lognormal(6.3, 1.0))))
             request.place(instance)

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
+from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
-from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import MoveOutcome
 
 _TOKENS_PER_SECOND = 30.0
 _TICK_SECONDS = 0.2
@@ -31,23 +29,16 @@ def lengths(rng: np.random.Generator) -> tuple[int, int]:
 
 
 class DrivenProxy:
-    def __init__(
-        self, deployment: Deployment, background: Callable[[Coroutine[Any, Any, None]], object]
-    ) -> None:
-        assert deployment.coordinator is not None
-        self._instances = [InstanceState(i, deployment.proxy, None) for i in deployment.instances]
-        self.planning = CoordinatedPlanning(
-            deployment, deployment.coordinator, self._instances, background
-        )
-        self.planning.compile()
-        for loop in self.planning.loops(_NoMoves(), lambda seconds: None):
-            background(loop)
+    def __init__(self, deployment: Deployment) -> None:
+        self.cluster = CoordinatedCluster(deployment)
+        self.cluster.compile()
+        self.cluster.speak()
         self._running: dict[LiveRequest, tuple[float, int]] = {}
         self._numbers = 0
 
     @property
     def decided_for(self) -> bool:
-        return self.planning.link.alive
+        return self.cluster.link.alive
 
     @property
     def running(self) -> int:
@@ -56,13 +47,10 @@ class DrivenProxy:
     async def place(self, prompt_tokens: int, output_tokens: int) -> LiveRequest:
         loop = asyncio.get_running_loop()
         self._numbers += 1
-        name = f"{self.planning.link.session}-{self._numbers}"
+        name = f"{self.cluster.link.session}-{self._numbers}"
         client = _client(prompt_tokens, output_tokens)
-        request = LiveRequest.new(
-            name, name, client, {}, loop.time(), None, self.planning.placements
-        )
-        self.planning.began(request)
-        await self.planning.placer.place(request)
+        request = LiveRequest(name, name, client, {}, loop.time(), None, self.cluster.placements)
+        await self.cluster.dispatcher.place(request)
         request.accepted()
         self._running[request] = (loop.time(), output_tokens)
         return request
@@ -70,8 +58,8 @@ class DrivenProxy:
     def end(self, request: LiveRequest) -> None:
         del self._running[request]
         request.finish()
-        self.planning.ended(request, by_itself=True)
-        self.planning.placer.wake()
+        self.cluster.ended(request, by_itself=True)
+        self.cluster.dispatcher.wake()
 
     def generate(self, now: float) -> None:
         for request, (since, output_tokens) in list(self._running.items()):
@@ -82,12 +70,12 @@ class DrivenProxy:
                 self.end(request)
 
     def loads(self) -> list[int]:
-        on = self.planning.placements.on
-        return [sum(one.context_tokens for one in on(each)) for each in self._instances]
+        on = self.cluster.placements.on
+        return [sum(one.context_tokens for one in on(each)) for each in self.cluster.all]
 
     def hear_nobody(self) -> None:
-        self.planning.loads.peers({})
-        self.planning.loads.peer = _unheard  # type: ignore[method-assign]
+        self.cluster.loads.peers({})
+        self.cluster.loads.peer = _unheard  # type: ignore[method-assign]
 
 
 @dataclass
@@ -181,7 +169,7 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
         def start(work: Coroutine[Any, Any, None]) -> None:
             background.append(tasks.create_task(work))
 
-        proxies = [DrivenProxy(deployment, start) for _ in range(n)]
+        proxies = [DrivenProxy(deployment) for _ in range(n)]
         driven = DrivenProxies(proxies, np.random.default_rng(seed))
         try:
             await _until(lambda: all(one.decided_for for one in proxies), "the coordinator decides")
@@ -192,7 +180,7 @@ async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIter
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             for proxy in proxies:
-                proxy.planning.close()
+                await proxy.cluster.close()
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:
@@ -201,11 +189,6 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {_WAIT_SECONDS:g} s")
         await asyncio.sleep(0.05)
-
-
-class _NoMoves:
-    async def move(self, request: LiveRequest, target: InstanceState, why: str) -> MoveOutcome:
-        raise AssertionError("nothing plans moves here")
 
 
 def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:

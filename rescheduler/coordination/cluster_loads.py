@@ -1,7 +1,6 @@
 """What the requests of all proxies hold on each instance, as far as this one knows."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from rescheduler.coordination.messages import MOST, MOST_REQUESTS, Load
 from rescheduler.placement.instance_state import InstanceState
@@ -12,24 +11,6 @@ __all__ = ["ClusterLoads"]
 _MOST_ELSEWHERE = 1_024  # on an instance whose slots are not known
 
 
-@dataclass(eq=False, frozen=True)
-class _Elsewhere:
-    """Some of what other proxies have on an instance: it takes a slot and holds tokens."""
-
-    prompt_tokens: int
-    generated_tokens: int = 0
-    external_id: str = ""
-    max_tokens: int | None = None
-    can_move: bool = False
-    destination: InstanceState | None = None
-    generating: bool = True
-    generated_at_move: int | None = None
-
-    @property
-    def context_tokens(self) -> int:
-        return self.prompt_tokens
-
-
 class ClusterLoads:
     """The requests on each instance: this proxy's own, and what its peers have there.
 
@@ -38,10 +19,7 @@ class ClusterLoads:
     keep this proxy from placing requests, and what peers say costs as much time as slots at most.
 
     Args:
-        own: this proxy's requests.
-        instances: of the deployment, in its order.
         lost_seconds: after which a peer from which nothing comes is taken to be gone.
-        clock: seconds.
     """
 
     def __init__(
@@ -70,12 +48,7 @@ class ClusterLoads:
         return len(load.requests) == len(load.tokens) == len(self._instances)
 
     def peer(self, proxy: int, load: Load) -> None:
-        """Take over what a peer has now; a load that does not fit is left out.
-
-        Args:
-            proxy: number of the peer.
-            load: that it has.
-        """
+        """Take over what a peer has now; a load that does not fit is left out."""
         if self.fits(load):
             self._peers[proxy] = load
             self._heard_at[proxy] = self._clock()
@@ -118,9 +91,14 @@ class ClusterLoads:
             instance.kv_capacity - _share(instance.kv_capacity, proxies),
         )
         mean, longer = divmod(max(0, tokens), n)
-        return [_Elsewhere(mean + 1)] * longer + [_Elsewhere(mean)] * (n - longer)
+        return [_elsewhere(mean + 1)] * longer + [_elsewhere(mean)] * (n - longer)
 
 
 def _share(whole: int, proxies: int) -> int:
     """Return what is left to one of several proxies, at least 1."""
     return max(1, whole // proxies)
+
+
+def _elsewhere(tokens: int) -> Counted:
+    """Return some of what other proxies have on an instance: a slot, and tokens."""
+    return Counted("", tokens, generating=True)

@@ -26,6 +26,7 @@ from rescheduler.coordination.messages import (
     View,
 )
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome
@@ -58,9 +59,6 @@ class Numbering:
     A number that is far from the last one, on either side, is not taken over from a message that
     tells of changes only: whoever were believed a number far ahead would be heard no more. One
     that says how everything is begins the count anew.
-
-    Attributes:
-        last: of the latest message.
     """
 
     def __init__(self) -> None:
@@ -113,21 +111,17 @@ class Link:
 
     Args:
         session: random name of this process, for the coordinator only.
-        instances: of the deployment, in its order.
         deployment: digest of the instances' names.
         silent_seconds: without a view for this long, the coordinator is taken to be away.
-        clock: seconds.
+        step: how long a decode step takes, to be reported.
         carry_out: begins a move to an instance, with a reason; `moved` is called at its end.
-        wake: called when there is something to report.
 
     Attributes:
-        session: as given.
         number: of this proxy in the view; 0: none.
         view: the coordinator's last.
         listening: endpoint at which peers hear this proxy's loads.
         refused: why the coordinator does not work with this proxy; None if it does.
         back: set while the coordinator decides, as far as was noticed.
-        step_seconds: mean time between two tokens of a request, to be reported; 0: not known.
     """
 
     def __init__(
@@ -137,6 +131,7 @@ class Link:
         deployment: str,
         silent_seconds: float,
         clock: Callable[[], float],
+        step: MeanStepTime,
         carry_out: Callable[[LiveRequest, InstanceState, str], None],
         wake: Callable[[], None],
     ) -> None:
@@ -145,11 +140,10 @@ class Link:
         self.listening = ""
         self.refused: str | None = None
         self.back = asyncio.Event()
-        self.step_seconds = 0.0
         self.session, self._deployment = session, deployment
         self._instances, self._index = instances, {one: g for g, one in enumerate(instances)}
         self._silent_seconds, self._clock = silent_seconds, clock
-        self._carry_out, self._wake = carry_out, wake
+        self._step, self._carry_out, self._wake = step, carry_out, wake
         self._heard, self._incarnation = Numbering(), ""
         self._viewed, self._began = -math.inf, clock()
         self._awaited = True
@@ -254,12 +248,7 @@ class Link:
             self.changed(request)
 
     def receive(self, notice: Notice) -> None:
-        """Act on a notice.
-
-        Raises:
-            CoordinationError: its number or the instances that it names cannot be; nothing of it
-                was taken over.
-        """
+        """Act on a notice; nothing is taken over of one that raises `CoordinationError`."""
         if notice.incarnation != self._incarnation:
             self._incarnation, self._heard = notice.incarnation, Numbering()
             self._whole = True
@@ -325,6 +314,7 @@ class Link:
         failures = self._failures[-MOST_FAILURES:]  # of many, the latest count
         records = [self._record(request) for request in changed if request in self._requests]
         grown = self._grown() if beat and not whole else ([], [])
+        step = self._step.seconds if self._step.known else 0.0
         self._sent += 1
         report = Report(
             session=self.session,
@@ -340,7 +330,7 @@ class Link:
             failures=failures,
             handles=np.array(grown[0], dtype=np.int64).tobytes(),
             tokens=np.array(grown[1], dtype=np.int64).tobytes(),
-            step_seconds=min(self.step_seconds, _LONGEST_STEP_SECONDS),
+            step_seconds=min(step, _LONGEST_STEP_SECONDS),
             draining=[g for g, one in enumerate(self._instances) if one.draining],
         )
         self._changed.clear()

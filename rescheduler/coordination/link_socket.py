@@ -20,12 +20,13 @@ from rescheduler.coordination.messages import (
     MOST_UNREAD,
     CoordinationError,
     Load,
+    Notice,
     ProxyLoad,
-    decode_notice,
+    RefusedMessages,
+    decode,
     encode,
 )
 from rescheduler.coordination.peer_sockets import PeerEndpointError, PeerSockets, checked_endpoint
-from rescheduler.coordination.refused_messages import RefusedMessages
 
 __all__ = ["BEAT_SECONDS", "LinkSockets"]
 
@@ -45,10 +46,7 @@ class LinkSockets:
     have: any of them may be the only one for which the coordinator is silent.
 
     Args:
-        endpoint: of the coordinator.
         keys: folder made by ``headway keys``, needed off the loopback.
-        link: to the coordinator.
-        loads: of this proxy and its peers.
         refused: counts what is refused, from the senders ``coordinator`` and ``proxy``.
 
     Raises:
@@ -149,7 +147,7 @@ class LinkSockets:
         while True:
             frames = await self._dealer.recv_multipart()
             try:
-                notice = decode_notice(frames)
+                notice = decode(frames, Notice)
                 self._link.receive(notice)
                 if notice.view is not None and self._link.alive:
                     others = [p for p in notice.view.proxies if p.proxy != notice.proxy]

@@ -8,11 +8,14 @@ by a report that is whole: a report says how requests are, not what has happened
 report that comes twice, or one in place of three that are lost, leads to the same end.
 """
 
-from typing import Annotated, Any, Literal
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
-
-from rescheduler.coordination.refused_messages import Reason
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 __all__ = [
     "LARGEST_MESSAGE",
@@ -29,29 +32,20 @@ __all__ = [
     "TOPIC",
     "Answer",
     "CoordinationError",
-    "Count",
-    "Duration",
     "Ended",
     "Failure",
-    "Index",
     "Load",
     "MoveEnded",
     "MoveOrder",
     "Notice",
-    "Outcome",
     "ProxyLoad",
+    "Reason",
     "Record",
     "Refusal",
+    "RefusedMessages",
     "Report",
-    "Requests",
-    "StepSeconds",
-    "Text",
-    "Tokens",
     "View",
-    "Word",
-    "decode_load",
-    "decode_notice",
-    "decode_report",
+    "decode",
     "encode",
 ]
 
@@ -108,12 +102,23 @@ ByInstance = msgspec.Meta(max_length=MOST_INSTANCES)
 Packed = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_REQUESTS)]
 
 
+Reason = Literal[
+    "version",  # of another schema
+    "invalid",  # beyond the bounds, or no message at all
+    "content",  # of instances or requests that cannot be
+    "number",  # far from the one before it
+    "session",  # of a session that belongs to another connection
+    "full",  # there are as many sessions as there may be
+    "deployment",  # lists other instances
+    "endpoint",  # names one that its peers must not connect to
+]
+
+
 class CoordinationError(RuntimeError):
     """A message that cannot be used.
 
     Args:
-        message: what is wrong with it.
-        reason: in one word, as `refused_messages` counts it.
+        reason: in one word, as `RefusedMessages` counts it.
     """
 
     def __init__(self, message: str, reason: Reason = "invalid") -> None:
@@ -122,29 +127,16 @@ class CoordinationError(RuntimeError):
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request, as it is.
+    """A request, as it is; what is not listed is as of `Placeable`.
 
     Attributes:
         handle: number of the request in its proxy's session.
-        id: the migration id.
-        name: what its client calls it.
-        external_id: what engines call it.
         ticket: of the place that it waits for; 0 if it waits for none.
         for_prefill: whether that is a place on a prefill instance.
         waited: seconds that it has waited for it.
         instance: index of the instance that it is on.
-        destination: of the one that it is on, or on its way to.
         hop: number of its placement on decode instances; each move raises it.
-        prompt_tokens: of its prompt, perhaps estimated.
-        generated_tokens: so far.
-        generated_at_move: when it last moved; None if it has not.
-        max_tokens: that it may generate, if its client said so.
-        movable: whether it can ever move.
-        several: whether it asks for several answers, or has several prompts.
-        can_move: whether it can move now.
         moving: whether the proxy carries out an order to move it.
-        generating: whether its instance has generated a token.
-        on_its_way: whether its instance has not accepted it yet.
         avoid: instances that its proxy cannot reach, that have failed it, or turned it away.
     """
 
@@ -175,9 +167,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A request that is over.
 
     Attributes:
-        handle: of its record.
         by_itself: whether its length tells of others': no client or fault cut it.
-        generated_tokens: in all.
     """
 
     handle: Count
@@ -189,10 +179,7 @@ class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How an order to move a request ended.
 
     Attributes:
-        handle: of its record.
         hop: that the order named.
-        outcome: ``moved``, or why it stays.
-        pause: seconds from the last token at the source to the first at the target, if it moved.
     """
 
     handle: Count
@@ -205,7 +192,6 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A failure that counts against an instance.
 
     Attributes:
-        instance: its index.
         certain: nothing listens there.
     """
 
@@ -224,13 +210,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
         deployment: digest of the instances' names; it must be the coordinator's.
         listening: endpoint at which its peers hear its loads.
         whole: whether all of its requests are in here; others are over.
-        records: of requests that have changed.
-        ended: requests that are over.
-        moves: orders that have been carried out, or refused.
-        failures: that count against instances.
         handles: [n] int64 as bytes, requests whose tokens follow.
         tokens: [n] int64 as bytes, generated so far.
-        step_seconds: mean time between two tokens of a request.
         draining: instances that drain, as the coordinator that it heard last said.
     """
 
@@ -256,8 +237,6 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         status: for its client, as in HTTP.
-        message: for its client.
-        retry_after: seconds.
     """
 
     status: Literal[429, 503]
@@ -269,7 +248,6 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A place for a request.
 
     Attributes:
-        ticket: that it waits with.
         instance: index; `NOWHERE` if no prefill instance is in service.
         refusal: in its place.
     """
@@ -283,10 +261,7 @@ class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An order to move a request, void if it is elsewhere by now.
 
     Attributes:
-        handle: of its record.
         hop: placement that it leaves.
-        source: index of the instance that it leaves.
-        target: of the instance that it goes to.
         why: for the proxy's log.
     """
 
@@ -317,7 +292,6 @@ class ProxyLoad(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         proxy: its number; what it calls its session, nobody else is told.
         listening: endpoint at which its peers hear it; empty if there is none.
-        load: what it has on each instance.
     """
 
     proxy: Count
@@ -331,7 +305,6 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         draining: [n_instances] whether each gets no new requests.
         waiting: requests of all proxies that wait for a place.
-        proxies: all that it knows.
     """
 
     draining: Annotated[list[bool], ByInstance]
@@ -347,8 +320,6 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
         number: of this notice in the session, from 1.
         proxy: number of this proxy in the view; 0: none.
         whole_please: it has missed a report.
-        answers: places.
-        moves: orders.
         view: a few times a second, once the coordinator decides.
         refused: why it does not work with this proxy; None if it does.
     """
@@ -363,10 +334,12 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     refused: Text | None = None
 
 
+M = TypeVar("M", bound=Report | Notice | Load)
+
 _encoder = msgspec.msgpack.Encoder()
-_reports = msgspec.msgpack.Decoder(Report)
-_notices = msgspec.msgpack.Decoder(Notice)
-_loads = msgspec.msgpack.Decoder(Load)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Report, Notice, Load)
+}
 
 
 def encode(message: Report | Notice | Load) -> list[bytes]:
@@ -374,37 +347,12 @@ def encode(message: Report | Notice | Load) -> list[bytes]:
     return [TOPIC, _encoder.encode(message)]
 
 
-def decode_report(frames: list[bytes]) -> Report:
-    """Read a report.
+def decode(frames: list[bytes], kind: type[M]) -> M:
+    """Read a message.
 
     Raises:
-        CoordinationError: another version of the schema, or no report.
+        CoordinationError: another version of the schema, or no message of this kind.
     """
-    report: Report = _decoded(frames, _reports)
-    return report
-
-
-def decode_notice(frames: list[bytes]) -> Notice:
-    """Read a notice.
-
-    Raises:
-        CoordinationError: another version of the schema, or no notice.
-    """
-    notice: Notice = _decoded(frames, _notices)
-    return notice
-
-
-def decode_load(frames: list[bytes]) -> Load:
-    """Read what a peer has on the instances.
-
-    Raises:
-        CoordinationError: another version of the schema, or no load.
-    """
-    load: Load = _decoded(frames, _loads)
-    return load
-
-
-def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     if len(frames) != 2:
         raise CoordinationError(f"{len(frames)} frames, not a topic and a message")
     if frames[0] != TOPIC:
@@ -413,6 +361,43 @@ def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
             "version",
         )
     try:
-        return decoder.decode(frames[1])
+        message: M = _decoders[kind].decode(frames[1])
     except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: UTF-8
         raise CoordinationError(f"invalid message: {error}") from error
+    return message
+
+
+_QUIET_SECONDS = 10.0
+
+
+class RefusedMessages(Collector):
+    """Counts, from 0 on, for Prometheus.
+
+    Args:
+        name: of the metric, without ``_total``.
+    """
+
+    def __init__(
+        self, name: str, *senders: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._clock = name, clock
+        self._said: dict[tuple[str, Reason], float] = {}
+        self._counts = {(s, reason): 0 for s in senders for reason in get_args(Reason)}
+
+    def count(self, sender: str, reason: Reason) -> bool:
+        """Count what was refused; return whether to log it: every 10 s for the same reason."""
+        key, now = (sender, reason), self._clock()
+        self._counts[key] += 1
+        if now - self._said.get(key, -math.inf) < _QUIET_SECONDS:
+            return False
+        self._said[key] = now
+        return True
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts as they are now."""
+        refused = CounterMetricFamily(
+            self._name, "messages that were refused, by who sent them", labels=["sender", "reason"]
+        )
+        for labels, count in self._counts.items():
+            refused.add_metric(labels, count)
+        yield refused

@@ -11,8 +11,13 @@ import zmq
 import zmq.asyncio
 
 from predictor.live.zmq_sockets import apply_curve
-from rescheduler.coordination.messages import LARGEST_MESSAGE, CoordinationError, Load, decode_load
-from rescheduler.coordination.refused_messages import RefusedMessages
+from rescheduler.coordination.messages import (
+    LARGEST_MESSAGE,
+    CoordinationError,
+    Load,
+    RefusedMessages,
+    decode,
+)
 
 __all__ = ["PeerEndpointError", "PeerSockets", "checked_endpoint"]
 
@@ -28,9 +33,7 @@ class PeerSockets:
     What comes through it is that proxy's: on a socket for all of them, one could speak as another.
 
     Args:
-        context: of the sockets.
         keys: folder made by ``headway keys``, needed off the loopback.
-        ipv6: whether to connect to IPv6 addresses, too.
         heard: called with a proxy's number and what it has now.
         refused: counts what is refused, from the sender ``proxy``.
     """
@@ -49,12 +52,7 @@ class PeerSockets:
         self._hearing: dict[str, tuple[zmq.asyncio.Socket, asyncio.Task[None]]] = {}
 
     def connect(self, numbers: Mapping[str, int], tasks: asyncio.TaskGroup) -> None:
-        """Hear the proxies that there are, and no others.
-
-        Args:
-            numbers: of the proxies, by their endpoints.
-            tasks: which hear them.
-        """
+        """Hear the proxies that there are, and no others."""
         self._numbers = dict(numbers)
         for endpoint in self._hearing.keys() - numbers.keys():
             socket, task = self._hearing.pop(endpoint)
@@ -93,7 +91,7 @@ class PeerSockets:
         while True:
             frames = await socket.recv_multipart()
             try:
-                load = decode_load(frames)
+                load = decode(frames, Load)
             except CoordinationError as error:
                 if self._refused.count("proxy", error.reason):
                     logger.warning("another proxy (%s): %s", endpoint, error)

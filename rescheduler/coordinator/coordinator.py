@@ -4,30 +4,25 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from rescheduler.coordination.coordinated_planning import instances_digest
-from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordinator.coordinator_metrics import CoordinatorMetrics
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from rescheduler.coordination.coordinated_cluster import instances_digest
+from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session, Shared
 from rescheduler.coordinator.sessions import Reception, Sessions
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.launch_engines import bound_address
+from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.cluster_metrics import ClusterMetrics
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import MoveOutcome, Placements
-from rescheduler.proxy.migrator import EndedMove, MoveHistory
-from rescheduler.proxy.planner_loop import Planning
-from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.upstream import Upstream, engine_key
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.transfer.control_client import ControlClient
+from rescheduler.placement.placeable import MoveHistory, MoveOutcome
+from rescheduler.placement.planner import Drainer, PlannerLoop
 
-__all__ = ["Coordinator", "Orders"]
+__all__ = ["Coordinator", "CoordinatorMetrics", "Orders"]
 
 
 logger = logging.getLogger("headway.serve")
@@ -38,20 +33,41 @@ _OUTCOMES = frozenset(
 )
 
 
-class Orders:
-    """Has proxies move requests.
-
-    Args:
-        sessions: of the proxies, by name.
-        metrics: counts the orders.
+class CoordinatorMetrics(ClusterMetrics[Mirror]):
+    """Those of its cluster, and of the proxies.
 
     Attributes:
-        history: of the latest moves.
+        moves: orders to move a request.
     """
 
-    def __init__(self, sessions: Mapping[str, Session], metrics: CoordinatorMetrics) -> None:
-        self._sessions, self._metrics = sessions, metrics
-        self.history = MoveHistory()
+    def __init__(
+        self, cluster: Cluster[Mirror], sessions: Mapping[str, Session], refused: RefusedMessages
+    ) -> None:
+        self._sessions = sessions
+        tasks = "asyncio tasks: one for each request that waits, none that stays when they go"
+        super().__init__(cluster, "headway_coordinator", tasks, [refused])
+        self.moves = self._counter(
+            "headway_coordinator_migrations",
+            "orders to move a request, by how they ended",
+            ["source", "target", "outcome"],
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges as they are now."""
+        yield from super().collect()
+        connected = sum(session.known for session in self._sessions.values())
+        yield GaugeMetricFamily(
+            "headway_coordinator_num_proxies", "proxies that are connected", value=connected
+        )
+
+
+class Orders:
+    """Has proxies move requests."""
+
+    def __init__(
+        self, sessions: Mapping[str, Session], metrics: CoordinatorMetrics, history: MoveHistory
+    ) -> None:
+        self._sessions, self._metrics, self._history = sessions, metrics, history
 
     async def move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
         """Order a request to move; return how that ended, as soon as it is known."""
@@ -62,12 +78,7 @@ class Orders:
         if ended.outcome not in _OUTCOMES:  # a metric must not get labels without end
             ended = MoveOutcome("other", ended.pause)
         self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
-        if ended.pause is not None:
-            self.history.landed(request.id, ended.pause)
-        tokens = request.generated_tokens
-        self.history.ended(
-            request.id, request.name, source.name, target.name, tokens, why, ended.outcome
-        )
+        self._history.ended(request, source, target, why, ended)
         logger.info(
             "request %s, %d tokens: %s to %s: %s (%s)",
             request.id,
@@ -87,14 +98,8 @@ class Coordinator:
         deployment: which instances, and how.
 
     Attributes:
-        deployment: as given.
-        options: of the deployment.
-        instances: all, by name.
-        placements: which requests are on which instance, as proxies report them.
-        dispatcher: chooses instances.
+        cluster: the instances, and what proxies report of their requests.
         sessions: with the proxies, by name.
-        drainer: empties instances.
-        metrics: counts and times.
 
     Raises:
         DeploymentError: no coordinator in the deployment, or policies that cannot be served.
@@ -108,70 +113,33 @@ class Coordinator:
                 "coordinator: the deployment has none: add coordinator.endpoint, such as "
                 "tcp://127.0.0.1:5700, which its proxies connect to"
             )
-        keys, proxy = deployment.keys_folder, deployment.proxy
-        self.deployment, self.options = deployment, options
-        self._stack = AsyncExitStack()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.instances: dict[str, InstanceState] = {}
-        for instance in deployment.instances:
-            control = ControlClient(instance.control, keys) if instance.control else None
-            if control is not None:
-                self._stack.callback(control.close)
-            self.instances[instance.name] = InstanceState(instance, proxy, control)
-        states = list(self.instances.values())
-        self._planning = Planning[Mirror](deployment, states, self._background)
-        self._stack.callback(self._planning.close)
-        self.placements: Placements[Mirror] = self._planning.placements
-        endpoint = bound_address(options.endpoint, "coordinator.endpoint")
+        self.options = options
+        self.cluster = cluster = Cluster[Mirror](deployment)
         refused = RefusedMessages("headway_coordinator_refused_messages", "proxy")
-        sessions = Sessions(instances_digest(deployment), options.lost_seconds, refused)
-        self.sessions = sessions.by_name
-        self._reception = Reception(endpoint, keys, sessions, refused)
-        self._stack.callback(self._reception.close)
-        self.dispatcher = self._planning.placer
-        self.metrics = CoordinatorMetrics(
-            self.placements, states, self.dispatcher, self.sessions, refused
-        )
-        self._orders = Orders(self.sessions, self.metrics)
-        self.drainer = self._planning.drainer(self._orders)
-        upstream = Upstream(proxy, engine_key(proxy))
-        self._stack.push_async_callback(upstream.close)
-        self._prober = Prober(upstream, self.dispatcher.wake, proxy, deployment.served_name)
+        wake = asyncio.Event()
         self._shared = Shared(
             incarnation=uuid.uuid4().hex,
-            instances=states,
-            placements=self.placements,
-            dispatcher=self.dispatcher,
-            prefill_pool=FairPool(proxy.pool),
-            decode_pool=FairPool(proxy.pool),
+            cluster=cluster,
+            prefill_pool=FairPool(deployment.proxy.pool),
+            decode_pool=FairPool(deployment.proxy.pool),
             names=Counter(),
-            forecasts=self._planning.forecasts,
-            failed=self._failed,
-            background=self._background,
             clock=asyncio.get_running_loop().time,
-            wake=self._reception.wake,
+            wake=wake.set,
             settled=asyncio.Event(),
         )
+        digest = instances_digest(deployment)
+        sessions = Sessions(self._shared, digest, options.lost_seconds, refused)
+        self.sessions = sessions.by_name
+        endpoint = bound_address(options.endpoint, "coordinator.endpoint")
+        self._reception = Reception(endpoint, deployment.keys_folder, sessions, refused, wake)
+        self.metrics = CoordinatorMetrics(cluster, self.sessions, refused)
+        self._orders = Orders(self.sessions, self.metrics, cluster.moves)
+        self.drainer = Drainer(cluster, self._orders.move)
 
     @property
     def endpoint(self) -> str:
         """Where proxies connect."""
         return self._reception.endpoint
-
-    @property
-    def forecasts(self) -> LiveForecasts | None:
-        """Of remaining lengths; None if no engine publishes them."""
-        return self._planning.forecasts
-
-    @property
-    def telemetry(self) -> TelemetrySubscriber | None:
-        """What the engines publish; None if none does."""
-        return self._planning.telemetry
-
-    @property
-    def latest_moves(self) -> Sequence[EndedMove]:
-        """The latest moves that have ended, oldest first."""
-        return self._orders.history.latest
 
     @property
     def ready(self) -> bool:
@@ -180,15 +148,14 @@ class Coordinator:
 
     async def start(self) -> None:
         """Ask every instance how it is, hear the proxies, and begin to plan and drain."""
-        await asyncio.to_thread(self._planning.compile)
-        await asyncio.gather(*map(self._prober.probe, self.instances.values()))
-        for instance in self.instances.values():
-            self._background(self._prober.run(instance))
-        self._background(self.drainer.run())
-        for loop in self._planning.loops(self._orders, self.metrics.planning.observe):
-            self._background(loop)
-        self._background(self._reception.run(self._shared))
-        self._background(self._settle())
+        cluster = self.cluster
+        await cluster.start()
+        cluster.forever(self.drainer.run())
+        if cluster.planner is not None:
+            planned = self.metrics.planning.observe
+            cluster.forever(PlannerLoop(cluster, self._orders.move, planned).run())
+        cluster.forever(self._reception.run())
+        cluster.forever(self._settle())
 
     async def settled(self) -> None:
         """Wait until proxies have had the time to report what runs: requests are placed then."""
@@ -196,35 +163,10 @@ class Coordinator:
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._stack.aclose()
+        await self.cluster.close()
+        self._reception.close()
 
     async def _settle(self) -> None:
         """Place nothing before the proxies have reported what runs: it would count for nothing."""
         await asyncio.sleep(self.options.settle_seconds)
         self._shared.settled.set()
-
-    def _failed(self, instance: InstanceState, certain: bool) -> None:
-        """Count a failure that a proxy reports.
-
-        On the word of proxies, at least half of a role's instances stay in service, however certain
-        they are: more than that the coordinator takes out only by its own probes.
-        """
-        role = instance.instance.role
-        peers = [one for one in self.instances.values() if one.instance.role == role]
-        out = sum(not one.breaker.closed for one in peers if one is not instance)
-        self._planning.failed(instance, certain and 2 * (out + 1) <= len(peers))
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("in the background: %r", task.exception(), exc_info=task.exception())

@@ -14,35 +14,16 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import recording, refuse_log
-from rescheduler.serving.addresses import cannot_listen
-from rescheduler.serving.admin_app import AdminListener, Operated
-from rescheduler.serving.connection import operators_server
+from rescheduler.serving.admin_app import AdminListener
+from rescheduler.serving.connection import cannot_listen, monitoring_routes, operators_server
 
 __all__ = ["coordinator", "coordinator_app"]
 
 
 def coordinator_app(coordinator: Coordinator) -> web.Application:
     """Return the application."""
-
-    async def health(http: web.Request) -> web.Response:
-        del http
-        return web.Response()
-
-    async def ready(http: web.Request) -> web.Response:
-        del http
-        return web.Response(status=200 if coordinator.ready else 503)
-
-    async def metrics(http: web.Request) -> web.Response:
-        del http
-        return web.Response(
-            body=coordinator.metrics.text(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
-
     app = web.Application()
-    app.add_routes(
-        [web.get("/health", health), web.get("/ready", ready), web.get("/metrics", metrics)]
-    )
+    app.add_routes(monitoring_routes(lambda: coordinator.ready, coordinator.metrics.text))
     return app
 
 
@@ -75,12 +56,8 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
     ended = asyncio.Event()
     end_when_asked(ended)
     coordinator = Coordinator(deployment)
-    feed = SnapshotFeed(LiveSnapshots(coordinator))
-    admin = AdminListener(
-        Operated(coordinator.instances, coordinator.placements, coordinator.drainer),
-        deployment.proxy.admin_port,
-        feed=feed,
-    )
+    feed = SnapshotFeed(LiveSnapshots(coordinator.cluster))
+    admin = AdminListener(coordinator.drainer, deployment.proxy.admin_port, feed=feed)
     options, stack = coordinator.options, AsyncExitStack()
     try:
         await coordinator.start()

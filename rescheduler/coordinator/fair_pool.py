@@ -16,9 +16,6 @@ class FairPool:
     beyond its share while the pool is not full; of several proxies first from the one that has
     fewest there. So a proxy that is alone fills the pool, and keeps nobody else out of it; at most
     2 * ``size`` requests are in there if there are no more proxies than that.
-
-    Args:
-        size: of the pool.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,11 +31,7 @@ class FairPool:
 
     @asynccontextmanager
     async def waiting(self, proxy: int) -> AsyncIterator[None]:
-        """Be in the pool, as soon as it is a request's turn.
-
-        Args:
-            proxy: number of its proxy.
-        """
+        """Be in the pool, as soon as it is a request's turn."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outside.setdefault(proxy, {})[turn] = None
         self._let_in()
@@ -53,7 +46,6 @@ class FairPool:
             self._let_in()
 
     def _let_in(self) -> None:
-        """Let in all that may come in."""
         while self._outside:
             proxy = min(self._outside, key=self._inside.__getitem__)
             if self._total >= self._size and self._inside[proxy] >= self._share(proxy):

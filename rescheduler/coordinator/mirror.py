@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rescheduler.coordination.messages import Record
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import Decision, MoveOutcome, Placements
+from rescheduler.placement.placeable import Decision, MoveOutcome, Placeable, Placements
 
 __all__ = ["Mirror", "Order"]
 
@@ -15,11 +15,8 @@ class Order:
     """An order to move a request that has not ended, as far as is known.
 
     Attributes:
-        target: instance that it goes to.
         hop: placement that it leaves.
         number: of the notice that it goes out with; 0 before.
-        why: reason.
-        ended: how it ended.
     """
 
     target: InstanceState
@@ -29,88 +26,41 @@ class Order:
     ended: asyncio.Future[MoveOutcome]
 
 
-class Mirror:
+class Mirror(Placeable):
     """A request of a proxy, which alone knows how it is; this is what it last reported.
 
     The one exception: a place that the coordinator gives to a request is booked here at once, and
     stays so until the proxy reports that the request does not wait for it any more.
 
-    Args:
-        record: its first.
-        session: of its proxy.
-        placements: which requests are on which instance.
-
     Attributes:
-        session: as given.
         handle: number in its proxy's session.
         hop: number of its placement.
         ticket: of the place that it waits for, as reported; 0 if it waits for none.
         asking: gets it that place.
         booked: ticket of the place that it has got here and, as reported, not taken; 0 if none.
         booked_in: number of the notice that says so; 0 before it is sent.
-        order: to move it, under way.
         moving: the proxy moves it.
         admitted: it has had a place, or one was asked for it before.
     """
 
-    __slots__ = (
-        "_can_move",
-        "_placements",
-        "_prefill_booked",
-        "_rests_until",
-        "_several",
-        "_waited",
-        "admitted",
-        "asking",
-        "avoid",
-        "booked",
-        "booked_in",
-        "destination",
-        "external_id",
-        "generated_at_move",
-        "generated_tokens",
-        "generating",
-        "handle",
-        "hop",
-        "id",
-        "instance",
-        "max_tokens",
-        "movable",
-        "moving",
-        "name",
-        "on_its_way",
-        "order",
-        "prompt_tokens",
-        "session",
-        "ticket",
-        "waiting_since",
-    )
-
     def __init__(self, record: Record, session: str, placements: "Placements[Mirror]") -> None:
-        self.session = session
-        self.handle, self.id, self.name = record.handle, record.id, record.name
-        self.external_id, self.max_tokens = record.external_id, record.max_tokens
-        self.movable, self._several = record.movable, record.several
-        self.prompt_tokens = self.generated_tokens = 0
-        self.generated_at_move: int | None = None
-        self.instance: InstanceState | None = None
-        self.destination: InstanceState | None = None
-        self.avoid: frozenset[InstanceState] = frozenset()
-        self.generating = self.on_its_way = self.moving = self.admitted = False
+        super().__init__(
+            external_id=record.external_id,
+            max_tokens=record.max_tokens,
+            id=record.id,
+            name=record.name,
+            movable=record.movable,
+            several=record.several,
+        )
+        self.session, self.handle = session, record.handle
+        self.moving = self.admitted = False
         self.hop = -1
         self.ticket = self.booked = self.booked_in = 0
         self.asking: asyncio.Task[None] | None = None
         self.order: Order | None = None
-        self.waiting_since = 0.0
         self._placements = placements
         self._can_move = self._prefill_booked = False
         self._waited = 0.0
-        self._rests_until = 0.0
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of its prompt and generated so far."""
-        return self.prompt_tokens + self.generated_tokens
 
     @property
     def can_move(self) -> bool:
@@ -120,7 +70,11 @@ class Mirror:
     def count(self, record: Record) -> None:
         """Take over its tokens."""
         self.prompt_tokens = record.prompt_tokens
-        self.generated_tokens = max(self.generated_tokens, record.generated_tokens)
+        self.has_generated(max(self.generated_tokens, record.generated_tokens))
+
+    def has_generated(self, tokens: int) -> None:
+        """Note how many tokens it has by now."""
+        self._generated = tokens
 
     def be(self, record: Record, instances: list[InstanceState]) -> None:
         """Be as reported."""
@@ -137,14 +91,6 @@ class Mirror:
             instances[record.destination] if record.destination >= 0 else None,
         )
         self.admitted = self.admitted or record.hop >= 0 or self.instance is not None
-
-    def rests(self, now: float) -> bool:
-        """Return whether it is not to be moved yet, since its last move did not succeed."""
-        return now < self._rests_until
-
-    def rest(self, until: float) -> None:
-        """Do not move it before a time."""
-        self._rests_until = until
 
     def wait(self, now: float) -> None:
         """Begin to wait for a decode instance, as it did with its proxy a moment ago."""
@@ -166,15 +112,6 @@ class Mirror:
         del decision  # only its proxy traces it
         self.on_its_way = True
         self._stand(instance, instance)
-
-    def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Note what its engine says of a stream that is passed through as it is.
-
-        Of several prompts or answers it says this one by one, which is not their sum.
-        """
-        if not self._several:
-            self.prompt_tokens = prompt_tokens
-            self.generated_tokens = max(self.generated_tokens, generated_tokens)
 
     def leave(self) -> None:
         """Be on no instance."""

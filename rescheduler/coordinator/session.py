@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -30,10 +30,9 @@ from rescheduler.coordination.messages import (
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror, Order
 from rescheduler.openai.openai_request import RequestRefusedError
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import MoveOutcome, Placements
+from rescheduler.placement.placeable import MoveOutcome
 
 __all__ = ["Session", "Shared"]
 
@@ -47,30 +46,18 @@ class Shared:
 
     Attributes:
         incarnation: of the coordinator's process.
-        instances: of the deployment, in its order.
-        placements: which requests are on which instance.
-        dispatcher: chooses instances.
         prefill_pool: of requests that wait for a prefill instance.
         decode_pool: of those that wait for a decode instance.
         names: how many requests engines call so: clients of two proxies may choose the same.
-        forecasts: of remaining lengths; None if no engine publishes them.
-        failed: counts a failure against an instance; the flag: nothing listens there.
-        background: runs something, and returns its task.
-        clock: seconds.
         wake: called when there is something to say to a proxy.
         settled: set once proxies have had the time to report what runs.
     """
 
     incarnation: str
-    instances: list[InstanceState]
-    placements: Placements[Mirror]
-    dispatcher: Dispatcher[Mirror]
+    cluster: Cluster[Mirror]
     prefill_pool: FairPool
     decode_pool: FairPool
     names: Counter[str]
-    forecasts: LiveForecasts | None
-    failed: Callable[[InstanceState, bool], None]
-    background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     clock: Callable[[], float]
     wake: Callable[[], None]
     settled: asyncio.Event
@@ -82,15 +69,10 @@ class Session:
     Args:
         name: that the proxy's process gives itself, which only the two sides know.
         number: by which everybody else knows it.
-        peer: its connection.
         address: that it connects from; None if that is not known.
-        shared: with the sessions of other proxies.
 
     Attributes:
-        name: as given.
-        number: as given.
         peer: its connection; None while it has none.
-        address: as given.
         mirrors: its requests, by handle.
         heard_at: when its last report came.
         listening: endpoint at which its peers hear its loads; empty if there is none.
@@ -106,6 +88,7 @@ class Session:
         self.peer: bytes | None = peer
         # A proxy that was only silent for long must not take its numbers for earlier ones.
         self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared
+        self._cluster, self._instances = shared.cluster, shared.cluster.all
         self.mirrors: dict[int, Mirror] = {}
         self.heard_at = shared.clock()
         self.listening = self.named = ""
@@ -119,7 +102,6 @@ class Session:
         self._orders: set[Mirror] = set()
 
     def __str__(self) -> str:
-        """Return what to call it in a log."""
         return f"proxy {self.number} ({self.address or 'of an unknown address'})"
 
     @property
@@ -128,11 +110,7 @@ class Session:
         return bool(self._answers or self._new_orders or not self.known)
 
     async def receive(self, report: Report) -> None:
-        """Take over what the proxy says, in slices, between which others have their turn.
-
-        Raises:
-            CoordinationError: it is of instances or requests that cannot be, or its number cannot.
-        """
+        """Take over what the proxy says, in slices, between which others have their turn."""
         arrival = self._heard.arrived(report.number, report.whole)
         self.heard_at = self._shared.clock()
         if arrival is Arrival.OLD:
@@ -160,9 +138,9 @@ class Session:
             self._take(record, here, report.whole)
         self._take_tokens(report)
         for failure in report.failures:
-            if not 0 <= failure.instance < len(self._shared.instances):
-                raise _nowhere(failure.instance, len(self._shared.instances))
-            self._shared.failed(self._shared.instances[failure.instance], failure.certain)
+            if not 0 <= failure.instance < len(self._instances):
+                raise _nowhere(failure.instance, len(self._instances))
+            self._failed(self._instances[failure.instance], failure.certain)
         for move in report.moves:
             self._move_ended(move)
         for i, ended in enumerate(report.ended):
@@ -171,7 +149,7 @@ class Session:
             self._end(ended)
         self._settle_orders(here)
         if report.records or report.ended:
-            self._shared.dispatcher.wake()
+            self._cluster.dispatcher.wake()
 
     async def close(self) -> None:
         """Forget the proxy and all of its requests: it is gone."""
@@ -187,7 +165,7 @@ class Session:
             if mirror.order is not None:
                 self._end_order(mirror, MoveOutcome("gone"))
             self._forget(mirror, by_itself=False)
-        self._shared.dispatcher.wake()
+        self._cluster.dispatcher.wake()
 
     async def move(self, mirror: Mirror, target: InstanceState, why: str) -> MoveOutcome:
         """Order a request to move; return how that ended, as soon as it is known."""
@@ -201,11 +179,7 @@ class Session:
         return await ended
 
     def notice(self, view: View | None) -> Notice | None:
-        """Return what there is to say, or None.
-
-        Args:
-            view: of the cluster, if it is time for one.
-        """
+        """Return what there is to say, or None."""
         if view is None and not self.pending:
             return None
         self._sent += 1
@@ -229,7 +203,7 @@ class Session:
 
     def load(self) -> Load:
         """Return what its requests hold on each instance."""
-        index = {instance: g for g, instance in enumerate(self._shared.instances)}
+        index = {instance: g for g, instance in enumerate(self._instances)}
         requests, tokens = [0] * len(index), [0] * len(index)
         for mirror in self.mirrors.values():
             if mirror.instance is not None:
@@ -238,9 +212,18 @@ class Session:
                 tokens[g] += mirror.context_tokens
         return Load(requests, tokens)
 
+    def _failed(self, instance: InstanceState, certain: bool) -> None:
+        """Count a failure.
+
+        On the word of proxies, at least half of a role's instances stay in service, however certain
+        they are: more than that the coordinator takes out only by its own probes.
+        """
+        if self._cluster.may_leave(instance):
+            self._cluster.failed(instance, certain)
+
     def _take(self, record: Record, heard: int, whole: bool) -> None:
         """Have a request be as reported, unless it is about to get the place that it waits for."""
-        n = len(self._shared.instances)
+        n = len(self._instances)
         named = (record.instance, record.destination, *record.avoid)
         if max(named) >= n or min(record.avoid, default=0) < 0 or len(record.avoid) > n:
             raise _nowhere(max(named), n)
@@ -258,22 +241,22 @@ class Session:
         generated = mirror.generating
         self._stop_asking(mirror)
         mirror.booked = mirror.booked_in = 0
-        mirror.be(record, self._shared.instances)
+        mirror.be(record, self._instances)
         instance = mirror.instance
         if mirror.generating and not generated and instance and instance.breaker.closed:
             instance.breaker.succeeded()
         mirror.ticket = record.ticket
         if record.ticket:
-            mirror.asking = self._shared.background(self._get_place(mirror, record.for_prefill))
+            mirror.asking = self._cluster.background(self._get_place(mirror, record.for_prefill))
 
     def _begin(self, record: Record) -> Mirror:
         if len(self.mirrors) >= MOST_REQUESTS:
             raise CoordinationError(f"more than {MOST_REQUESTS} requests", "content")
-        mirror = Mirror(record, self.name, self._shared.placements)
+        mirror = Mirror(record, self.name, self._cluster.placements)
         self.mirrors[record.handle] = mirror
         self._shared.names[mirror.external_id] += 1
-        if self._shared.forecasts is not None and self._shared.names[mirror.external_id] == 1:
-            self._shared.forecasts.began(mirror)
+        if self._shared.names[mirror.external_id] == 1:
+            self._cluster.began(mirror)
         return mirror
 
     async def _goes_on(self, i: int) -> bool:
@@ -285,7 +268,7 @@ class Session:
 
     async def _get_place(self, mirror: Mirror, for_prefill: bool) -> None:
         """Get a place for a request, and book it."""
-        dispatcher, ticket = self._shared.dispatcher, mirror.ticket
+        dispatcher, ticket = self._cluster.dispatcher, mirror.ticket
         await self._shared.settled.wait()
         try:
             pool = self._shared.prefill_pool if for_prefill else self._shared.decode_pool
@@ -310,13 +293,13 @@ class Session:
     def _admit(self, pool: FairPool) -> None:
         """Refuse a new request that there is no room for, unless its proxy is below its share."""
         try:
-            self._shared.dispatcher.admit()
+            self._cluster.dispatcher.admit()
         except RequestRefusedError as error:
             if error.status != 429 or not pool.below_share(self.number):
                 raise
 
     def _answer(self, mirror: Mirror, instance: InstanceState | None) -> None:
-        at = NOWHERE if instance is None else self._shared.instances.index(instance)
+        at = NOWHERE if instance is None else self._instances.index(instance)
         mirror.booked_in = 0
         self._answers.append(Answer(mirror.booked, at))
         self._booked.append(mirror)
@@ -329,7 +312,7 @@ class Session:
         order.number = self._sent
         if source is None:
             return None
-        index = self._shared.instances.index
+        index = self._instances.index
         return MoveOrder(mirror.handle, order.hop, index(source), index(order.target), order.why)
 
     def _move_ended(self, move: MoveEnded) -> None:
@@ -365,14 +348,14 @@ class Session:
         for handle, generated in zip(handles, tokens.tolist(), strict=True):
             mirror = mirrors.get(handle)
             if mirror is not None:
-                mirror.generated_tokens = generated
+                mirror.has_generated(generated)
 
     def _end(self, ended: Ended) -> None:
         mirror = self.mirrors.get(ended.handle)
         if mirror is not None:
             # Of an answer that comes as a whole only its engine knows, by telemetry.
-            mirror.generated_tokens = max(mirror.generated_tokens, ended.generated_tokens)
-            engines = [one.engine for one in self._shared.instances if one.engine is not None]
+            mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
+            engines = [one.engine for one in self._instances if one.engine is not None]
             longest = max((engine.max_model_len for engine in engines), default=MOST_TOKENS)
             self._forget(mirror, ended.by_itself and mirror.generated_tokens <= longest)
 
@@ -387,8 +370,7 @@ class Session:
         names[mirror.external_id] -= 1
         if not names[mirror.external_id]:  # else what is forecast is of the other one, too
             del names[mirror.external_id]
-            if self._shared.forecasts is not None:
-                self._shared.forecasts.ended(mirror, by_itself)
+            self._cluster.ended(mirror, by_itself)
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None

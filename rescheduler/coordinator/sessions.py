@@ -20,13 +20,14 @@ from rescheduler.coordination.messages import (
     CoordinationError,
     Notice,
     ProxyLoad,
+    Reason,
+    RefusedMessages,
     Report,
     View,
-    decode_report,
+    decode,
     encode,
 )
 from rescheduler.coordination.peer_sockets import PeerEndpointError, checked_endpoint
-from rescheduler.coordination.refused_messages import RefusedMessages
 from rescheduler.coordinator.session import Session, Shared
 
 __all__ = ["Reception", "Sessions"]
@@ -53,7 +54,10 @@ class Sessions:
         by_name: of the proxies' processes.
     """
 
-    def __init__(self, deployment: str, lost_seconds: float, refused: RefusedMessages) -> None:
+    def __init__(
+        self, shared: Shared, deployment: str, lost_seconds: float, refused: RefusedMessages
+    ) -> None:
+        self._shared, self._cluster = shared, shared.cluster
         self.by_name: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._begun = 0
@@ -61,35 +65,28 @@ class Sessions:
         self._deployment, self._lost_seconds = deployment, lost_seconds
         self._refused = refused
 
-    async def receive(
-        self, report: Report, peer: bytes, address: str | None, shared: Shared
-    ) -> Notice | None:
+    async def receive(self, report: Report, peer: bytes, address: str | None) -> Notice | None:
         """Take over what a proxy says; return a refusal, if it cannot be worked with.
 
         Args:
             report: of the proxy.
             peer: connection that it comes through.
             address: that the proxy connects from; None if that is not known.
-            shared: what all sessions have in common.
         """
         if report.deployment != self._deployment:
-            if self._refused.count("proxy", "deployment"):
-                logger.error("a proxy (%s): refused: it lists other instances", address)
             why = "its deployment file lists other instances than the coordinator's"
-            return Notice(shared.incarnation, report.number, refused=why)
+            return self._refusal(report, address, "deployment", "it lists other instances", why)
         session, spoken_for = self.by_name.get(report.session), self._by_peer.get(peer)
         if session is None and spoken_for is None and len(self.by_name) >= MOST_SESSIONS:
-            if self._refused.count("proxy", "full"):
-                logger.error("a proxy (%s): refused: there are %d", address, MOST_SESSIONS)
             why = f"there are as many proxies as there may be, {MOST_SESSIONS}"
-            return Notice(shared.incarnation, report.number, refused=why)
+            return self._refusal(report, address, "full", f"there are {MOST_SESSIONS}", why)
         taken = session is not None and session.peer is not None
         if spoken_for is not session and (spoken_for is not None or taken):
             if self._refused.count("proxy", "session"):
                 logger.warning("a proxy (%s): speaks for another one; ignored", address)
             return None
         if session is None:
-            session = self._begin(report, peer, address, shared)
+            session = self._begin(report, peer, address)
         elif session.peer is None:
             session.peer, session.address = peer, address
             self._by_peer[peer] = session
@@ -107,19 +104,18 @@ class Sessions:
             await session.forget_all()
         return None
 
-    async def notices(self, beat: bool, shared: Shared) -> AsyncIterator[tuple[Session, Notice]]:
+    async def notices(self, beat: bool) -> AsyncIterator[tuple[Session, Notice]]:
         """Yield what there is to say, and to whom.
 
         Args:
             beat: whether it is time for a view of the cluster, and to forget who is gone.
-            shared: what all sessions have in common.
         """
         view = None
         if beat:
-            await self._forget_lost(shared)
-            shared.dispatcher.step_seconds = self._step_seconds(shared)
-            if shared.settled.is_set():
-                view = await self._view(shared)
+            await self._forget_lost()
+            self._cluster.step.seconds = self._step_seconds()
+            if self._shared.settled.is_set():
+                view = await self._view()
         for session in list(self.by_name.values()):
             notice = session.notice(view) if session.peer is not None else None
             if notice is not None:
@@ -131,12 +127,19 @@ class Sessions:
             del self._by_peer[session.peer]
             session.peer = None
 
-    def _begin(self, report: Report, peer: bytes, address: str | None, shared: Shared) -> Session:
+    def _refusal(
+        self, report: Report, address: str | None, reason: Reason, logged: str, why: str
+    ) -> Notice:
+        if self._refused.count("proxy", reason):
+            logger.error("a proxy (%s): refused: %s", address, logged)
+        return Notice(self._shared.incarnation, report.number, refused=why)
+
+    def _begin(self, report: Report, peer: bytes, address: str | None) -> Session:
         self._begun += 1
-        session = Session(report.session, self._begun, peer, address, shared)
+        session = Session(report.session, self._begun, peer, address, self._shared)
         self.by_name[report.session] = self._by_peer[peer] = session
         logger.info("%s: connected", session)
-        self._take_draining(report, shared)
+        self._take_draining(report)
         return session
 
     def _note_endpoint(self, session: Session, named: str) -> None:
@@ -150,23 +153,23 @@ class Sessions:
             if self._refused.count("proxy", "endpoint"):
                 logger.warning("%s: others do not hear it: %s: %s", session, named, error)
 
-    def _take_draining(self, report: Report, shared: Shared) -> None:
+    def _take_draining(self, report: Report) -> None:
         """Go on draining what a coordinator before this one was told to drain.
 
         Only while proxies come over from that one: what others remember is long out of date.
         """
-        now = shared.clock()
+        now = self._shared.clock()
         self._first = now if self._first is None else self._first
-        ours = report.incarnation.startswith(shared.incarnation)
+        ours = report.incarnation.startswith(self._shared.incarnation)
         if ours or not report.incarnation or now - self._first > self._lost_seconds:
             return
         for g in report.draining:
-            if 0 <= g < len(shared.instances) and not shared.instances[g].draining:
-                logger.info("%s: still draining", shared.instances[g].name)
-                shared.instances[g].draining = True
+            if 0 <= g < len(self._cluster.all) and not self._cluster.all[g].draining:
+                logger.info("%s: still draining", self._cluster.all[g].name)
+                self._cluster.all[g].draining = True
 
-    async def _forget_lost(self, shared: Shared) -> None:
-        now = shared.clock()
+    async def _forget_lost(self) -> None:
+        now = self._shared.clock()
         for name, session in list(self.by_name.items()):
             if now - session.heard_at > self._lost_seconds:
                 logger.warning("%s: gone, with %d requests", session, len(session.mirrors))
@@ -174,17 +177,17 @@ class Sessions:
                 del self.by_name[name]
                 await session.close()
 
-    def _step_seconds(self, shared: Shared) -> float:
+    def _step_seconds(self) -> float:
         """Return the mean time between two tokens, of all requests that generate any."""
         known = [one for one in self.by_name.values() if one.step_seconds > 0 and one.mirrors]
         weight = sum(len(one.mirrors) for one in known)
         if not weight:
-            return shared.dispatcher.step_seconds
+            return self._cluster.step.seconds
         mean = sum(one.step_seconds * len(one.mirrors) for one in known) / weight
         return max(_LEAST_STEP_SECONDS, mean)
 
-    async def _view(self, shared: Shared) -> View:
-        dispatcher, proxies, counted = shared.dispatcher, [], 0
+    async def _view(self) -> View:
+        dispatcher, proxies, counted = self._cluster.dispatcher, [], 0
         for session in list(self.by_name.values()):
             proxies.append(ProxyLoad(session.number, session.listening, session.load()))
             counted += len(session.mirrors)
@@ -192,7 +195,7 @@ class Sessions:
                 counted = 0
                 await asyncio.sleep(0)
         return View(
-            draining=[instance.draining for instance in shared.instances],
+            draining=[instance.draining for instance in self._cluster.all],
             waiting=len(dispatcher.waiting) + dispatcher.waiting_for_prefill,
             proxies=proxies,
         )
@@ -207,7 +210,6 @@ class Reception:
     Args:
         endpoint: that it binds; port 0 takes a free one.
         keys: folder made by ``headway keys``, needed off the loopback.
-        sessions: with the proxies.
         refused: counts what is refused, from the sender ``proxy``.
 
     Attributes:
@@ -219,11 +221,15 @@ class Reception:
     """
 
     def __init__(
-        self, endpoint: str, keys: Path | None, sessions: Sessions, refused: RefusedMessages
+        self,
+        endpoint: str,
+        keys: Path | None,
+        sessions: Sessions,
+        refused: RefusedMessages,
+        due: asyncio.Event,
     ) -> None:
         refuse_open_endpoint(endpoint, keys)
-        self._sessions, self._refused = sessions, refused
-        self._due = asyncio.Event()
+        self._sessions, self._refused, self._due = sessions, refused, due
         self._authenticator = None
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -258,19 +264,11 @@ class Reception:
             self.close()
             raise
 
-    def wake(self) -> None:
-        """Send soon what there is to say."""
-        self._due.set()
-
-    async def run(self, shared: Shared) -> None:
-        """Serve the proxies forever.
-
-        Args:
-            shared: what their sessions have in common.
-        """
+    async def run(self) -> None:
+        """Serve the proxies forever."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive(shared))
-            tasks.create_task(self._send(shared))
+            tasks.create_task(self._receive())
+            tasks.create_task(self._send())
 
     def close(self) -> None:
         """Close the socket."""
@@ -279,13 +277,13 @@ class Reception:
             self._authenticator.stop()
         self._context.term()
 
-    async def _receive(self, shared: Shared) -> None:
+    async def _receive(self) -> None:
         while True:
             first, *rest = await self._router.recv_multipart(copy=False)
             peer, address = first.bytes, _address(first)
             try:
-                report = decode_report([frame.bytes for frame in rest])
-                refusal = await self._sessions.receive(report, peer, address, shared)
+                report = decode([frame.bytes for frame in rest], Report)
+                refusal = await self._sessions.receive(report, peer, address)
             except CoordinationError as error:
                 if self._refused.count("proxy", error.reason):
                     logger.warning("a proxy (%s): %s", address, error)
@@ -293,7 +291,7 @@ class Reception:
             if refusal is not None:
                 await self._told(peer, refusal)
 
-    async def _send(self, shared: Shared) -> None:
+    async def _send(self) -> None:
         loop, beat = asyncio.get_running_loop(), -math.inf
         while True:
             with suppress(TimeoutError):
@@ -304,7 +302,7 @@ class Reception:
             if beats:
                 beat = loop.time() + BEAT_SECONDS
             try:
-                async for session, notice in self._sessions.notices(beats, shared):
+                async for session, notice in self._sessions.notices(beats):
                     peer = session.peer
                     if peer is not None and not await self._told(peer, notice):
                         self._sessions.disconnected(session)

@@ -10,8 +10,7 @@ from rescheduler.demo.demo_figures import preemptions
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
 from rescheduler.engines.deployment import Deployment
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.listeners import Listeners
-from rescheduler.serving.serve import load_tokenizer
+from rescheduler.serving.serve import Listeners, load_tokenizer
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError, EngineState
 
@@ -83,8 +82,8 @@ class MoveWatcher:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        for instance in self._proxy.instances.values():
-            for request in self._proxy.placements.on(instance):
+        for instance in self._proxy.cluster.all:
+            for request in self._proxy.cluster.placements.on(instance):
                 if not request.generating:  # on its way
                     continue
                 source, moved_before = self._at.get(request.name, (instance.name, None))

@@ -61,9 +61,6 @@ class TokenCount:
     Args:
         events: the answer is a stream of events, not a document.
         chunks: its events are chunks of completions or of a chat.
-
-    Attributes:
-        tokens: so far.
     """
 
     def __init__(self, events: bool, chunks: bool) -> None:
@@ -134,10 +131,6 @@ def _tokens(chunk: Chunk) -> int:
 
 class EngineAnswer:
     """What the headers of an answer say, and how many tokens its body has brought.
-
-    Args:
-        head: of the answer.
-        path: of the request.
 
     Attributes:
         ok: the request is served.

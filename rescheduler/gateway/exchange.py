@@ -15,8 +15,8 @@ from rescheduler.gateway.messages import (
     ProtocolError,
     Trailers,
 )
-from rescheduler.gateway.running_requests import Endpoints, RunningRequests
-from rescheduler.openai.body_memory import BodyMemory, KeptBody
+from rescheduler.gateway.running_requests import RunningRequests
+from rescheduler.openai.body_memory import KeptBody
 from rescheduler.openai.engine_body import given_name
 from rescheduler.openai.openai_request import (
     CHAT,
@@ -111,11 +111,7 @@ def _bytes(answer: Any) -> bytes:
 
 
 def announced_size(head: Head) -> int | None:
-    """Return how many bytes a body is said to have; None if nothing is said.
-
-    Raises:
-        RequestRefusedError: 415, it is compressed.
-    """
+    """Return how many bytes a body is said to have, if any; refuse one that is compressed."""
     if head.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RequestRefusedError(415, "engines read no compressed bodies")
     said = head.headers.get("content-length", "")
@@ -126,12 +122,6 @@ async def read_body(
     head: Head, event: Callable[[], Awaitable[Event | None]], kept: KeptBody, seconds: float
 ) -> list[Event] | None:
     """Return the pieces of a body, and the trailers if there are any; None if it has no end.
-
-    Args:
-        head: of the request.
-        event: waits for what the gateway says next.
-        kept: counts what arrives.
-        seconds: for which a body may be incomplete.
 
     Raises:
         RequestRefusedError: 408, it came too slowly; 413, it is too large; 503, there is no
@@ -171,9 +161,6 @@ class Exchange:
         read: waits for what the gateway says next; None at the end.
         write: answers it.
         running: places requests and follows them.
-        endpoints: of the engines.
-        memory: of all bodies that are being read.
-        body_seconds: for which a body may be incomplete.
     """
 
     def __init__(
@@ -181,20 +168,11 @@ class Exchange:
         read: Callable[[], Awaitable[Event | None]],
         write: Callable[[bytes], Awaitable[None]],
         running: RunningRequests,
-        endpoints: Endpoints,
-        memory: BodyMemory,
-        body_seconds: float,
     ) -> None:
-        self._read, self._write = read, write
-        self._running, self._endpoints = running, endpoints
-        self._memory, self._body_seconds = memory, body_seconds
+        self._read, self._write, self._running = read, write, running
 
     async def run(self) -> None:
-        """Go on until the gateway ends the exchange.
-
-        Raises:
-            ProtocolError: the gateway says what the protocol does not allow.
-        """
+        """Go on until the gateway ends the exchange, or breaks the protocol."""
         head = await self._read()
         if head is None:
             return
@@ -210,18 +188,14 @@ class Exchange:
             await self._write(refusal(error))
 
     async def _generate(self, head: Head, path: str) -> None:
-        """Place a request by the policy, and follow its answer.
-
-        Raises:
-            RequestRefusedError: the request is wrong, or there is no room for it.
-        """
-        self._running.admit()
+        """Place a request by the policy, and follow its answer; or refuse it."""
+        self._running.dispatcher.admit()
         with ExitStack() as memory, ExitStack() as stack:
-            kept = memory.enter_context(self._memory.kept("", announced_size(head)))
-            events = await read_body(head, self._read, kept, self._body_seconds)
+            kept = memory.enter_context(self._running.bodies.kept("", announced_size(head)))
+            events = await read_body(head, self._read, kept, self._running.body_seconds)
             if events is None:
                 return
-            self._running.admit()  # others may have come while the body did
+            self._running.dispatcher.admit()  # others may have come while the body did
             raw = b"".join(event.data for event in events if isinstance(event, Body))
             read = read_forwarded if path in FORWARDED else read_request
             client = read(path, raw, priority=True)
@@ -230,7 +204,7 @@ class Exchange:
             instance = await self._running.place(request, head.subset)
             # Engines name it in their telemetry by this header.
             headers = {"x-request-id": request.name}
-            await self._write(routed(self._endpoints.of(instance), headers))
+            await self._write(routed(self._running.endpoints.of(instance), headers))
             for event in events:
                 await self._pass_on(event)
             del client, raw, events
@@ -278,10 +252,10 @@ class Exchange:
             why = "a response is not kept: no engine knows those of the others"
             raise RequestRefusedError(501, f"{path}: {why}")
         instance = self._running.any_instance(head.subset)
-        await self._write(routed(self._endpoints.of(instance), {}))
+        await self._write(routed(self._running.endpoints.of(instance), {}))
         while (event := await self._read()) is not None:
             if isinstance(event, Head) and event.response and EngineAnswer(event, path).failed:
-                self._running.failed(instance)
+                self._running.suspects.erred(instance)
             await self._pass_on(event)
 
     async def _pass_on(self, event: Event) -> None:

@@ -183,8 +183,6 @@ class Body:
     """A piece of a body.
 
     Attributes:
-        response: whose it is.
-        data: the bytes.
         ends: it is the last one.
     """
 
@@ -195,11 +193,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Trailers:
-    """The trailers after a body, which they end.
-
-    Attributes:
-        response: whose they are.
-    """
+    """The trailers after a body, which they end."""
 
     response: bool
 
@@ -208,11 +202,7 @@ Event = Head | Body | Trailers
 
 
 def read_event(raw: bytes) -> Event:
-    """Read a message of the gateway.
-
-    Raises:
-        ProtocolError: no such message, or the gateway does not stream bodies in full duplex.
-    """
+    """Read a message of the gateway, or raise `ProtocolError`: it has to stream in full duplex."""
     try:
         message = ProcessingRequest.FromString(raw)
     except DecodeError as error:

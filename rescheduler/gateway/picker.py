@@ -1,31 +1,30 @@
-"""The picker: everything that picks endpoints for a deployment, put together."""
+"""The picker: everything that picks endpoints for a deployment, and its gRPC server."""
 
-import asyncio
 import logging
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+import ssl
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from data_collection.atomic_file import warn_of_open_secret
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.gateway.exchange import Exchange
-from rescheduler.gateway.messages import Event, ProtocolError, read_event
-from rescheduler.gateway.running_requests import Endpoints, RunningRequests, Suspects
-from rescheduler.openai.body_memory import BodyMemory
-from rescheduler.placement.dispatcher import Dispatcher
-from rescheduler.placement.guarded_policy import PrefillBudgets, deployed_policy
-from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.gateway.messages import (
+    HEALTH,
+    PROCESSOR,
+    Event,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProtocolError,
+    read_event,
+)
+from rescheduler.gateway.running_requests import RunningRequests
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.upstream import Upstream, engine_key
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
-from rescheduler.transfer.control_client import ControlClient
 
-__all__ = ["Picker"]
+__all__ = ["Picker", "PickerServer", "server_credentials"]
+
 
 logger = logging.getLogger("headway.serve")
 
@@ -37,10 +36,9 @@ class Picker:
         deployment: which engines, and how requests are placed.
 
     Attributes:
-        instances: the engines, by name.
-        placements: which requests are on which engine.
-        dispatcher: chooses engines.
+        cluster: the engines, and which requests are on which.
         largest_body_mb: largest body of a request, in MiB.
+        bodies: the memory of all bodies that are being read.
 
     Raises:
         DeploymentError: the deployment needs more than placing, or its policy cannot be served.
@@ -48,60 +46,23 @@ class Picker:
 
     def __init__(self, deployment: Deployment) -> None:
         _refuse_what_is_not_placing(deployment)
-        policy = deployed_policy(deployment)
-        options, keys = deployment.proxy, deployment.keys_folder
-        self.largest_body_mb = options.largest_body_mb
-        self._stack = AsyncExitStack()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.instances: dict[str, InstanceState] = {}
-        self.placements: Placements[LiveRequest] = Placements()
-        for instance in deployment.instances:
-            control = ControlClient(instance.control, keys) if instance.control else None
-            if control is not None:
-                self._stack.callback(control.close)
-            self.instances[instance.name] = InstanceState(instance, options, control)
-        states = list(self.instances.values())
-        self._endpoints, self._options = Endpoints(states), options
-        self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
-        published = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
-        forecasts, budgets = None, None
-        if published:
-            telemetry = TelemetrySubscriber(published, keys=keys, view=TelemetryView(history=False))
-            self._stack.callback(telemetry.close)
-            forecasts = LiveForecasts(telemetry)
-            if policy.needs_budget:
-                budgets = PrefillBudgets(telemetry)
-        upstream = Upstream(options, engine_key(options))
-        self._stack.push_async_callback(upstream.close)
-        clock = asyncio.get_running_loop().time
-        self.dispatcher: Dispatcher[LiveRequest] = Dispatcher(
-            self.placements, [], states, policy, forecasts, budgets, options, clock
-        )
-        self._prober = Prober(upstream, self.dispatcher.wake, options, deployment.served_name)
-        suspects = Suspects(upstream, self._prober, deployment.served_name, self._background)
-        self._running = RunningRequests(
-            self.placements, self.dispatcher, forecasts, self._endpoints, suspects
-        )
+        self.largest_body_mb = deployment.proxy.largest_body_mb
+        self.cluster = Cluster[LiveRequest](deployment)
+        self._running = RunningRequests(self.cluster)
+        self.bodies = self._running.bodies
 
     @property
     def ready(self) -> bool:
         """Whether new requests can be placed."""
-        return bool(self.dispatcher.usable)
+        return bool(self.cluster.dispatcher.usable)
 
     async def start(self) -> None:
         """Ask every engine how it is, and go on asking."""
-        await asyncio.to_thread(self.dispatcher.compile)
-        await asyncio.gather(*map(self._prober.probe, self.instances.values()))
-        for instance in self.instances.values():
-            self._background(self._prober.run(instance))
+        await self.cluster.start()
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._stack.aclose()
+        await self.cluster.close()
 
     async def process(self, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
         """Answer the gateway about one HTTP request, until either of them ends it."""
@@ -110,29 +71,12 @@ class Picker:
             raw: object = await context.read()
             return read_event(raw) if isinstance(raw, bytes) else None
 
-        exchange = Exchange(
-            read,
-            context.write,
-            self._running,
-            self._endpoints,
-            self.bodies,
-            self._options.body_seconds,
-        )
+        exchange = Exchange(read, context.write, self._running)
         try:
             await exchange.run()
         except ProtocolError as error:
             logger.warning("from %s: %s", context.peer(), error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("in the background: %r", task.exception(), exc_info=task.exception())
 
 
 def _refuse_what_is_not_placing(deployment: Deployment) -> None:
@@ -152,3 +96,140 @@ def _refuse_what_is_not_placing(deployment: Deployment) -> None:
             "coordinator: the picker decides by itself, and would place beside it; leave this "
             "section out, or use `headway serve`"
         )
+
+
+def server_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
+    """Return what a gRPC server needs for TLS.
+
+    gRPC does not say what is wrong with a file, so that OpenSSL reads both first.
+
+    Args:
+        certificate: PEM file of the certificate and its chain.
+        key: PEM file of its private key.
+
+    Raises:
+        DeploymentError: a file cannot be read, or is not what it should be.
+    """
+    pair = _read("--private-key", key), _read("--certificate", certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(certificate)
+    except ssl.SSLError as error:
+        raise DeploymentError(f"--certificate {certificate}: no PEM certificate") from error
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")  # else it asks for one
+    except ssl.SSLError as error:
+        if error.reason is None:
+            why = "no PEM private key, or one with a password"
+        elif error.reason in ("KEY_TYPE_MISMATCH", "KEY_VALUES_MISMATCH"):
+            why = f"not the key of {certificate}"
+        else:  # such as a certificate that is too weak
+            raise DeploymentError(f"--certificate {certificate}: {error}") from error
+        raise DeploymentError(f"--private-key {key}: {why}") from error
+    warn_of_open_secret(key)
+    return grpc.ssl_server_credentials([pair])
+
+
+def _read(option: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DeploymentError(f"{option} {path}: {error.strerror}") from error
+
+
+_SERVING, _NOT_SERVING = 1, 2
+_ALIVE = "liveness"
+_KNOWN = ("", _ALIVE, "readiness", PROCESSOR)
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a port in use is an error
+    # A gateway that vanishes must not leave its requests behind.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class PickerServer:
+    """Serves a picker to gateways.
+
+    Args:
+        host: address to listen on; one of IPv6 may be in brackets.
+        port: 0 takes a free one.
+        certificate: PEM file of the server's certificate and its chain; None: no TLS.
+        key: PEM file of its private key.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        DeploymentError: the address is in use or does not exist, or a file of TLS is wrong.
+    """
+
+    def __init__(
+        self, picker: Picker, host: str, port: int, certificate: Path | None, key: Path | None
+    ) -> None:
+        self._picker, self._ending = picker, False
+        self._server = grpc.aio.server(
+            options=(
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", _largest_message(picker.largest_body_mb)),
+            )
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    PROCESSOR, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+                ),
+                grpc.method_handlers_generic_handler(
+                    HEALTH,
+                    {
+                        "Check": grpc.unary_unary_rpc_method_handler(
+                            self._check,
+                            HealthCheckRequest.FromString,
+                            HealthCheckResponse.SerializeToString,
+                        )
+                    },
+                ),
+            )
+        )
+        host = host.removeprefix("[").removesuffix("]")
+        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        credentials = None
+        if certificate is not None and key is not None:
+            credentials = server_credentials(certificate, key)
+        try:
+            if credentials is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise DeploymentError(f"cannot listen on {address}: {error}") from error
+        self.address = f"{address.rpartition(':')[0]}:{bound}"
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more requests, and give those that run some seconds to end."""
+        self._ending = True
+        await self._server.stop(seconds)
+
+    async def _process(
+        self, requests: object, context: "grpc.aio.ServicerContext[bytes, bytes]"
+    ) -> None:
+        del requests  # they are read from the context
+        await self._picker.process(context)
+
+    async def _check(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        """Return whether the picker lives, or can place requests."""
+        if request.service not in _KNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        serves = request.service == _ALIVE or (self._picker.ready and not self._ending)
+        return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)
+
+
+def _largest_message(largest_body_mb: int) -> int:
+    """Return how many bytes a message may have: a whole body, and gRPC's usual 4 MiB beside it."""
+    return min((largest_body_mb + 4) << 20, 2**31 - 1)

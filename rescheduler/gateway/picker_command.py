@@ -3,26 +3,13 @@
 import asyncio
 import gc
 import logging
-import ssl
 from pathlib import Path
-from typing import Any
 
-import grpc
-
-from data_collection.atomic_file import warn_of_open_secret
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.gateway.messages import (
-    HEALTH,
-    PROCESSOR,
-    HealthCheckRequest,
-    HealthCheckResponse,
-)
-from rescheduler.gateway.picker import Picker
 
-__all__ = ["PickerServer", "picker", "server_credentials"]
-
+__all__ = ["picker"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -73,8 +60,7 @@ def picker(
 async def _pick(
     deployment: Deployment, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    from rescheduler.gateway.picker import Picker
-    from rescheduler.gateway.picker_command import PickerServer
+    from rescheduler.gateway.picker import Picker, PickerServer
 
     ended = asyncio.Event()
     end_when_asked(ended)
@@ -92,141 +78,3 @@ async def _pick(
         await server.stop(seconds)
     finally:
         await picker.close()
-
-
-def server_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
-    """Return what a gRPC server needs for TLS.
-
-    gRPC does not say what is wrong with a file, so that OpenSSL reads both first.
-
-    Args:
-        certificate: PEM file of the certificate and its chain.
-        key: PEM file of its private key.
-
-    Raises:
-        DeploymentError: a file cannot be read, or is not what it should be.
-    """
-    pair = _read("--private-key", key), _read("--certificate", certificate)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_verify_locations(certificate)
-    except ssl.SSLError as error:
-        raise DeploymentError(f"--certificate {certificate}: no PEM certificate") from error
-    try:
-        context.load_cert_chain(certificate, key, password=lambda: b"")  # else it asks for one
-    except ssl.SSLError as error:
-        if error.reason is None:
-            why = "no PEM private key, or one with a password"
-        elif error.reason in ("KEY_TYPE_MISMATCH", "KEY_VALUES_MISMATCH"):
-            why = f"not the key of {certificate}"
-        else:  # such as a certificate that is too weak
-            raise DeploymentError(f"--certificate {certificate}: {error}") from error
-        raise DeploymentError(f"--private-key {key}: {why}") from error
-    warn_of_open_secret(key)
-    return grpc.ssl_server_credentials([pair])
-
-
-def _read(option: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DeploymentError(f"{option} {path}: {error.strerror}") from error
-
-
-_SERVING, _NOT_SERVING = 1, 2
-_ALIVE = "liveness"
-_KNOWN = ("", _ALIVE, "readiness", PROCESSOR)
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a port in use is an error
-    # A gateway that vanishes must not leave its requests behind.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
-
-
-class PickerServer:
-    """Serves a picker to gateways.
-
-    Args:
-        picker: that answers.
-        host: address to listen on; one of IPv6 may be in brackets.
-        port: 0 takes a free one.
-        certificate: PEM file of the server's certificate and its chain; None: no TLS.
-        key: PEM file of its private key.
-
-    Attributes:
-        address: where it listens.
-
-    Raises:
-        DeploymentError: the address is in use or does not exist, or a file of TLS is wrong.
-    """
-
-    def __init__(
-        self, picker: Picker, host: str, port: int, certificate: Path | None, key: Path | None
-    ) -> None:
-        self._picker, self._ending = picker, False
-        self._server = grpc.aio.server(
-            options=(
-                *_OPTIONS,
-                ("grpc.max_receive_message_length", _largest_message(picker.largest_body_mb)),
-            )
-        )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    PROCESSOR, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
-                ),
-                grpc.method_handlers_generic_handler(
-                    HEALTH,
-                    {
-                        "Check": grpc.unary_unary_rpc_method_handler(
-                            self._check,
-                            HealthCheckRequest.FromString,
-                            HealthCheckResponse.SerializeToString,
-                        )
-                    },
-                ),
-            )
-        )
-        host = host.removeprefix("[").removesuffix("]")
-        address = f"{f'[{host}]' if ':' in host else host}:{port}"
-        credentials = None
-        if certificate is not None and key is not None:
-            credentials = server_credentials(certificate, key)
-        try:
-            if credentials is None:
-                bound = self._server.add_insecure_port(address)
-            else:
-                bound = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise DeploymentError(f"cannot listen on {address}: {error}") from error
-        self.address = f"{address.rpartition(':')[0]}:{bound}"
-
-    async def start(self) -> None:
-        """Answer from now on."""
-        await self._server.start()
-
-    async def stop(self, seconds: float) -> None:
-        """Take no more requests, and give those that run some seconds to end."""
-        self._ending = True
-        await self._server.stop(seconds)
-
-    async def _process(
-        self, requests: object, context: "grpc.aio.ServicerContext[bytes, bytes]"
-    ) -> None:
-        del requests  # they are read from the context
-        await self._picker.process(context)
-
-    async def _check(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
-        """Return whether the picker lives, or can place requests."""
-        if request.service not in _KNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
-        serves = request.service == _ALIVE or (self._picker.ready and not self._ending)
-        return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)
-
-
-def _largest_message(largest_body_mb: int) -> int:
-    """Return how many bytes a message may have: a whole body, and gRPC's usual 4 MiB beside it."""
-    return min((largest_body_mb + 4) << 20, 2**31 - 1)

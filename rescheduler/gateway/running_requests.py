@@ -12,19 +12,12 @@ from urllib.parse import urlsplit
 
 from rescheduler.engines.deployment import DeploymentError, Instance
 from rescheduler.gateway.engine_answer import EngineAnswer
+from rescheduler.openai.body_memory import BodyMemory
 from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.proxy.prober import Prober
-from rescheduler.proxy.upstream import (
-    EngineFullError,
-    EngineRefusedError,
-    Upstream,
-    UpstreamError,
-)
+from rescheduler.placement.upstream import EngineFullError, EngineRefusedError, UpstreamError
 
 __all__ = ["Endpoints", "RunningRequests", "Suspects", "nowhere_to_go"]
 
@@ -40,28 +33,15 @@ class Suspects:
     The picker sees neither why a stream was cut, which the client may have done, nor whether an
     error is the request's own fault. So neither counts against an engine; the check does. It is
     made once at a time and at most every half second, whatever clients do.
-
-    Args:
-        upstream: connections to the engines.
-        prober: asks for an engine's health.
-        model: name that the engines serve.
-        background: runs a check.
     """
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        prober: Prober,
-        model: str,
-        background: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        self._upstream, self._prober, self._model = upstream, prober, model
-        self._background = background
+    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
+        self._cluster = cluster
         self._checked: set[InstanceState] = set()
 
     def cut(self, instance: InstanceState) -> None:
         """Note that an answer ended before its time: ask for the engine's health."""
-        self._check(instance, self._prober.probe)
+        self._check(instance, self._cluster.prober.probe)
 
     def erred(self, instance: InstanceState) -> None:
         """Note that a request was answered with a server's error: have one token generated."""
@@ -83,11 +63,12 @@ class Suspects:
             finally:
                 self._checked.discard(instance)
 
-        self._background(run())
+        self._cluster.background(run())
 
     async def _generate(self, instance: InstanceState) -> None:
         try:
-            await self._upstream.generate_one(instance.instance, self._model)
+            model = self._cluster.deployment.served_name
+            await self._cluster.upstream.generate_one(instance.instance, model)
         except (EngineFullError, RequestRefusedError):
             return
         except (UpstreamError, EngineRefusedError) as error:
@@ -100,9 +81,6 @@ _PORTS = {"http": 80, "https": 443}
 
 class Endpoints:
     """The ``ip:port`` of each engine, and which engines a gateway allows for a request.
-
-    Args:
-        instances: that requests may go to.
 
     Raises:
         DeploymentError: an engine's url has a name in place of an address.
@@ -147,98 +125,62 @@ def _endpoint(instance: Instance) -> str:
 class RunningRequests:
     """Places requests, and knows of each where it is and how many tokens it has.
 
-    Args:
-        placements: which requests are on which instance.
-        dispatcher: chooses instances.
-        forecasts: of remaining lengths; None if no engine publishes them.
+    Attributes:
+        dispatcher: chooses engines.
         endpoints: of the engines.
         suspects: checks engines whose answers are errors, or are cut.
+        bodies: the memory of all that are being read.
+        body_seconds: for which a body may be incomplete.
     """
 
-    def __init__(
-        self,
-        placements: Placements[LiveRequest],
-        dispatcher: Dispatcher[LiveRequest],
-        forecasts: LiveForecasts | None,
-        endpoints: Endpoints,
-        suspects: Suspects,
-    ) -> None:
-        self._placements, self._dispatcher = placements, dispatcher
-        self._forecasts, self._endpoints, self._suspects = forecasts, endpoints, suspects
-
-    def admit(self) -> None:
-        """Refuse a new request when there is no room for it.
-
-        Raises:
-            RequestRefusedError: 503 if no engine is in service, 429 if too many requests wait.
-        """
-        self._dispatcher.admit()
+    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
+        options = cluster.deployment.proxy
+        self._cluster, self.dispatcher = cluster, cluster.dispatcher
+        self.endpoints, self.suspects = Endpoints(cluster.all), Suspects(cluster)
+        self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
+        self.body_seconds = options.body_seconds
 
     @contextmanager
     def begun(self, client: ClientRequest, name: str | None) -> Iterator[LiveRequest]:
         """Count a request that has just arrived, until it ends in whatever way.
 
         Its body is not kept.
-
-        Args:
-            client: what is asked for.
-            name: that the client gave it.
         """
         id = uuid.uuid4().hex
         now = asyncio.get_running_loop().time()
         client = replace(client, body={}, direct=client.direct or "gateway")
-        request = LiveRequest.new(id, name or id, client, {}, now, None, self._placements)
-        if self._forecasts is not None:
-            self._forecasts.began(request)
+        request = LiveRequest(id, name or id, client, {}, now, None, self._cluster.placements)
+        self._cluster.began(request)
         try:
             yield request
         finally:
             self.end(request, None)
 
     async def place(self, request: LiveRequest, subset: frozenset[str] | None) -> InstanceState:
-        """Wait until the policy gives a request an engine; it is counted there then.
-
-        Args:
-            request: that has arrived.
-            subset: endpoints that it may go to; None: all.
-
-        Raises:
-            RequestRefusedError: 503, none in time, or none of those is in service.
-        """
-        request.avoid = self._endpoints.outside(subset)
-        if not self._dispatcher.has_another(request):
+        """Wait until the policy gives a request an engine, where it counts then; or refuse it."""
+        request.avoid = self.endpoints.outside(subset)
+        if not self.dispatcher.has_another(request):
             raise nowhere_to_go()
-        instance = await self._dispatcher.place(request)
+        instance = await self.dispatcher.place(request)
         if instance in request.avoid:  # meanwhile the others have left service
             raise nowhere_to_go()
         return instance
 
     def any_instance(self, subset: frozenset[str] | None) -> InstanceState:
-        """Return an engine in service for what is no work: the one with the fewest requests.
-
-        Args:
-            subset: endpoints that it may go to; None: all.
-
-        Raises:
-            RequestRefusedError: 503, none is in service.
-        """
-        outside = self._endpoints.outside(subset)
-        usable = [one for one in self._dispatcher.usable if one not in outside]
+        """Return an engine in service for what is no work: the one with the fewest requests."""
+        outside = self.endpoints.outside(subset)
+        usable = [one for one in self.dispatcher.usable if one not in outside]
         if not usable:
             raise nowhere_to_go()
-        return min(usable, key=lambda instance: len(self._placements.on(instance)))
+        return min(usable, key=lambda instance: len(self._cluster.placements.on(instance)))
 
     def answered(self, request: LiveRequest, answer: EngineAnswer) -> None:
         """Note an engine's answer to a request, of which the headers have come."""
         assert request.instance is not None
         if answer.failed:
-            self.failed(request.instance)
+            self.suspects.erred(request.instance)
         elif answer.ok:
             request.accepted()
-
-    def failed(self, instance: InstanceState) -> None:
-        """Note that an engine, or the gateway in its place, answered with a server's error."""
-        self._suspects.erred(instance)
 
     def generated(self, request: LiveRequest, total: int) -> None:
         """Note how many tokens a request has by now, unless more were known already."""
@@ -249,7 +191,7 @@ class RunningRequests:
         if arrival.first:
             instance.breaker.succeeded()
         if arrival.waited is not None:
-            self._dispatcher.step_took(arrival.waited / tokens)
+            self._cluster.step.took(arrival.waited / tokens)
 
     def end(self, request: LiveRequest, answer: EngineAnswer | None) -> None:
         """Forget a request; one that has ended already has no further end.
@@ -261,9 +203,8 @@ class RunningRequests:
         if request.ended:
             return
         if request.instance is not None and answer is None:
-            self._suspects.cut(request.instance)
+            self.suspects.cut(request.instance)
         request.finish()
-        if self._forecasts is not None:
-            by_itself = answer is not None and answer.ok and request.generated_tokens > 0
-            self._forecasts.ended(request, by_itself)
-        self._dispatcher.wake()
+        by_itself = answer is not None and answer.ok and request.generated_tokens > 0
+        self._cluster.ended(request, by_itself)
+        self.dispatcher.wake()

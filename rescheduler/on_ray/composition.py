@@ -9,7 +9,7 @@ import msgspec
 
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.on_ray.ray_deployment import RayDeployment, RayOptions
-from rescheduler.serving.addresses import url_of
+from rescheduler.serving.connection import url_of
 
 __all__ = [
     "COORDINATOR",

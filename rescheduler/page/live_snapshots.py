@@ -3,17 +3,16 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.engines.deployment import Deployment
 from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, LastHour, score
 from rescheduler.page.expectations import expectations, known, remaining_interval
 from rescheduler.page.snapshot import (
@@ -26,16 +25,15 @@ from rescheduler.page.snapshot import (
     Requests,
     Snapshot,
 )
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.placement.guarded_policy import guarded_view
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Placeable, PlacedRequests
-from rescheduler.proxy.migrator import EndedMove
+from rescheduler.placement.placeable import EndedMove, Placeable, R
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey
 
-__all__ = ["Cluster", "EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
+__all__ = ["EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
 
 
 class _Seen(NamedTuple):
@@ -147,49 +145,6 @@ _LONGEST_NAME = 40
 _SECONDS = 0.5
 
 
-class _Waiting(Protocol):
-    @property
-    def waiting(self) -> Collection[Placeable]: ...
-
-    @property
-    def waiting_for_prefill(self) -> int: ...
-
-    @property
-    def step_seconds(self) -> float: ...
-
-
-class Cluster(Protocol):
-    """What can be looked at: a proxy, or a coordinator, which knows the requests of many."""
-
-    @property
-    def deployment(self) -> Deployment:
-        """Which instances, and how they are used."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceState]:
-        """All, by name."""
-
-    @property
-    def placements(self) -> PlacedRequests[Placeable]:
-        """Which requests are on which instance."""
-
-    @property
-    def dispatcher(self) -> _Waiting:
-        """Which requests wait for an instance."""
-
-    @property
-    def forecasts(self) -> LiveForecasts | None:
-        """Of remaining lengths; None if no engine publishes them."""
-
-    @property
-    def telemetry(self) -> TelemetrySubscriber | None:
-        """What the engines publish; None if none does, or another process hears it."""
-
-    @property
-    def latest_moves(self) -> Sequence[EndedMove]:
-        """The latest moves that have ended, oldest first."""
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """What was seen of a cluster at one moment; nothing of it changes any more.
@@ -246,7 +201,7 @@ class Look:
         )
 
 
-class LiveSnapshots:
+class LiveSnapshots(Generic[R]):
     """Looks at a cluster.
 
     Args:
@@ -257,7 +212,7 @@ class LiveSnapshots:
         about: what is looked at.
     """
 
-    def __init__(self, cluster: Cluster, seconds: float = _SECONDS) -> None:
+    def __init__(self, cluster: Cluster[R], seconds: float = _SECONDS) -> None:
         deployment = cluster.deployment
         self.about = About(
             source="proxy",
@@ -293,7 +248,7 @@ class LiveSnapshots:
             waiting,
             cluster.forecasts,
             asyncio.get_running_loop().time(),
-            cluster.dispatcher.step_seconds,
+            cluster.step.seconds,
         )
         running = running_requests(cluster.placements, viewed)
         others = running_requests(cluster.placements, [i for i in instances if i not in viewed])
@@ -308,7 +263,7 @@ class LiveSnapshots:
             requests=_columns(requests, numbers, index),
             time=round(time.time(), 3),
             further_waiting=cluster.dispatcher.waiting_for_prefill,
-            moves=[_report(move, numbers) for move in cluster.latest_moves],
+            moves=[_report(move, numbers) for move in cluster.moves.latest],
             accuracy=(lambda: None) if self._accuracy is None else self._accuracy.now,
         )
 
@@ -331,7 +286,7 @@ class LiveSnapshots:
 
 
 def _columns(
-    requests: list[Placeable], numbers: dict[str, int], index: dict[InstanceState, int]
+    requests: Sequence[Placeable], numbers: dict[str, int], index: dict[InstanceState, int]
 ) -> Requests:
     columns = Requests()
     for request in requests:

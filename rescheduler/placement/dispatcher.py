@@ -25,7 +25,7 @@ from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "MeanStepTime"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -35,49 +35,67 @@ _PAUSE_STEPS = 4.0
 _LEAST_STEP_SECONDS = 1e-3
 
 
+class MeanStepTime:
+    """How long a decode step takes: the mean time between two tokens of a request.
+
+    Attributes:
+        seconds: pauses left out.
+        known: whether a step has been seen.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = _FIRST_STEP_SECONDS
+        self.known = False
+
+    def took(self, seconds: float) -> None:
+        """Note the time between two tokens of a request.
+
+        What is far longer is a pause, no step; what is shorter than any step came in one packet.
+        """
+        seconds = max(_LEAST_STEP_SECONDS, min(seconds, _PAUSE_STEPS * self.seconds))
+        self.seconds += _STEP_WEIGHT * (seconds - self.seconds)
+        self.known = True
+
+
 class Dispatcher(Generic[R]):
     """The two pools in which requests wait: for a prefill instance, and then for a decode one.
 
     Args:
-        placements: which requests are on which instance.
-        prefills: the prefill instances.
-        decodes: the decode instances.
         policy: chooses the decode instance.
+        clock: seconds, of the event loop.
         forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
-        options: bounds and deadlines.
-        clock: seconds, of the event loop.
-
-    Attributes:
-        step_seconds: mean time between two tokens of a request, pauses left out.
-        dispatched: requests placed so far.
-        waiting: requests in the second pool, in order of arrival.
     """
 
     def __init__(
         self,
         placements: PlacedRequests[Counted],
-        prefills: Sequence[InstanceState],
-        decodes: Sequence[InstanceState],
+        instances: Sequence[InstanceState],
         policy: RoutingPolicy,
-        forecasts: LiveForecasts | None,
-        budgets: PrefillBudgets | None,
         options: ProxyOptions,
+        step: MeanStepTime,
         clock: Callable[[], float],
+        forecasts: LiveForecasts | None = None,
+        budgets: PrefillBudgets | None = None,
     ) -> None:
-        self.step_seconds = _FIRST_STEP_SECONDS
-        self.dispatched = 0
-        self.waiting: dict[R, asyncio.Future[InstanceState]] = {}
-        self._placements, self._policy = placements, policy
-        self._prefills, self._decodes = prefills, decodes
+        self._placements, self._policy, self._step = placements, policy, step
+        self._prefills = [one for one in instances if one.instance.role == "prefill"]
+        self._decodes = [one for one in instances if one.instance.role == "decode"]
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
         self._for_prefill: deque[tuple[R, asyncio.Future[InstanceState | None]]] = deque()
+        self._for_decode: dict[R, asyncio.Future[InstanceState]] = {}
+        self._dispatched = 0
         self._round_due = self._undecided = False
         self._last_round = -math.inf
+
+    @property
+    def waiting(self) -> Sequence[R]:
+        """Requests that wait for a decode instance, in order of arrival."""
+        return list(self._for_decode)
 
     @property
     def usable(self) -> list[InstanceState]:
@@ -92,7 +110,7 @@ class Dispatcher(Generic[R]):
 
     @property
     def waiting_for_prefill(self) -> int:
-        """Requests in the first pool."""
+        """Requests that wait for a prefill instance."""
         return len(self._for_prefill)
 
     def admit(self) -> None:
@@ -107,10 +125,10 @@ class Dispatcher(Generic[R]):
             raise RequestRefusedError(
                 503, "no decode instance is in service", retry_after=max(1, math.ceil(soonest))
             )
-        waiting = len(self.waiting) + len(self._for_prefill)
+        waiting = len(self._for_decode) + len(self._for_prefill)
         if waiting >= self._options.pool:
             # A place becomes free about every token time; the pool is this many of them long.
-            seconds = min(60, max(1, round(waiting * self.step_seconds)))
+            seconds = min(60, max(1, round(waiting * self._step.seconds)))
             raise RequestRefusedError(
                 429, f"{waiting} requests wait already; try again later", retry_after=seconds
             )
@@ -146,7 +164,7 @@ class Dispatcher(Generic[R]):
         """
         place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
         request.wait(self._clock())
-        self.waiting[request] = place
+        self._for_decode[request] = place
         self.wake()
         try:
             async with asyncio.timeout(self._options.pool_seconds):
@@ -154,7 +172,7 @@ class Dispatcher(Generic[R]):
         except TimeoutError as error:
             raise self._too_long("decode") from error
         finally:
-            self.waiting.pop(request, None)
+            self._for_decode.pop(request, None)
 
     def wake(self) -> None:
         """Decide soon, as often as the policy does: a request came or went, or an instance did."""
@@ -172,14 +190,6 @@ class Dispatcher(Generic[R]):
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
         for guarded in (self._decides, self._decides_at_once):
             guarded.policy.assign(crowded_view(len(self._decodes)))
-
-    def step_took(self, seconds: float) -> None:
-        """Note the time between two tokens of a request.
-
-        What is far longer is a pause, no step; what is shorter than any step came in one packet.
-        """
-        seconds = max(_LEAST_STEP_SECONDS, min(seconds, _PAUSE_STEPS * self.step_seconds))
-        self.step_seconds += _STEP_WEIGHT * (seconds - self.step_seconds)
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
@@ -231,8 +241,8 @@ class Dispatcher(Generic[R]):
                 requests,
                 self._forecasts,
                 self._clock(),
-                self.step_seconds,
-                self.dispatched,
+                self._step.seconds,
+                self._dispatched,
                 self._budgets,
             )
             usable = [instance in instances for instance in shown]
@@ -264,10 +274,10 @@ class Dispatcher(Generic[R]):
     def _decide(self) -> None:
         self._round_due = False
         self._last_round = self._clock()
-        waiting = [request for request, place in self.waiting.items() if not place.done()]
+        waiting = [request for request, place in self._for_decode.items() if not place.done()]
         for request, instance, decision in self._chosen(waiting, self._decides):
             if instance is not None:
-                self.dispatched += 1
+                self._dispatched += 1
                 request.place(instance, decision)
                 logger.debug(
                     "request %s (%s), %d tokens: to %s",
@@ -278,9 +288,9 @@ class Dispatcher(Generic[R]):
                 )
                 if self._budgets is not None:
                     self._budgets.spend(instance, request)
-                self.waiting.pop(request).set_result(instance)
+                self._for_decode.pop(request).set_result(instance)
         self._refuse_too_large()
-        if self.waiting and self._policy.decide_every() > 0:
+        if self._for_decode and self._policy.decide_every() > 0:
             self.wake()
         self._grant_prefills()
 
@@ -290,10 +300,10 @@ class Dispatcher(Generic[R]):
         Only by the tokens that it has for certain: the length of a prompt may be a guess, and one
         that is too long is the engine's to refuse.
         """
-        if not self.waiting:
+        if not self._for_decode:
             return
         room = max((one.kv_capacity for one in self._decodes if one.slots > 0), default=-1)
-        for request, place in self.waiting.items():
+        for request, place in self._for_decode.items():
             tokens = 1 + request.generated_tokens
             if tokens > room and not place.done():
                 message = f"no decode instance can hold a request of {tokens} tokens"
@@ -312,7 +322,7 @@ class Dispatcher(Generic[R]):
                 continue
             loads = [len(self._placements.on(instance)) for instance in available]
             least = int(np.argmin(loads))
-            ahead = len(self.waiting) + sum(loads)
+            ahead = len(self._for_decode) + sum(loads)
             if loads[least] >= self._options.prefill_concurrency or ahead >= self._options.ahead:
                 return
             self._for_prefill.popleft()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -19,7 +20,14 @@ from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["GuardedPolicy", "PrefillBudgets", "crowded_view", "deployed_policy", "guarded_view"]
+__all__ = [
+    "GuardedPolicy",
+    "PrefillBudgets",
+    "crowded_view",
+    "deployed_planner",
+    "deployed_policy",
+    "guarded_view",
+]
 
 
 logger = logging.getLogger("headway.serve")
@@ -35,12 +43,9 @@ class GuardedPolicy:
     for more than 0.25 s the policy rests for 30 s, as it does after it raised.
 
     Args:
-        policy: that decides.
-        clock: seconds.
         computed: seconds that this thread has computed.
 
     Attributes:
-        policy: as given.
         decided_by: name of the policy that decided last.
     """
 
@@ -110,6 +115,30 @@ def deployed_policy(deployment: Deployment) -> RoutingPolicy:
     return policy
 
 
+def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:
+    """Create the planner, with its interval in seconds.
+
+    Raises:
+        DeploymentError: unknown planner, or one that this deployment cannot serve.
+    """
+    if deployment.migration is None:
+        return None
+    section = dict(deployment.migration)
+    seconds = float(section.pop("interval_seconds", 1.0))
+    try:
+        planner = create_migration_policy(**section)
+    except ValueError as error:
+        raise DeploymentError(f"migration: {error}") from error
+    if planner.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
+        raise DeploymentError(
+            f"migration.name: {planner.name} requires forecasts, and no decode instance has "
+            "telemetry"
+        )
+    if not any(i.control for i in deployment.decode):
+        raise DeploymentError("migration: no decode instance has a control socket to move by")
+    return planner, seconds
+
+
 _MOST_SENT = 1024
 """Prompts that may have been sent to an engine since its last report."""
 
@@ -122,9 +151,6 @@ class PrefillBudgets:
     as much as the one that has most.
 
     Source: FairBatching (Lyu et al. 2025), §3.4.
-
-    Args:
-        telemetry: of the engines.
     """
 
     def __init__(self, telemetry: TelemetrySubscriber) -> None:
@@ -177,17 +203,6 @@ def guarded_view(
 
     An instance of which no view can be built by itself, whatever it says of itself, is left out
     and noted. If the view of all others still fails, it is built without forecasts and budgets.
-
-    Args:
-        purpose: what the view is for.
-        placements: as for `cluster_view`, like all that follow but the budgets.
-        instances: that requests may go to.
-        waiting: requests that wait for one of them.
-        forecasts: of remaining lengths, if they are needed.
-        now: seconds.
-        step_seconds: of a decode step.
-        dispatched: requests placed so far.
-        budgets: of prompts that can be computed in time, if they are needed.
     """
 
     def view(

@@ -1,9 +1,7 @@
 """What the proxy knows of one instance."""
 
-import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from enum import Enum
 
 from rescheduler.cluster.cluster_view import UNLIMITED
@@ -11,7 +9,7 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
 
-__all__ = ["BreakerState", "CircuitBreaker", "Ejections", "InstanceState"]
+__all__ = ["BreakerState", "CircuitBreaker", "InstanceState"]
 
 
 _LONGEST = 16  # times the first wait
@@ -96,8 +94,6 @@ class InstanceState:
     """An instance in service, or not.
 
     Args:
-        instance: of the deployment.
-        options: of the proxy.
         control: client of its control socket; None if it has none.
 
     Attributes:
@@ -148,38 +144,3 @@ class InstanceState:
                 error,
             )
         self.left_out[purpose] += 1
-
-
-class Ejections:
-    """Counts failures against instances.
-
-    Whatever requests see, at least half of the instances of a role stay in service: where all of
-    them fail, the cause is seldom the instances. A refused connection takes any instance out.
-
-    Source: the design follows Envoy's outlier detection (``max_ejection_percent``).
-
-    Args:
-        instances: all.
-    """
-
-    def __init__(self, instances: Sequence[InstanceState]) -> None:
-        self._instances = instances
-
-    def count(self, instance: InstanceState, certain: bool) -> None:
-        """Count a failure.
-
-        Args:
-            instance: that has failed.
-            certain: nothing listens there, so that one failure is enough.
-        """
-        if not (certain or self._may_leave(instance)):
-            return
-        now = asyncio.get_running_loop().time()
-        if instance.breaker.failed(now, certain):
-            logger.warning("%s: out of service", instance.name)
-
-    def _may_leave(self, instance: InstanceState) -> bool:
-        """Return whether half of the instances of its role would stay in service without it."""
-        peers = [one for one in self._instances if one.instance.role == instance.instance.role]
-        out = sum(not one.breaker.closed for one in peers if one is not instance)
-        return 2 * (out + 1) <= len(peers)

@@ -22,9 +22,6 @@ _FIRST_ROWS = 256
 class ForecastTable:
     """Forecasts whose curves share a grid, as arrays with a row per request.
 
-    Args:
-        edges: [n_edges] the grid, in tokens.
-
     Attributes:
         edges: [n_edges] the grid, in tokens.
         context: [n_rows] tokens of prompt and output when each forecast was made.
@@ -40,7 +37,6 @@ class ForecastTable:
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Return the number of requests that have a forecast here."""
         return len(self._rows)
 
     def rows(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -114,9 +110,6 @@ class LiveForecasts:
 
     Of a request that stays where it is placed, whose tokens may not be seen one by one, an engine
     also says here how many it has.
-
-    Args:
-        telemetry: of the engines.
     """
 
     def __init__(self, telemetry: TelemetrySubscriber) -> None:

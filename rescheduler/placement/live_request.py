@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.openai_stream import StreamSplicer
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import Decision, Placements
+from rescheduler.placement.placeable import Decision, Placeable, Placements
 from rescheduler.placement.request_state import (
     Copying,
     Decoding,
@@ -56,7 +56,7 @@ class TokenArrival:
     waited: float | None
 
 
-class LiveRequest:
+class LiveRequest(Placeable):
     """A request from its arrival to its end: its state, its tokens and its stream.
 
     Its state changes by the methods below only, each of which is one arrow of the diagram in
@@ -66,23 +66,12 @@ class LiveRequest:
     Args:
         id: the migration id.
         name: what engines call it, after ``cmpl-`` or ``chatcmpl-``.
-        client: what was asked for.
-        headers: that every engine gets.
         arrived: seconds on the loop's clock.
-        splicer: its tokens and its stream.
-        prompt_tokens: an estimate, until an engine reports the exact number.
-        placements: which requests are on which instance.
+        tokenizer: of the model; a request without one never moves.
 
     Attributes:
-        external_id: what engines call it, without what they append.
+        splicer: its tokens and its stream.
         hop: number of its placement on decode instances, from 0; -1 before the first.
-        instance: that it is on, if any.
-        destination: instance that it is on, or on its way to.
-        generating: whether its present instance has generated a token.
-        generated_at_move: tokens when it last moved; None if it has not.
-        avoid: instances that have just failed it, or turned it away.
-        waiting_since: when it began to wait for a decode instance.
-        on_its_way: its decode instance has not accepted it yet.
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
         trace: its span.
@@ -95,48 +84,29 @@ class LiveRequest:
         client: ClientRequest,
         headers: dict[str, str],
         arrived: float,
-        splicer: StreamSplicer,
-        prompt_tokens: int,
+        tokenizer: Tokenizer | None,
         placements: "Placements[LiveRequest]",
     ) -> None:
-        self.id, self.name, self.client = id, name, client
-        self.headers, self.arrived, self.splicer = headers, arrived, splicer
-        self.external_id = f"{'chatcmpl' if client.chat else 'cmpl'}-{name}"
-        self.prompt_tokens = prompt_tokens
+        super().__init__(
+            external_id=f"{'chatcmpl' if client.chat else 'cmpl'}-{name}",
+            prompt_tokens=client.prompt_ids or max(1, client.size // _CHARACTERS_PER_TOKEN),
+            max_tokens=client.max_tokens,
+            id=id,
+            name=name,
+            movable=client.movable,
+            several=client.direct in ("prompt", "n", "best_of"),
+        )
+        self.client, self.headers, self.arrived = client, headers, arrived
+        self.splicer = StreamSplicer(client, tokenizer)
         self.hop = -1
-        self.instance: InstanceState | None = None
-        self.destination: InstanceState | None = None
-        self.generating = False
-        self.generated_at_move: int | None = None
-        self.avoid: frozenset[InstanceState] = frozenset()
-        self.waiting_since = 0.0
-        self.on_its_way = False
         self.client_blocks = False
         self.failed_by: list[InstanceState] = []
         self.trace: Span = NO_SPAN
         self._placements = placements
         self._state: RequestState = Waiting()
         self._last_token: float | None = None
-        self._untracked = 0
         self._next_token: asyncio.Future[None] | None = None  # if anyone waits for it
-        self._rests_until = 0.0
         self._prefills = 0
-
-    @classmethod
-    def new(
-        cls,
-        id: str,
-        name: str,
-        client: ClientRequest,
-        headers: dict[str, str],
-        arrived: float,
-        tokenizer: Tokenizer | None,
-        placements: "Placements[LiveRequest]",
-    ) -> "LiveRequest":
-        """Return a request that has just arrived; one without a tokenizer never moves."""
-        splicer = StreamSplicer(client, tokenizer)
-        guess = client.prompt_ids or max(1, client.size // _CHARACTERS_PER_TOKEN)
-        return cls(id, name, client, headers, arrived, splicer, guess, placements)
 
     @property
     def state(self) -> RequestState:
@@ -159,27 +129,7 @@ class LiveRequest:
     @property
     def generated_tokens(self) -> int:
         """Tokens generated so far, on all instances."""
-        return len(self.splicer.output_token_ids) or self._untracked
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of its prompt and generated so far."""
-        return self.prompt_tokens + self.generated_tokens
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens that it may generate, as far as its client said."""
-        return self.client.max_tokens
-
-    @property
-    def movable(self) -> bool:
-        """Whether it can ever move."""
-        return self.client.movable
-
-    @property
-    def several(self) -> bool:
-        """Whether it has several prompts, or asks for several answers."""
-        return self.client.direct in ("prompt", "n", "best_of")
+        return len(self.splicer.output_token_ids) or self._generated
 
     @property
     def may_be_frozen(self) -> bool:
@@ -192,23 +142,11 @@ class LiveRequest:
         return (
             isinstance(self._state, Decoding)
             and not self.client_blocks  # else nobody would read the end of its stream
-            and self.client.movable
+            and self.movable
             and self.splicer.moves
             and self.generated_tokens > 0
             and self._state.instance.control is not None
         )
-
-    def rests(self, now: float) -> bool:
-        """Return whether it is not to be moved yet, since its last move did not succeed."""
-        return now < self._rests_until
-
-    def rest(self, until: float) -> None:
-        """Do not move it before a time."""
-        self._rests_until = until
-
-    def wait(self, now: float) -> None:
-        """Begin to wait for a decode instance."""
-        self.waiting_since = now
 
     def begin_prefill(self, instance: InstanceState) -> None:
         """Occupy a place on a prefill instance."""
@@ -233,12 +171,7 @@ class LiveRequest:
         return Kept(state.instance, state.hop)
 
     def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
-        """Occupy a place on the decode instance that the routing policy chose.
-
-        Args:
-            instance: that was chosen.
-            decision: that chose it; None if another process did.
-        """
+        """Occupy a place on the decode instance that was chosen."""
         prefill = self._expect(Waiting).prefill
         if self.trace.recorded:
             self._trace_place(instance, decision)
@@ -268,9 +201,10 @@ class LiveRequest:
         state = self._state
         landed = isinstance(state, Landing)
         first = landed or isinstance(state, (Placed, Returned))
+        waited = None if self._last_token is None else now - self._last_token
         if first:
             assert self.instance is not None
-            self._enter(Decoding(self.instance))
+            self._enter(Decoding(self.instance), waited if landed else None)
             self.avoid = frozenset()
             self.prompt_tokens = len(self.splicer.prompt_token_ids) or self.prompt_tokens
             if landed:
@@ -278,23 +212,14 @@ class LiveRequest:
         elif not self.generating:
             raise IllegalTransitionError(f"a token comes for a request that is {self._name}")
         self._wake()
-        last, self._last_token = self._last_token, now
-        return TokenArrival(first, landed, None if last is None else now - last)
+        self._last_token = now
+        return TokenArrival(first, landed, waited)
 
     def untracked_tokens(self, tokens: int, now: float) -> TokenArrival:
         """Note tokens of a stream that is passed through as it is."""
         arrival = self.token(now)
-        self._untracked += tokens
+        self._generated += tokens
         return arrival
-
-    def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Note what its engine says of a stream that is passed through as it is.
-
-        Of several prompts or answers it says this one by one, which is not their sum.
-        """
-        if not self.several:
-            self.prompt_tokens = prompt_tokens
-            self._untracked = max(self._untracked, generated_tokens)
 
     def move_to(self, target: InstanceState) -> Move:
         """Begin to move: its target copies what there is of its KV cache."""
@@ -411,7 +336,6 @@ class LiveRequest:
             self.trace.over("place", began, ended, instance=instance.name, **decision.attributes())
 
     def _wake(self) -> None:
-        """Wake who waits for a token."""
         if self._next_token is not None:
             self._next_token.set_result(None)
             self._next_token = None
@@ -425,7 +349,7 @@ class LiveRequest:
             raise IllegalTransitionError(f"the request is {self._name}, not {kind.__name__}")
         return self._state
 
-    def _enter(self, state: RequestState) -> None:
+    def _enter(self, state: RequestState, pause: float | None = None) -> None:
         """Go to another state: the only place where a request's state changes."""
         check_transition(self._state, state)
         self.on_its_way = self.on_its_way and isinstance(state, Placed)
@@ -440,9 +364,7 @@ class LiveRequest:
         if isinstance(before, (Copying, Freezing)) and not isinstance(state, Freezing):
             before.move.answered.set_result(None)
         if isinstance(before, _MOVING) and not isinstance(state, _MOVING):
-            before.move.landed.set_result(
-                isinstance(before, Landing) and isinstance(state, Decoding)
-            )
+            before.move.landed.set_result(pause)
 
 
 def _kept(state: RequestState) -> Kept | None:
@@ -463,7 +385,6 @@ def _kept(state: RequestState) -> Kept | None:
 
 
 def _instance(state: RequestState) -> InstanceState | None:
-    """Return the instance that a request is on."""
     if isinstance(state, (Copying, Freezing, Unanswered, Frozen)):
         return state.move.source
     if isinstance(state, Landing):

@@ -1,8 +1,10 @@
 """What placing and moving need to know of a request, whichever process carries its stream."""
 
-from collections.abc import Collection, Hashable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.placement.instance_state import InstanceState
@@ -11,6 +13,8 @@ from rescheduler.tracing.span import Attribute
 __all__ = [
     "Counted",
     "Decision",
+    "EndedMove",
+    "MoveHistory",
     "MoveOutcome",
     "Mover",
     "Placeable",
@@ -26,8 +30,6 @@ class Decision:
 
     Attributes:
         policy: name of the routing policy that decided.
-        instances: that it chose from.
-        view: that it decided on.
         began: nanoseconds since 1970.
         ended: nanoseconds since 1970.
     """
@@ -67,90 +69,87 @@ class MoveOutcome(NamedTuple):
     pause: float | None = None
 
 
-class Counted(Protocol):
-    """A request that counts on the instance that it is on; equal to itself only."""
+@dataclass(eq=False, slots=True)
+class Counted:
+    """A request that counts on the instance that it is on; equal to itself only.
 
-    def __hash__(self) -> int: ...
+    Attributes:
+        external_id: what engines call it, without what they append.
+        prompt_tokens: an estimate until an engine reports the exact number.
+        max_tokens: most that it may generate, as far as its client said.
+        generated_at_move: tokens when it last moved; None if it has not.
+        destination: instance that it is on, or on its way to.
+        generating: whether its present instance has generated a token.
+    """
 
-    @property
-    def external_id(self) -> str:
-        """What engines call it, without what they append."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of its prompt; an estimate until an engine reports the exact number."""
+    external_id: str
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    generated_at_move: int | None = None
+    destination: InstanceState | None = None
+    generating: bool = False
+    _generated: int = 0
 
     @property
     def generated_tokens(self) -> int:
         """Tokens generated so far, on all instances."""
+        return self._generated
 
     @property
     def context_tokens(self) -> int:
         """Tokens of its prompt and generated so far."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens that it may generate, as far as its client said."""
+        return self.prompt_tokens + self.generated_tokens
 
     @property
     def can_move(self) -> bool:
         """Whether it can be moved right now."""
-
-    @property
-    def destination(self) -> InstanceState | None:
-        """Instance that it is on, or on its way to."""
-
-    @property
-    def generating(self) -> bool:
-        """Whether its present instance has generated a token."""
-
-    @property
-    def generated_at_move(self) -> int | None:
-        """Tokens when it last moved; None if it has not."""
+        return False
 
 
-class Placeable(Counted, Protocol):
-    """A request that can be placed on an instance and moved to another one."""
+@dataclass(eq=False, slots=True)
+class Placeable(Counted):
+    """A request that can be placed on an instance and moved to another one.
 
-    @property
-    def id(self) -> str:
-        """The migration id."""
+    Attributes:
+        id: the migration id.
+        name: what its client calls it.
+        movable: whether it can ever move.
+        several: whether it has several prompts, or asks for several answers.
+        instance: that it is on; None while it waits for one.
+        on_its_way: its decode instance has not accepted it yet.
+        avoid: instances that have just failed it, or turned it away.
+        waiting_since: when it began to wait for a decode instance, in seconds.
+    """
 
-    @property
-    def name(self) -> str:
-        """What its client calls it."""
-
-    @property
-    def instance(self) -> InstanceState | None:
-        """Instance that it is on; None while it waits for one."""
-
-    @property
-    def movable(self) -> bool:
-        """Whether it can ever move."""
-
-    @property
-    def on_its_way(self) -> bool:
-        """Whether its decode instance has not accepted it yet."""
-
-    @property
-    def avoid(self) -> frozenset[InstanceState]:
-        """Instances that have just failed it, or turned it away."""
-
-    @property
-    def waiting_since(self) -> float:
-        """When it began to wait for a decode instance, in seconds."""
+    id: str = ""
+    name: str = ""
+    movable: bool = False
+    several: bool = False
+    instance: InstanceState | None = None
+    on_its_way: bool = False
+    avoid: frozenset[InstanceState] = frozenset()
+    waiting_since: float = 0.0
+    _rests_until: float = 0.0
 
     def rests(self, now: float) -> bool:
         """Return whether it is not to be moved yet, since its last move did not succeed."""
+        return now < self._rests_until
+
+    def rest(self, until: float) -> None:
+        """Do not move it before a time."""
+        self._rests_until = until
 
     def wait(self, now: float) -> None:
         """Begin to wait for a decode instance."""
+        self.waiting_since = now
 
     def begin_prefill(self, instance: InstanceState) -> None:
         """Occupy a place on a prefill instance."""
+        raise NotImplementedError
 
     def prefill_failed(self) -> object:
         """Leave a prefill instance."""
+        raise NotImplementedError
 
     def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
         """Occupy a place on a decode instance.
@@ -159,14 +158,75 @@ class Placeable(Counted, Protocol):
             instance: that was chosen.
             decision: that chose it; None if another process did.
         """
+        raise NotImplementedError
 
     def reported(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Note what its engine says of a stream that is passed through as it is."""
+        """Note what its engine says of a stream that is passed through as it is.
+
+        Of several prompts or answers it says this one by one, which is not their sum.
+        """
+        if not self.several:
+            self.prompt_tokens = prompt_tokens
+            self._generated = max(self._generated, generated_tokens)
+
+
+_KEPT_MOVES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class EndedMove:
+    """A move that has ended, well or not.
+
+    Attributes:
+        time: when, seconds since 1970.
+        name: that its client gave it.
+        source: name of the instance that it left, or was to leave.
+        target: name of the instance that it was to go to.
+        tokens: that it had generated by then.
+        pause: seconds from the last token at the source to the first at the target; None if it
+            did not move.
+    """
+
+    time: float
+    id: str
+    name: str
+    source: str
+    target: str
+    tokens: int
+    reason: str
+    outcome: str
+    pause: float | None
+
+
+class MoveHistory:
+    """Keeps the latest moves.
+
+    Attributes:
+        latest: oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.latest: deque[EndedMove] = deque(maxlen=_KEPT_MOVES)
+
+    def ended(
+        self,
+        request: Placeable,
+        source: InstanceState,
+        target: InstanceState,
+        reason: str,
+        ended: MoveOutcome,
+    ) -> None:
+        """Note how a move of a request has ended."""
+        now, tokens = time.time(), request.generated_tokens
+        of = now, request.id, request.name, source.name, target.name, tokens, reason
+        self.latest.append(EndedMove(*of, *ended))
 
 
 R = TypeVar("R", bound=Placeable)
 _On = TypeVar("_On", bound=Counted, covariant=True)
-_Moved = TypeVar("_Moved", bound=Placeable, contravariant=True)
+
+Mover = Callable[[R, InstanceState, str], Coroutine[Any, Any, MoveOutcome]]
+"""Moves a request to an instance, for a reason; it ends once the request runs there, or stays."""
 
 
 class PlacedRequests(Protocol[_On]):
@@ -174,13 +234,6 @@ class PlacedRequests(Protocol[_On]):
 
     def on(self, instance: InstanceState) -> Collection[_On]:
         """Return the requests on an instance, in the order in which they came."""
-
-
-class Mover(Protocol[_Moved]):
-    """Carries moves out."""
-
-    async def move(self, request: _Moved, target: InstanceState, why: str) -> MoveOutcome:
-        """Move a request; return how that ended once it runs at its target, or stays."""
 
 
 Held = TypeVar("Held", bound=Hashable)

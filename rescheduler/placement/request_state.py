@@ -46,14 +46,15 @@ class Move:
         target: instance that it goes to.
         answered: done once it is known whether the source has frozen the request, or that the
             source does not answer.
-        landed: whether the target has generated a token.
+        landed: seconds from the last token at the source to the first at the target; None if it
+            has not moved.
     """
 
     source: InstanceState
     hop: int
     target: InstanceState
     answered: asyncio.Future[None]
-    landed: asyncio.Future[bool]
+    landed: asyncio.Future[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,6 @@ class Prefilling:
     """Being prefilled on a prefill instance.
 
     Attributes:
-        instance: prefill instance.
         hop: attempts before.
     """
 
@@ -111,7 +111,6 @@ class Placed:
     """On the decode instance that the routing policy chose, without a token from there.
 
     Attributes:
-        instance: decode instance.
         prefill: done on a prefill instance; None if the decode instance computes it.
         accepted: whether the decode instance has accepted the request, and so frees the prefill.
     """
@@ -161,7 +160,6 @@ class Frozen:
     """Frozen by the source, whose stream still brings the last tokens.
 
     Attributes:
-        move: under way.
         output_token_ids: all tokens generated so far, as the source reports them.
         params: for the target to pull the KV cache with.
     """
@@ -176,7 +174,6 @@ class Landing:
     """At the target of its move, without a token from there.
 
     Attributes:
-        move: under way.
         params: for the target to pull the KV cache with.
         accepted: whether the target has accepted the request, which then frees the source.
     """
@@ -222,11 +219,7 @@ TRANSITIONS: Mapping[type[RequestState], tuple[type[RequestState], ...]] = {
 
 
 def check_transition(old: RequestState, new: RequestState) -> None:
-    """Check that one state may follow another.
-
-    Raises:
-        IllegalTransitionError: it may not.
-    """
+    """Raise `IllegalTransitionError` unless one state may follow another."""
     if type(new) not in TRANSITIONS[type(old)]:
         raise IllegalTransitionError(
             f"a request cannot go from {type(old).__name__} to {type(new).__name__}"

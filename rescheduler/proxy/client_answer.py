@@ -28,13 +28,7 @@ class ClientAnswer:
     Nothing is sent before the first chunk, so that what fails until then still has an HTTP
     status of its own. A client that reads slowly has ``client_buffer_kb`` of its answer kept for
     it, and the engine goes on meanwhile; one that takes nothing for ``client_write_seconds`` is
-    disconnected.
-
-    Args:
-        http: the client's request.
-        request: what it asks for.
-        headers: of the answer.
-        options: how much is kept for a slow client, and for how long.
+    disconnected. All that writes raises `ClientGoneError` once nobody reads.
     """
 
     def __init__(
@@ -59,11 +53,7 @@ class ClientAnswer:
         return self._stream is not None
 
     async def chunks(self, chunks: list[bytes]) -> None:
-        """Take chunks, as JSON.
-
-        Raises:
-            ClientGoneError: nobody reads them.
-        """
+        """Take chunks, as JSON."""
         if self._collector is not None:
             for chunk in chunks:
                 self._collector.add(chunk)
@@ -71,21 +61,21 @@ class ClientAnswer:
             await self.write(b"".join(map(event, chunks)))
 
     async def write(self, data: bytes) -> None:
-        """Send bytes of a stream of events.
-
-        Raises:
-            ClientGoneError: nobody reads them.
-        """
+        """Send bytes of a stream of events."""
         self._events = True
         await self._write(data, {"Content-Type": _EVENTS, "Cache-Control": "no-cache"})
 
     async def write_part(self, data: bytes, kind: str) -> None:
-        """Send a part of a document, whose end is to follow.
-
-        Raises:
-            ClientGoneError: nobody reads it.
-        """
+        """Send a part of a document, whose end is to follow."""
         await self._write(data, {"Content-Type": kind})
+
+    async def end(self) -> web.StreamResponse:
+        """Return an answer all of which has been written."""
+        assert self._stream is not None
+        await self._in_time(self._stream.write_eof())
+        self._ended = True
+        await self._flushed()
+        return self._stream
 
     async def _write(self, data: bytes, headers: Mapping[str, str]) -> None:
         if self._stream is None:
@@ -94,19 +84,11 @@ class ClientAnswer:
         await self._in_time(self._stream.write(data))
 
     async def finish(self) -> web.StreamResponse:
-        """Return the whole answer.
-
-        Raises:
-            ClientGoneError: nobody reads it.
-        """
+        """Return the whole answer."""
         if self._collector is not None:
             return await self.document(200, self._collector.response())
         await self.write(event(DONE))
-        return await self._end()
-
-    async def finish_raw(self) -> web.StreamResponse:
-        """Return an answer that was handed through, its last event included."""
-        return await self._end()
+        return await self.end()
 
     async def fail(
         self, status: int, body: bytes, retry_after: int | None = None
@@ -124,7 +106,7 @@ class ClientAnswer:
                 self._http.transport.abort()
             return self._stream
         await self.write(event(body) + event(DONE))
-        return await self._end()
+        return await self.end()
 
     async def fail_with(self, status: int, message: str) -> web.StreamResponse:
         """Return an error of the proxy's own."""
@@ -133,22 +115,11 @@ class ClientAnswer:
     async def document(
         self, status: int, body: bytes, kind: str = "application/json"
     ) -> web.StreamResponse:
-        """Send one document.
-
-        Raises:
-            ClientGoneError: nobody reads it.
-        """
+        """Send one document."""
         headers = {**self._headers, "Content-Type": kind}
         self._stream = web.Response(status=status, body=body, headers=headers)
         await self._in_time(self._stream.prepare(self._http))
-        return await self._end()
-
-    async def _end(self) -> web.StreamResponse:
-        assert self._stream is not None
-        await self._in_time(self._stream.write_eof())
-        self._ended = True
-        await self._flushed()
-        return self._stream
+        return await self.end()
 
     async def _flushed(self) -> None:
         """Wait until the client has taken what was kept for it, as long as it takes any.

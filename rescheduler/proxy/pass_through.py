@@ -8,21 +8,19 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_stream import EventReader, read_signs
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placer import Placer
-from rescheduler.proxy.client_answer import ClientAnswer
-from rescheduler.proxy.prober import OutlierDetection
-from rescheduler.proxy.request_flow import RequestFlow
-from rescheduler.proxy.upstream import (
+from rescheduler.placement.prober import OutlierDetection
+from rescheduler.placement.upstream import (
     EngineFullError,
-    Upstream,
     UpstreamError,
     reported_error,
 )
+from rescheduler.proxy.client_answer import ClientAnswer
+from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]
@@ -41,27 +39,18 @@ class PassThrough:
     afterwards its client gets the error, since nobody knows where it stood. The client gets
     nothing before the first event, which tells whether a request is served: the status of a stream
     does not.
-
-    Args:
-        flow: of the requests that move, for what is the same.
-        upstream: connections to the engines.
-        bodies: writes what they are asked.
-        dispatcher: chooses the instance.
-        outliers: learns which instances serve, and which do not.
-        options: deadlines and attempts.
     """
 
     def __init__(
         self,
-        flow: RequestFlow,
-        upstream: Upstream,
+        cluster: Cluster[LiveRequest],
         bodies: EngineBodies,
-        dispatcher: Placer,
         outliers: OutlierDetection,
-        options: ProxyOptions,
+        flow: RequestFlow,
     ) -> None:
-        self._flow, self._upstream, self._bodies = flow, upstream, bodies
-        self._dispatcher, self._outliers, self._options = dispatcher, outliers, options
+        self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
+        self._bodies, self._outliers, self._flow = bodies, outliers, flow
+        self._options = cluster.deployment.proxy
 
     async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
         """Generate a request to its end; cancel it when the client leaves.
@@ -131,7 +120,7 @@ class PassThrough:
                     deadline.reschedule(None)
                     return await self._document(response, answer)
                 failed = await self._relay(request, instance, response, deadline, answer)
-        ended = await answer.finish_raw()
+        ended = await answer.end()
         if failed:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
         return ended
@@ -226,4 +215,4 @@ class PassThrough:
                 held.clear()
         if not answer.begun:
             return await answer.document(200, bytes(held), kind)
-        return await answer.finish_raw()
+        return await answer.end()

@@ -1,39 +1,28 @@
 """The proxy: everything that serves a deployment, put together."""
 
 import asyncio
-import logging
 import uuid
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from predictor.live.zmq_sockets import shared_secret
-from rescheduler.coordination.coordinated_planning import CoordinatedPlanning
+from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
-from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.placement.placer import Placer
-from rescheduler.proxy.migrator import EndedMove, Migrator
+from rescheduler.placement.planner import Drainer, PlannerLoop
+from rescheduler.placement.prober import OutlierDetection
+from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
-from rescheduler.proxy.planner_loop import Planning
-from rescheduler.proxy.prober import OutlierDetection, Prober
 from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
 from rescheduler.proxy.request_flow import RequestFlow
-from rescheduler.proxy.upstream import Upstream, engine_key
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.tracing.create_tracer import create_tracer
 from rescheduler.tracing.span import end_request
-from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]
-
-logger = logging.getLogger("headway.serve")
 
 _FREEING_SECONDS = 1.0
 
@@ -46,12 +35,8 @@ class Proxy:
         tokenizer: of the served model.
 
     Attributes:
-        deployment: as given.
-        instances: all, by name.
-        placements: which requests are on which instance.
-        dispatcher: chooses instances.
+        cluster: the instances, and who decides.
         metrics: counts and times.
-        upstream: connections to the engines.
         flow: of requests that may move.
         pass_through: of those that stay.
         drainer: empties instances; None where the coordinator does.
@@ -65,119 +50,51 @@ class Proxy:
     """
 
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
-        options, coordinator = deployment.proxy, deployment.coordinator
+        options, keys = deployment.proxy, deployment.keys_folder
         self.deployment, self._tokenizer = deployment, tokenizer
         self.running = 0
         self.ending = self.cutting = False
         self._handlers: set[asyncio.Task[Any]] = set()
-        self._stack = AsyncExitStack()
-        self._loops: list[asyncio.Task[None]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        keys = deployment.keys_folder
-        self.instances: dict[str, InstanceState] = {}
-        for instance in deployment.instances:
-            control = ControlClient(instance.control, keys) if instance.control else None
-            if control is not None:
-                self._stack.callback(control.close)
-            self.instances[instance.name] = InstanceState(instance, options, control)
-        states = list(self.instances.values())
-        planning = (
-            Planning[LiveRequest](deployment, states, self.background)
-            if coordinator is None
-            else CoordinatedPlanning(deployment, coordinator, states, self.background)
-        )
-        self._planning = planning
-        self._stack.callback(planning.close)
-        self.placements: Placements[LiveRequest] = planning.placements
-        self.dispatcher: Placer = planning.placer
-        self.upstream = Upstream(options, engine_key(options))
+        kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
+        self.cluster = cluster = kind(deployment)
         self._tracer = create_tracer(options.traces)
-        self._stack.push_async_callback(self._tracer.close)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
-        self._stack.push_async_callback(self.upstream.close)
-        others = [planning.refused] if isinstance(planning, CoordinatedPlanning) else []
-        self.metrics = ProxyMetrics(self.placements, states, self.dispatcher, options.pool, others)
-        self.migrator = Migrator(self.upstream, bodies, options, self.metrics, self.background)
-        outliers = OutlierDetection(planning.failed, self.metrics)
-        self.flow = RequestFlow(
-            self.upstream,
-            bodies,
-            self.dispatcher,
-            outliers,
-            self.migrator,
-            self.metrics,
-            options,
-        )
-        self.pass_through = PassThrough(
-            self.flow, self.upstream, bodies, self.dispatcher, outliers, options
-        )
-        self.drainer = planning.drainer(self.migrator)
-        self._prober = Prober(self.upstream, self.dispatcher.wake, options, deployment.served_name)
+        others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
+        self.metrics = ProxyMetrics(cluster, others)
+        self.migrator = Migrator(cluster, bodies, self.metrics)
+        outliers = OutlierDetection(cluster.failed, self.metrics.failures)
+        self.flow = RequestFlow(cluster, bodies, outliers, self.migrator, self.metrics)
+        self.pass_through = PassThrough(cluster, bodies, outliers, self.flow)
+        self.drainer: Drainer[LiveRequest] | None = None
+        if isinstance(cluster, CoordinatedCluster):
+            cluster.mover = self.migrator.move
+        else:
+            self.drainer = Drainer(cluster, self.migrator.move)
 
     @property
     def ready(self) -> bool:
         """Whether new requests are served."""
-        return not self.ending and bool(self.dispatcher.usable)
-
-    @property
-    def forecasts(self) -> LiveForecasts | None:
-        """Of remaining lengths; None if no engine publishes them."""
-        return self._planning.forecasts
-
-    @property
-    def telemetry(self) -> TelemetrySubscriber | None:
-        """What the engines publish; None if none does, or the coordinator hears it."""
-        return self._planning.telemetry
-
-    @property
-    def latest_moves(self) -> Sequence[EndedMove]:
-        """The latest moves that have ended, oldest first."""
-        return self.migrator.history.latest
+        return not self.ending and bool(self.cluster.dispatcher.usable)
 
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""
-        await asyncio.to_thread(self._planning.compile)
-        await asyncio.gather(*map(self._prober.probe, self.instances.values()))
-        for instance in self.instances.values():
-            self._forever(self._prober.run(instance))
+        await self.cluster.start()
+        self.cluster.forever(watch_loop(self.metrics))
         if self.drainer is not None:
-            self._forever(self.drainer.run())
-        self._forever(watch_loop(self.metrics))
-        for loop in self._planning.loops(self.migrator, self.metrics.planning.observe):
-            self._forever(loop)
+            self.cluster.forever(self.drainer.run())
+        if self.cluster.planner is not None:
+            planned = self.metrics.planning.observe
+            self.cluster.forever(PlannerLoop(self.cluster, self.migrator.move, planned).run())
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
-        for task in self._loops:
-            task.cancel()
-        if self._tasks:  # what is being freed on the engines
-            await asyncio.wait(self._tasks, timeout=_FREEING_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._loops, *self._tasks, return_exceptions=True)
-        await self._stack.aclose()
-
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something in the background; an error in it is logged."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _forever(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(self._ended)
-        self._loops.append(task)
+        await self.cluster.close(patience=_FREEING_SECONDS)  # what is being freed on the engines
+        await self._tracer.close()
 
     def new_request(
         self, client: ClientRequest, name: str | None, headers: dict[str, str]
     ) -> LiveRequest:
-        """Return a request that has just arrived.
-
-        Args:
-            client: what is asked for.
-            name: that the client gave it.
-            headers: that engines get.
-        """
+        """Return a request that has just arrived."""
         id = uuid.uuid4().hex
         name = name or id
         trace, headers = self._tracer.begin(client, name, {**headers, "X-Request-Id": name})
@@ -187,17 +104,18 @@ class Proxy:
         assert task is not None
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
-        tokenizer, placements = self._tokenizer, self.placements
-        request = LiveRequest.new(id, name, client, headers, now, tokenizer, placements)
+        request = LiveRequest(
+            id, name, client, headers, now, self._tokenizer, self.cluster.placements
+        )
         request.trace = trace
-        self._planning.began(request)
+        self.cluster.began(request)
         return request
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        self._planning.ended(request, outcome == "ok")
+        self.cluster.ended(request, outcome == "ok")
         if request.trace.recorded:
             splicer = request.splicer
             given = len(splicer.output_token_ids)
@@ -211,8 +129,3 @@ class Proxy:
             task.cancel()
         if handlers:
             await asyncio.wait(handlers, timeout=_FREEING_SECONDS)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("in the background: %r", task.exception(), exc_info=task.exception())

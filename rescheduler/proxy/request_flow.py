@@ -7,23 +7,21 @@ import random
 import aiohttp
 import msgspec
 
-from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placer import Placer
+from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.request_state import Kept, Landing, Returned, Waiting
-from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.prober import OutlierDetection
-from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
-from rescheduler.proxy.upstream import (
+from rescheduler.placement.upstream import (
     EngineFullError,
     EngineRefusedError,
-    Upstream,
     UpstreamError,
 )
+from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
+from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
 from rescheduler.tracing.span import Span
 
 __all__ = ["RequestFlow"]
@@ -34,32 +32,20 @@ _PREFILL_ATTEMPTS = 2
 
 
 class RequestFlow:
-    """Takes requests through the instances, and tokens back to the clients.
-
-    Args:
-        upstream: connections to the engines.
-        bodies: writes what they are asked.
-        dispatcher: chooses instances.
-        outliers: learns which instances serve, and which do not.
-        migrator: of which requests are moved meanwhile.
-        metrics: counts tokens and times.
-        options: deadlines and attempts.
-    """
+    """Takes requests through the instances, and tokens back to the clients."""
 
     def __init__(
         self,
-        upstream: Upstream,
+        cluster: Cluster[LiveRequest],
         bodies: EngineBodies,
-        dispatcher: Placer,
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
-        options: ProxyOptions,
     ) -> None:
-        self._upstream, self._bodies = upstream, bodies
-        self._dispatcher, self._outliers = dispatcher, outliers
-        self._migrator, self._metrics, self._options = migrator, metrics, options
-        self._relay = TokenRelay(dispatcher, outliers, migrator, metrics, options)
+        self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
+        self._bodies, self._outliers = bodies, outliers
+        self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
+        self._relay = TokenRelay(cluster, outliers, migrator, metrics)
         self._random = random.Random()
 
     async def run(self, request: LiveRequest, send: Send) -> None:
@@ -113,11 +99,7 @@ class RequestFlow:
                 self._dispatcher.wake()
 
     async def place(self, request: LiveRequest) -> InstanceState:
-        """Wait for a place on a decode instance.
-
-        Raises:
-            RequestRefusedError: none in time.
-        """
+        """Wait for a place on a decode instance, or refuse the request in time."""
         with request.trace.span("wait", stage="decode"):
             return await self._dispatcher.place(request)
 
@@ -147,11 +129,7 @@ class RequestFlow:
     def turned_away(
         self, request: LiveRequest, instance: InstanceState, error: EngineFullError
     ) -> None:
-        """Have a request that an instance has too much to do for placed on another one.
-
-        Raises:
-            RequestRefusedError: 429, since all have turned it away.
-        """
+        """Have a request that an instance is too full for placed on another one, or refuse it."""
         self._metrics.turned_away.labels(instance.name).inc()
         request.turned_away()
         self._dispatcher.wake()

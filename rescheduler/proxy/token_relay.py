@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placer import Placer
+from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.request_state import Frozen, Kept, Unanswered
+from rescheduler.placement.upstream import UpstreamError, reported_error
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.prober import OutlierDetection
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.upstream import UpstreamError, reported_error
 from rescheduler.tracing.span import Span
 
 __all__ = ["EngineStream", "Send", "TokenRelay"]
@@ -32,11 +31,7 @@ class EngineStream:
     """An engine's answer while it is read.
 
     Attributes:
-        request: whose it is.
-        instance: that gives it.
         deadline: of the next token.
-        response: with the events.
-        span: of the request to the engine.
         heard: an event has come that is no error.
         finished: the request's last token has come.
         progress: tokens that have come, or texts without them.
@@ -53,26 +48,17 @@ class EngineStream:
 
 
 class TokenRelay:
-    """Reads engines' streams and hands them on.
-
-    Args:
-        dispatcher: learns how long a decode step takes.
-        outliers: learns which instances serve.
-        migrator: releases what a source keeps in vain.
-        metrics: counts tokens and times.
-        options: deadlines.
-    """
+    """Reads engines' streams and hands them on."""
 
     def __init__(
         self,
-        dispatcher: Placer,
+        cluster: Cluster[LiveRequest],
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
-        options: ProxyOptions,
     ) -> None:
-        self._dispatcher, self._outliers, self._migrator = dispatcher, outliers, migrator
-        self._metrics, self._options = metrics, options
+        self._cluster, self._outliers, self._migrator = cluster, outliers, migrator
+        self._metrics, self._options = metrics, cluster.deployment.proxy
 
     async def relay(self, stream: EngineStream, send: Send) -> bool:
         """Hand a stream on; return whether the request has ended, or else goes on elsewhere.
@@ -162,7 +148,6 @@ class TokenRelay:
             raise UpstreamError(stream.instance.instance, reason, answered=True)
 
     def _token(self, stream: EngineStream, tokens: int) -> None:
-        """Note that tokens came."""
         now = asyncio.get_running_loop().time()
         stream.progress += tokens
         arrival = stream.request.token(now)
@@ -174,11 +159,10 @@ class TokenRelay:
             self._metrics.first_token.observe(now - stream.request.arrived)
         elif arrival.landed:
             self._metrics.migration_gap.observe(arrival.waited)
-            self._migrator.history.landed(stream.request.id, arrival.waited)
         elif not arrival.first:
             gap = arrival.waited / max(1, tokens)
             self._metrics.token_gap.observe(gap)
-            self._dispatcher.step_took(gap)
+            self._cluster.step.took(gap)
 
     async def _frozen(
         self, stream: EngineStream, payload: bytes, chunk: Chunk, passed: list[bytes]

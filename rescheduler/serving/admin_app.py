@@ -4,9 +4,8 @@ import hmac
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, Generic
 from urllib.parse import quote
 
@@ -19,13 +18,12 @@ from rescheduler.openai.openai_request import RequestRefusedError, error_body
 from rescheduler.page.page_files import PageFiles, PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import PlacedRequests, R
-from rescheduler.proxy.planner_loop import Drainer
-from rescheduler.serving.addresses import cannot_listen, url_of
+from rescheduler.placement.placeable import R
+from rescheduler.placement.planner import Drainer
 from rescheduler.serving.admin_client import admin_token_place, create_admin_token
-from rescheduler.serving.connection import operators_server
+from rescheduler.serving.connection import cannot_listen, operators_server, url_of
 
-__all__ = ["AdminListener", "Operated", "admin_app", "answer_errors", "token_check"]
+__all__ = ["AdminListener", "admin_app", "answer_errors", "token_check"]
 
 
 _Open = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,33 +75,16 @@ def _document(status: int, body: bytes, headers: dict[str, str]) -> web.Response
     return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
 
-@dataclass(frozen=True)
-class Operated(Generic[R]):
-    """What is operated: a proxy, or a coordinator of many.
-
-    Attributes:
-        instances: all, by name.
-        placements: which requests are on which instance.
-        drainer: empties instances.
-    """
-
-    instances: Mapping[str, InstanceState]
-    placements: PlacedRequests[R]
-    drainer: Drainer[R]
-
-
-def admin_app(
-    operated: Operated[R], token: str, feed: SnapshotFeed | None = None
-) -> web.Application:
+def admin_app(drainer: Drainer[R], token: str, feed: SnapshotFeed | None = None) -> web.Application:
     """Return the application.
 
     Args:
-        operated: what is operated.
+        drainer: of the instances of a proxy, or of a coordinator of many.
         token: that every request but those for the page's files has to have, as
             ``Authorization: Bearer``.
         feed: what the page shows; closed with the application. None: there is no page.
     """
-    endpoints, page = _Endpoints(operated), PageFiles()
+    endpoints, page = _Endpoints(drainer), PageFiles()
     without_token = page.answer if feed is not None else None
     app = web.Application(middlewares=[answer_errors, token_check(token, without_token)])
     if feed is not None:
@@ -121,37 +102,37 @@ def admin_app(
 
 
 class _Endpoints(Generic[R]):
-    def __init__(self, operated: Operated[R]) -> None:
-        self._operated = operated
+    def __init__(self, drainer: Drainer[R]) -> None:
+        self._drainer, self._cluster = drainer, drainer.cluster
 
     async def instances(self, http: web.Request) -> web.Response:
         """List the instances."""
         del http
-        listed = [self._described(instance) for instance in self._operated.instances.values()]
+        listed = [self._described(instance) for instance in self._cluster.instances.values()]
         return _json({"instances": listed})
 
     async def drain(self, http: web.Request) -> web.Response:
         """Begin to drain an instance."""
         instance = self._named(http)
-        self._operated.drainer.drain(instance)
+        self._drainer.drain(instance)
         return _json(self._described(instance))
 
     async def undrain(self, http: web.Request) -> web.Response:
         """Let requests come to an instance again."""
         instance = self._named(http)
-        self._operated.drainer.undrain(instance)
+        self._drainer.undrain(instance)
         return _json(self._described(instance))
 
     def _named(self, http: web.Request) -> InstanceState:
         name = http.match_info["instance"]
-        instance = self._operated.instances.get(name)
+        instance = self._cluster.instances.get(name)
         if instance is None:
-            known = ", ".join(self._operated.instances)
+            known = ", ".join(self._cluster.instances)
             raise RequestRefusedError(404, f"no instance {name!r}; there are: {known}")
         return instance
 
     def _described(self, instance: InstanceState) -> dict[str, Any]:
-        requests = self._operated.placements.on(instance)
+        requests = self._cluster.placements.on(instance)
         return {
             "name": instance.name,
             "role": instance.instance.role,
@@ -175,25 +156,23 @@ class AdminListener(Generic[R]):
     """Answers the operator on this machine.
 
     Args:
-        operated: what is operated.
         port: 0 takes a free one.
         token: that the operator has to know; empty: one is created.
         feed: what the page shows; None: there is no page.
 
     Attributes:
         url: for the operator.
-        token: that the operator has to know.
     """
 
     def __init__(
         self,
-        operated: Operated[R],
+        drainer: Drainer[R],
         port: int,
         token: str = "",
         feed: SnapshotFeed | None = None,
     ) -> None:
         self.url, self.token = "", token
-        self._operated, self._port, self._feed = operated, port, feed
+        self._drainer, self._port, self._feed = drainer, port, feed
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
@@ -212,7 +191,7 @@ class AdminListener(Generic[R]):
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
-        app = admin_app(self._operated, self.token, self._feed)
+        app = admin_app(self._drainer, self.token, self._feed)
         await self._stack.enter_async_context(operators_server(app, sock=listening))
         self.url = url_of(_HOST, port)
 

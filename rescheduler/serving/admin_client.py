@@ -83,10 +83,7 @@ class Listed(msgspec.Struct):
     """An instance, as whoever places requests sees it.
 
     Attributes:
-        name: its name.
         state: ``closed`` when it is in service, as of a circuit breaker.
-        draining: it gets no new requests.
-        requests: that are there.
         movable: of these, that can be moved away.
     """
 
@@ -103,9 +100,6 @@ class _Instances(msgspec.Struct):
 
 def listed_instances(base: str) -> list[Listed]:
     """Return all instances.
-
-    Args:
-        base: the admin address.
 
     Raises:
         RuntimeError: no answer, or none that this operator may have.

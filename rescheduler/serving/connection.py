@@ -1,4 +1,4 @@
-"""Connections of all our HTTP servers: how many, for how long, and with which errors."""
+"""Connections of all our HTTP servers: where, how many, for how long, and with which errors."""
 
 import asyncio
 import logging
@@ -10,10 +10,20 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.body_memory import FairShares, client_of
 from rescheduler.openai.openai_request import error_body
 
-__all__ = ["CLEANUP_SECONDS", "AllowedOrigins", "Connection", "connections", "operators_server"]
+__all__ = [
+    "CLEANUP_SECONDS",
+    "AllowedOrigins",
+    "Connection",
+    "cannot_listen",
+    "connections",
+    "monitoring_routes",
+    "operators_server",
+    "url_of",
+]
 
 
 _OPERATORS = 256
@@ -29,6 +39,16 @@ _FULL = (
 )
 
 logger = logging.getLogger("headway.serve")
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of an HTTP server."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def cannot_listen(option: str, host: str, port: int, error: OSError) -> DeploymentError:
+    """Return the error of an address that cannot be listened on."""
+    return DeploymentError(f"{option}: cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 @asynccontextmanager
@@ -56,6 +76,27 @@ async def operators_server(app: web.Application, **where: Any) -> AsyncIterator[
         await runner.cleanup()
 
 
+def monitoring_routes(
+    ready: Callable[[], bool], metrics: Callable[[], bytes]
+) -> list[web.RouteDef]:
+    """Return the routes of probes, and of Prometheus."""
+
+    async def alive(http: web.Request) -> web.Response:
+        del http
+        return web.Response()
+
+    async def is_ready(http: web.Request) -> web.Response:
+        del http
+        return web.Response(status=200 if ready() else 503)
+
+    async def measured(http: web.Request) -> web.Response:
+        del http
+        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=metrics(), headers=kind)
+
+    return [web.get("/health", alive), web.get("/ready", is_ready), web.get("/metrics", measured)]
+
+
 def connections(
     server: web.Server, most: int, idle_seconds: float, share: float = 1.0
 ) -> Callable[[], "Connection"]:
@@ -77,11 +118,6 @@ class Connection(web.RequestHandler):
     """Answers bytes that are no HTTP in OpenAI's shape, and logs no traceback of them.
 
     Bodies are left compressed: `read_body` knows how much of one may be unpacked.
-
-    Args:
-        server: that it belongs to.
-        open_now: how many connections there are, and whose.
-        **options: of aiohttp's connections.
     """
 
     __slots__ = ("_client", "_open_now")
@@ -123,11 +159,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the answer to what no endpoint has answered.
-
-        Raises:
-            ConnectionError: an answer has begun.
-        """
+        """Return the answer to what no endpoint has answered; end one that has begun."""
         text = "the proxy failed; see its log"
         if status >= 500:
             super().handle_error(request, status, exc, message)

@@ -22,11 +22,11 @@ from rescheduler.openai.openai_request import (
     read_request,
 )
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.proxy.upstream import EngineRefusedError, UpstreamError
 from rescheduler.serving.admin_app import answer_errors
-from rescheduler.serving.connection import AllowedOrigins
+from rescheduler.serving.connection import AllowedOrigins, monitoring_routes
 
 __all__ = ["CLIENTS_SHARE", "http_app", "read_body"]
 
@@ -36,11 +36,6 @@ _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 async def read_body(http: web.Request, kept: KeptBody, options: ProxyOptions) -> bytes:
     """Return a body.
-
-    Args:
-        http: the request.
-        kept: counts what arrives.
-        options: the limits.
 
     Raises:
         RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large;
@@ -110,10 +105,9 @@ def http_app(proxy: Proxy) -> web.Application:
             *(web.post(path, endpoints.generate) for path in FORWARDED),
             *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
             *(web.get(path, endpoints.passed_on) for path in ("/v1/models", "/version")),
-            *(web.get(path, endpoints.health) for path in ("/health", "/ping")),
-            web.post("/ping", endpoints.health),
-            web.get("/ready", endpoints.ready),
-            web.get("/metrics", endpoints.metrics),
+            web.get("/ping", endpoints.ping),
+            web.post("/ping", endpoints.ping),
+            *monitoring_routes(lambda: proxy.ready, proxy.metrics.text),
         ]
     )
     return app
@@ -152,7 +146,7 @@ class _Endpoints:
         try:
             if self._proxy.ending:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
-            self._proxy.dispatcher.admit()
+            self._proxy.cluster.dispatcher.admit()
             peer = http.transport.get_extra_info("peername") if http.transport else None
             with self._memory.kept(client_of(peer), http.content_length) as kept:
                 raw = await read_body(http, kept, self._options)
@@ -213,11 +207,11 @@ class _Endpoints:
         """Answer what a decode instance answers."""
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         failure = "no decode instance is in service"
-        for instance in self._proxy.instances.values():
+        for instance in self._proxy.cluster.all:
             if instance.instance.role != "decode" or not instance.breaker.closed:
                 continue
             try:
-                body = await self._proxy.upstream.get(instance.instance, http.path, headers)
+                body = await self._proxy.cluster.upstream.get(instance.instance, http.path, headers)
             except EngineRefusedError as error:
                 return web.Response(
                     status=error.status, body=error.body, content_type="application/json"
@@ -229,20 +223,7 @@ class _Endpoints:
             return web.Response(body=body, content_type="application/json")
         raise RequestRefusedError(503, failure, retry_after=1)
 
-    async def health(self, http: web.Request) -> web.Response:
+    async def ping(self, http: web.Request) -> web.Response:
         """Return 200 while the proxy runs."""
         del http
         return web.Response()
-
-    async def ready(self, http: web.Request) -> web.Response:
-        """Return 200 if new requests are served, else 503."""
-        del http
-        return web.Response(status=200 if self._proxy.ready else 503)
-
-    async def metrics(self, http: web.Request) -> web.Response:
-        """Answer Prometheus."""
-        del http
-        return web.Response(
-            body=self._proxy.metrics.text(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )

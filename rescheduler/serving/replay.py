@@ -20,12 +20,7 @@ __all__ = ["replay", "replay_app"]
 
 
 def replay_app(logs: Sequence[Log], token: str) -> web.Application:
-    """Return the application.
-
-    Args:
-        logs: that are shown beside each other.
-        token: as of `admin_app`.
-    """
+    """Return the application."""
     endpoints, page = _Endpoints(logs), PageFiles()
     app = web.Application(middlewares=[answer_errors, token_check(token, page.answer)])
     app.add_routes(

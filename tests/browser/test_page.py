@@ -167,8 +167,8 @@ async def test_it_finds_a_proxy_again_after_its_restart(open_page: Open) -> None
 
 async def test_draining_asks_first(open_page: Open, tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
-        instance = it.proxy.instances["decode-1"]
-        page = await open_page(it.listeners.page_url)
+        instance = it.proxy.cluster.instances["decode-1"]
+        page = await open_page(it.listeners.admin.page_url)
         await is_live(page)
         lane = page.locator(".lane").filter(has_text="decode-1")
         await lane.get_by_role("button").click()

@@ -1,8 +1,11 @@
 """Predictors that several files test, each trained once, and the embedded model's tokenizer."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from chosen_ports import free_port
+from coordinated_cluster import Make, coordinated_cluster
 from memoryless_dataset import record_memoryless
 from tokenizers import Tokenizer
 from training_runs import FEW_ROWS, SURVIVAL, fit
@@ -40,3 +43,9 @@ def as_ended_checkpoint(memoryless: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def tokenizer(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+
+
+@pytest.fixture
+def coordinated(tokenizer: Tokenizer) -> Make:
+    """Proxies and their coordinator, before scripted engines."""
+    return partial(coordinated_cluster, tokenizer, free_port())

@@ -18,6 +18,12 @@ def test_routing_the_proxy_and_the_simulator_load_no_pytorch_and_no_matplotlib()
     assert found.stdout == "set()\n", found.stderr
 
 
+def test_the_pickers_command_is_there_without_grpc() -> None:
+    loads = "import sys, rescheduler.gateway.picker_command; print('grpc' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+
+
 def test_every_public_name_of_the_predictor_loads() -> None:
     for name in predictor.__all__:
         assert getattr(predictor, name).__name__ == name

@@ -13,7 +13,7 @@ from predictor.live.zmq_sockets import create_keys, shared_secret
 from rescheduler.commands.command_line import main
 from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME, EscapingFormatter
 from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.proxy.upstream import engine_key
+from rescheduler.placement.upstream import engine_key
 
 
 def logged(message: str, *parts: object, exc_info: object = None) -> str:

@@ -112,12 +112,7 @@ async def moved(
     generation, params, at = Generation(), {}, 0
     for hop, cut in enumerate([*cuts, None]):
         engine = engines[at % len(engines)]
-        path, sent = place(body, generation, params, hop, chat)
-        freezing: asyncio.Task[Frozen] | None = None
-        async for chunk in engine.stream(path, sent):
-            generation.take(chunk)
-            if cut is not None and freezing is None and len(generation.tokens) >= cut:
-                freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, PATIENCE))
+        freezing = await _until_asked(engine, body, generation, params, hop, cut, chat)
         if freezing is None:
             return generation
         try:
@@ -168,15 +163,30 @@ async def finish(
         generation.take(chunk)
 
 
+async def _until_asked(
+    engine: Engine,
+    body: dict[str, Any],
+    generation: Generation,
+    params: dict[str, Any],
+    hop: int,
+    cut: int | None,
+    chat: bool = False,
+) -> "asyncio.Task[Frozen] | None":
+    """Generate at an engine, which is asked to freeze the request after a token; None: it ends."""
+    freezing: asyncio.Task[Frozen] | None = None
+    path, sent = place(body, generation, params, hop, chat)
+    async for chunk in engine.stream(path, sent):
+        generation.take(chunk)
+        if cut is not None and freezing is None and len(generation.tokens) >= cut:
+            freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, PATIENCE))
+    return freezing
+
+
 async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generation:
     """Generate at an engine until it has frozen the request; its parameters are kept."""
     for _ in range(20):  # a request may end before it is frozen
-        generation, freezing = Generation(), None
-        path, sent = place(body, generation, {}, 0, False)
-        async for chunk in engine.stream(path, sent):
-            generation.take(chunk)
-            if len(generation.tokens) >= 6 and freezing is None:
-                freezing = asyncio.create_task(engine.control.freeze(generation.id, 0, PATIENCE))
+        generation = Generation()
+        freezing = await _until_asked(engine, body, generation, {}, 0, 6)
         assert freezing is not None
         try:
             frozen = await freezing

@@ -1,6 +1,6 @@
 """Telemetry as an engine publishes it, one message at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,7 @@ __all__ = [
     "endpoint_of",
     "frames",
     "publisher",
+    "snapshot",
 ]
 
 EDGES = [0, 1, 5, 20, 100, 400]
@@ -93,6 +94,31 @@ class Engine:
         seq, self.seq = self.seq, self.seq + 1
         header = {"instance": self.instance, "rank": 0, "epoch": self.epoch, "seq": seq}
         return header | {"step": self.step, "time": 0.0}
+
+
+def snapshot(
+    instance: str,
+    requests: Sequence[RequestForecast] = (),
+    edges: Sequence[int] = EDGES,
+    seq: int = 0,
+    epoch: int = 1,
+    **gauges: float,
+) -> Snapshot:
+    """What an engine publishes of all that it runs."""
+    return Snapshot(
+        instance=instance,
+        rank=0,
+        epoch=epoch,
+        step=seq,
+        time=0.0,
+        seq=seq,
+        gauges=Gauges(**gauges),
+        model="m",
+        checkpoint="c",
+        k=10,
+        edges=list(edges),
+        requests=list(requests),
+    )
 
 
 def frames(message: Message) -> list[bytes]:

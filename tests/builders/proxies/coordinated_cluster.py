@@ -1,14 +1,12 @@
 """A coordinator and its proxies, in the test's own event loop, before scripted engines."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
-from scripted_cluster import OPTIONS, Cluster, until
+from scripted_cluster import Cluster, names, scripted, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
@@ -17,10 +15,10 @@ from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.admin_app import AdminListener, Operated
-from rescheduler.serving.listeners import Listeners
+from rescheduler.serving.admin_app import AdminListener
+from rescheduler.serving.serve import Listeners
 
-__all__ = ["Coordinated", "coordinated_cluster"]
+__all__ = ["Coordinated", "Make", "coordinated_cluster", "link_of"]
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Coordinated:
 
     def load(self, name: str) -> int:
         """How many requests the coordinator knows on an instance."""
-        return len(self.coordinator.placements.on(self.coordinator.instances[name]))
+        return len(self.coordinator.cluster.placements.on(self.coordinator.cluster.instances[name]))
 
     async def ask(self, method: str, path: str) -> Any:
         """What the coordinator's operator listener answers."""
@@ -84,15 +82,14 @@ class Coordinated:
 
 def link_of(cluster: Cluster) -> Any:
     """The proxy's link to the coordinator."""
-    return cluster.proxy._planning.link  # type: ignore[union-attr]
+    return cluster.proxy.cluster.link  # type: ignore[attr-defined]
 
 
 async def _coordinator(deployment: Deployment) -> tuple[Coordinator, AdminListener[Any]]:
     coordinator = Coordinator(deployment)
     await coordinator.start()
-    operated = Operated(coordinator.instances, coordinator.placements, coordinator.drainer)
-    feed = SnapshotFeed(LiveSnapshots(coordinator, 0.05))
-    admin: AdminListener[Any] = AdminListener(operated, 0, feed=feed)
+    feed = SnapshotFeed(LiveSnapshots(coordinator.cluster, 0.05))
+    admin: AdminListener[Any] = AdminListener(coordinator.drainer, 0, feed=feed)
     await admin.start()
     return coordinator, admin
 
@@ -103,31 +100,16 @@ async def coordinated_cluster(
     port: int,
     proxies: int = 2,
     decodes: int = 2,
-    migration: Any = None,
-    routing: dict[str, Any] | None = None,
-    keys: Path | None = None,
-    prefix_caching: bool = True,
     lost_seconds: float = 3.0,
     **options: Any,
 ) -> AsyncIterator[Coordinated]:
-    """Run proxies and a coordinator on a port before scripted engines."""
-    engines: dict[str, ScriptedEngine] = {}
-    instances = []
-    for name in ["prefill-0", *(f"decode-{i}" for i in range(decodes))]:
-        engine = ScriptedEngine(name, name.partition("-")[0], tokenizer, engines)
-        engine.prefix_caching = prefix_caching
-        instance = await engine.start()  # its control socket has no keys
-        instances.append(msgspec.structs.replace(instance, control=None) if keys else instance)
-    deployment = Deployment(
-        model="m",
-        instances=instances,
-        migration=migration,
-        routing=routing or {"name": "jsq_load"},
-        coordinator=CoordinatorOptions(
-            endpoint=f"tcp://127.0.0.1:{port}", settle_seconds=0.5, lost_seconds=lost_seconds
-        ),
-        proxy=msgspec.structs.replace(OPTIONS, **options),
-        keys=str(keys) if keys else None,
+    """Run proxies and a coordinator on a port before engines; options are of `scripted`."""
+    endpoint = f"tcp://127.0.0.1:{port}"
+    coordinated = CoordinatorOptions(
+        endpoint=endpoint, settle_seconds=0.5, lost_seconds=lost_seconds
+    )
+    engines, deployment = await scripted(
+        tokenizer, names(decodes), coordinator=coordinated, **options
     )
     coordinator, admin = await _coordinator(deployment)
     async with aiohttp.ClientSession() as session:
@@ -147,3 +129,7 @@ async def coordinated_cluster(
             await made.coordinator.close()
             for engine in engines.values():
                 await engine.stop()
+
+
+Make = Callable[..., AbstractAsyncContextManager[Coordinated]]
+"""`coordinated_cluster` with a tokenizer and a port, as the fixture `coordinated` gives it."""

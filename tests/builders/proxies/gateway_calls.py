@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import msgspec
-from scripted_cluster import OPTIONS, until
-from scripted_engine import ScriptedEngine
+from scripted_cluster import scripted, until
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import Deployment
 from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
-from rescheduler.gateway.picker import Picker
-from rescheduler.gateway.picker_command import PickerServer
+from rescheduler.gateway.picker import Picker, PickerServer
 
 __all__ = ["Asked", "asked_picker", "request_head", "said"]
 
@@ -71,27 +67,18 @@ class Asked:
         """Nothing runs and nothing waits."""
         await until(
             lambda: (
-                not any(map(self.picker.placements.on, self.picker.instances.values()))
-                and not self.picker.dispatcher.waiting
+                not any(map(self.picker.cluster.placements.on, self.picker.cluster.all))
+                and not self.picker.cluster.dispatcher.waiting
             )
         )
 
 
 @asynccontextmanager
 async def asked_picker(
-    tokenizer: Tokenizer,
-    engines: int = 1,
-    routing: dict[str, Any] | None = None,
-    **options: Any,
+    tokenizer: Tokenizer, engines: int = 1, **options: Any
 ) -> AsyncIterator[Asked]:
-    """Run a picker for scripted engines, and connect to it; the options are of ``proxy``."""
-    made = [ScriptedEngine(f"decode-{i}", "decode", tokenizer, {}) for i in range(engines)]
-    deployment = Deployment(
-        model="m",
-        instances=[await engine.start() for engine in made],
-        routing=routing or {"name": "jsq_load"},
-        proxy=msgspec.structs.replace(OPTIONS, **options),
-    )
+    """Run a picker for scripted engines, and connect to it; the options are of `scripted`."""
+    made, deployment = await scripted(tokenizer, [f"decode-{i}" for i in range(engines)], **options)
     picker = Picker(deployment)
     server = PickerServer(picker, "127.0.0.1", 0, None, None)
     await picker.start()
@@ -102,5 +89,5 @@ async def asked_picker(
     finally:
         await server.stop(0)
         await picker.close()
-        for engine in made:
+        for engine in made.values():
             await engine.stop()

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,12 +13,23 @@ import msgspec
 from scripted_engine import ScriptedEngine, reference
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import Deployment, ProxyOptions
+from rescheduler.engines.deployment import CoordinatorOptions, Deployment, ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.listeners import Listeners
+from rescheduler.serving.serve import Listeners
 
-__all__ = ["OPTIONS", "PROMPT", "Cluster", "cluster", "text_of", "tokens_of", "until"]
+__all__ = [
+    "OPTIONS",
+    "PROMPT",
+    "Cluster",
+    "cluster",
+    "names",
+    "scripted",
+    "served",
+    "text_of",
+    "tokens_of",
+    "until",
+]
 
 PROMPT = "Tell me of a river"
 
@@ -102,8 +114,8 @@ class Cluster:
         """All that are on an instance."""
         return [
             request
-            for instance in self.proxy.instances.values()
-            for request in self.proxy.placements.on(instance)
+            for instance in self.proxy.cluster.all
+            for request in self.proxy.cluster.placements.on(instance)
         ]
 
     async def move(self) -> str:
@@ -111,15 +123,45 @@ class Cluster:
         request = self.live()
         target = next(
             instance
-            for instance in self.proxy.instances.values()
+            for instance in self.proxy.cluster.all
             if instance.instance.role == "decode" and instance is not request.instance
         )
         return (await self.proxy.migrator.move(request, target, "test")).outcome
 
+    async def moved(
+        self,
+        body: dict[str, Any],
+        before: Callable[[ScriptedEngine, ScriptedEngine], object] = lambda source, target: None,
+        at: int = 10,
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Chunks of a stream whose request begins to move at a token, and how the move ended.
+
+        ``before`` is called first, with the engine that runs it and the one that it moves to.
+        """
+        moves: list[asyncio.Task[str]] = []
+
+        async def move(tokens: int) -> None:
+            if tokens == at:
+                before(*self.source_and_target())
+                moves.append(asyncio.create_task(self.move()))
+
+        chunks = await self.stream({"prompt": PROMPT, **body}, move)
+        return chunks, await moves[0]
+
+    async def connect(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the clients' port, as bytes go."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port), **options)
+
+    async def text(self, path: str) -> str:
+        """What a GET answers."""
+        async with self.session.get(self.url + path) as response:
+            return await response.text()
+
     async def admin(self, method: str, path: str) -> Any:
         """What the operator's listener answers."""
-        headers = {"Authorization": f"Bearer {self.listeners.admin_token}"}
-        url = f"{self.listeners.admin_url}/admin/{path}"
+        headers = {"Authorization": f"Bearer {self.listeners.admin.token}"}
+        url = f"{self.listeners.admin.url}/admin/{path}"
         async with self.session.request(method, url, headers=headers) as response:
             return response.status, await response.json()
 
@@ -127,13 +169,11 @@ class Cluster:
         """Nothing is left anywhere, neither with the proxy nor with an engine."""
         async with asyncio.timeout(60):
             while (
-                any(
-                    self.proxy.placements.on(instance) for instance in self.proxy.instances.values()
-                )
+                self.requests()
                 or any(engine.running or engine.kept for engine in self.engines.values())
                 or self.proxy.running
-                or self.proxy.dispatcher.waiting
-                or self.proxy.dispatcher.waiting_for_prefill
+                or self.proxy.cluster.dispatcher.waiting
+                or self.proxy.cluster.dispatcher.waiting_for_prefill
             ):
                 await asyncio.sleep(0.01)
 
@@ -158,48 +198,77 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
     )
 
 
-@asynccontextmanager
-async def cluster(
+async def scripted(
     tokenizer: Tokenizer,
-    decodes: int = 2,
-    migration: Any = None,
+    names: Iterable[str],
     routing: dict[str, Any] | None = None,
-    prefix_caching: bool = True,
     kind: type[ScriptedEngine] = ScriptedEngine,
-    telemetry: dict[str, str] | None = None,
+    prefix_caching: bool = True,
+    telemetry: Mapping[str, str] | None = None,
+    migration: Any = None,
+    coordinator: CoordinatorOptions | None = None,
+    keys: Path | None = None,
     **options: Any,
-) -> AsyncIterator[Cluster]:
-    """Run a proxy before scripted engines.
+) -> tuple[dict[str, ScriptedEngine], Deployment]:
+    """Start engines, by their names; return them, and a deployment of them.
 
     Without prefix caching a request moves at once, wherever it is; else it is copied first,
     as soon as it has filled a block. Telemetry has the endpoints of instances that publish it.
     """
     engines: dict[str, ScriptedEngine] = {}
-    names = ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
     instances = []
     for name in names:
         engine = kind(name, name.partition("-")[0], tokenizer, engines)
         engine.prefix_caching = prefix_caching
-        published = (telemetry or {}).get(name)
-        instances.append(msgspec.structs.replace(await engine.start(), telemetry=published))
+        instance = await engine.start()
+        changes: dict[str, Any] = {"telemetry": (telemetry or {}).get(name)}
+        if keys:
+            changes["control"] = None  # it has no keys
+        instances.append(msgspec.structs.replace(instance, **changes))
     deployment = Deployment(
         model="m",
         instances=instances,
         migration=migration,
         routing=routing or {"name": "jsq_load"},
+        coordinator=coordinator,
         proxy=msgspec.structs.replace(OPTIONS, **options),
+        keys=str(keys) if keys else None,
     )
-    proxy = Proxy(deployment, tokenizer)
-    await proxy.start()
-    listeners = Listeners(proxy)
-    await listeners.start()
+    return engines, deployment
+
+
+def names(decodes: int) -> list[str]:
+    """Return those of a prefill engine and of some decode engines."""
+    return ["prefill-0", *(f"decode-{i}" for i in range(decodes))]
+
+
+@asynccontextmanager
+async def served(
+    deployment: Deployment, tokenizer: Tokenizer
+) -> AsyncIterator[tuple[Proxy, Listeners]]:
+    """Run a proxy before engines that run."""
+    async with AsyncExitStack() as stack:
+        proxy = Proxy(deployment, tokenizer)
+        stack.push_async_callback(proxy.close)
+        await proxy.start()
+        listeners = Listeners(proxy)
+        stack.push_async_callback(listeners.close)
+        await listeners.start()
+        yield proxy, listeners
+
+
+@asynccontextmanager
+async def cluster(tokenizer: Tokenizer, decodes: int = 2, **options: Any) -> AsyncIterator[Cluster]:
+    """Run a proxy before scripted engines; the options are those of `scripted`."""
+    engines, deployment = await scripted(tokenizer, names(decodes), **options)
     try:
-        async with aiohttp.ClientSession() as session:
+        async with (
+            served(deployment, tokenizer) as (proxy, listeners),
+            aiohttp.ClientSession() as session,
+        ):
             made = Cluster(engines, proxy, listeners, session, tokenizer)
             yield made
             await made.idle()
     finally:
-        await listeners.close()
-        await proxy.close()
         for engine in engines.values():
             await engine.stop()

@@ -284,9 +284,7 @@ def test_a_freeze_that_meets_the_end_moves_nothing_or_all(
         body = GREEDY | {"ignore_eos": False, "max_tokens": 40} | ending
         plain = await moved(engines, body, [])
         cuts = [max(1, len(plain.tokens) - early) for early in range(5)]
-        for generation in await asyncio.gather(
-            *(_frozen_or_ended(engines, body, cut) for cut in cuts)
-        ):
+        for generation in await asyncio.gather(*(moved(engines, body, [cut]) for cut in cuts)):
             assert generation.tokens == plain.tokens
             assert generation.finish_reason == plain.finish_reason
 
@@ -331,7 +329,7 @@ def test_a_preempted_request_can_be_frozen_or_says_why_not(on_engines: Run) -> N
         plain = [await moved(engines, body, []) for body in bodies]
         before = await engines[0].preemptions()
         generations = await asyncio.gather(
-            *(_frozen_or_ended(engines, body, 50 + 10 * n) for n, body in enumerate(bodies))
+            *(moved(engines, body, [50 + 10 * n]) for n, body in enumerate(bodies))
         )
         assert await engines[0].preemptions() > before
         for generation, expected in zip(generations, plain, strict=True):
@@ -374,22 +372,3 @@ def test_a_request_without_migration_parameters_runs_as_ever(on_engines: Run) ->
                 await engines[0].control.freeze("7", 0, PATIENCE)
 
     on_engines(work)
-
-
-async def _frozen_or_ended(engines: list[Engine], body: dict[str, Any], cut: int) -> Generation:
-    """Freeze about a token and go on at the other engine, unless the request ended first."""
-    generation, freezing = Generation(), None
-    path, sent = place(body, generation, {}, 0, False)
-    async for chunk in engines[0].stream(path, sent):
-        generation.take(chunk)
-        if len(generation.tokens) >= cut and freezing is None:
-            freezing = asyncio.create_task(engines[0].control.freeze(generation.id, 0, PATIENCE))
-    if freezing is None:
-        return generation
-    try:
-        frozen = await freezing
-    except NotFrozenError:
-        return generation
-    assert frozen.output_token_ids == generation.tokens
-    await finish(engines[1], body, generation, frozen.params, 1)
-    return generation

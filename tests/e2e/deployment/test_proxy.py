@@ -163,25 +163,6 @@ def test_moves_change_nothing_that_a_client_reads(
     assert [v for _, v in moved] == pytest.approx([v for _, v in expected], abs=1e-3)
 
 
-def test_a_stop_string_is_found_across_a_move(proxy: Served) -> None:
-    async def work(client: Client) -> None:
-        whole = text_of(await client.stream({**LONG, "max_tokens": 60}, url=client.direct))
-        stop = whole[60:180]  # some thirty tokens long
-
-        async def at(chunks: int) -> None:
-            if chunks == 1 and not moving:  # while most of it is withheld
-                moving.append(asyncio.create_task(client.leave()))
-
-        moving: list[asyncio.Task[None]] = []
-        chunks = await client.stream({**LONG, "max_tokens": 60, "stop": [stop]}, at=at)
-        await asyncio.gather(*moving)
-        assert text_of(chunks) == whole[:60]
-        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-        assert chunks[-1]["choices"][0]["stop_reason"] == stop
-
-    proxy.run(work)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("moment", ["at once", "soon", "while it moves"])
 def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, moment: str) -> None:
@@ -284,26 +265,6 @@ def test_headway_drain_empties_an_instance_while_streams_go_on(
         raise AssertionError("no request was ever moved by a drain that showed how many are left")
 
     proxy.run(work)
-
-
-def test_a_full_pool_is_429_with_a_time_to_try_again(
-    deployment: RunningDeployment, proxy: Served, tmp_path: Any
-) -> None:
-    del proxy  # it is idle
-    port = deployment.deployment.proxy.port + 500
-    with served(
-        deployment, tmp_path, pool=1, prefill_concurrency=1, port=port, admin_port=port + 50
-    ) as small:
-
-        async def work(client: Client) -> None:
-            body = {**GREEDY, "max_tokens": 4, "prompt": STORY * 20}
-            answers = await asyncio.gather(*(client.post(body) for _ in range(12)))
-            refused = [headers for status, _, headers in answers if status == 429]
-            assert refused
-            assert all(int(headers["Retry-After"]) >= 1 for headers in refused)
-            assert {status for status, _, _ in answers} == {200, 429}
-
-        small.run(work)
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,13 @@
 
 import signal
 import socket
-import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from chosen_ports import free_port
+from running_command import answer, next_line, running
 
 from rescheduler.commands.command_line import main
 from rescheduler.page.snapshot_log import read_log
@@ -34,30 +31,6 @@ def written(folder: Path, more: str = COORDINATOR, **ports: int) -> Path:
     return path
 
 
-@contextmanager
-def running(
-    command: list[str], verb: str, config: Path, *more: str
-) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [*command, verb, "--config", str(config), *more]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def answer(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except urllib.error.URLError as error:  # nobody listens yet
-        return 0, str(error)
-
-
 def until_answered(url: str, expected: str) -> None:
     deadline = time.monotonic() + 120
     while expected not in (last := answer(url)[1]):
@@ -76,18 +49,15 @@ def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
         coordinator = stack.enter_context(
             running(headway_command, "coordinator", config, "--record", str(log))
         )
-        assert coordinator.stdout is not None
-        first = coordinator.stdout.readline()
-        assert first == f"coordinating on tcp://127.0.0.1:{endpoint}\n"
+        assert next_line(coordinator) == f"coordinating on tcp://127.0.0.1:{endpoint}\n"
         page = f"http://127.0.0.1:{admin}/ui"
-        assert coordinator.stdout.readline().startswith(f"see it live: {page} (its token: ")
+        assert next_line(coordinator).startswith(f"see it live: {page} (its token: ")
         assert "<title>" in answer(page)[1]
         url = f"http://127.0.0.1:{port}"
         assert answer(f"{url}/health")[0] == 200
         proxies = [stack.enter_context(running(headway_command, "serve", config)) for _ in range(2)]
         for proxy in proxies:
-            assert proxy.stdout is not None
-            assert proxy.stdout.readline().startswith("serving on http://127.0.0.1:")
+            assert next_line(proxy).startswith("serving on http://127.0.0.1:")
         until_answered(f"{url}/metrics", "headway_coordinator_num_proxies 2.0")
         assert answer(f"{url}/ready")[0] == 200
         coordinator.send_signal(number)

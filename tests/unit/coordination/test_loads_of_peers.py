@@ -11,7 +11,7 @@ from rescheduler.coordination.messages import (
     TOPIC,
     CoordinationError,
     Load,
-    decode_load,
+    decode,
     encode,
 )
 from rescheduler.engines.deployment import Instance, ProxyOptions
@@ -106,10 +106,10 @@ def test_whatever_peers_say_a_proxy_is_left_its_share_of_an_instance(
 )
 def test_a_load_that_no_proxy_can_have_is_refused(load: Load) -> None:
     with pytest.raises(CoordinationError, match="invalid message"):
-        decode_load(encode(load))
+        decode(encode(load), Load)
 
 
 def test_a_load_on_other_instances_is_left_out() -> None:
     counted, instance = loads(Clock())
-    counted.peer(1, decode_load([TOPIC, encode(Load([1, 2], [3]))[1]]))
+    counted.peer(1, decode([TOPIC, encode(Load([1, 2], [3]))[1]], Load))
     assert not counted.on(instance)

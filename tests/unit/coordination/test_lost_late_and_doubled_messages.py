@@ -3,11 +3,11 @@
 import asyncio
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, cast
 
 import pytest
+from coordinating import shared_by_sessions
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -15,21 +15,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rescheduler.coordination.cluster_loads import ClusterLoads
-from rescheduler.coordination.coordinated_planning import WatchedPlacements
+from rescheduler.coordination.coordinated_cluster import CoordinatedDispatcher, WatchedPlacements
 from rescheduler.coordination.link import FAR, Link
-from rescheduler.coordination.messages import CoordinationError, Notice, Report
-from rescheduler.coordination.placer import CoordinatedPlacer
-from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordinator.fair_pool import FairPool
+from rescheduler.coordination.messages import CoordinationError, Notice, RefusedMessages, Report
 from rescheduler.coordinator.mirror import Mirror
-from rescheduler.coordinator.session import Shared
+from rescheduler.coordinator.session import Session
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import MoveOutcome, Placements
+from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import (
     Copying,
     Decoding,
@@ -38,7 +35,6 @@ from rescheduler.placement.request_state import (
     Prefilling,
     Waiting,
 )
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.transfer.control_client import ControlClient
 
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)
@@ -69,22 +65,21 @@ class Proxy:
         self.flows: dict[LiveRequest, asyncio.Task[None]] = {}
         self.moves: dict[LiveRequest, InstanceState] = {}
         self.numbers = itertools.count()
+        step = MeanStepTime()
         self.link = Link(
-            name, self.instances, DIGEST, SILENT, model.clock, self.carry_out, lambda: None
+            name, self.instances, DIGEST, SILENT, model.clock, step, self.carry_out, lambda: None
         )
         self.link.listening = f"tcp://{name}:1"
         self.placements = WatchedPlacements(self.link.changed)
-        fallback: Dispatcher[LiveRequest] = Dispatcher(
+        self.placer = CoordinatedDispatcher(
+            self.link,
+            lambda: None,
             ClusterLoads(self.placements, self.instances, LOST, model.clock),
-            self.instances[:1],
-            self.instances[1:],
-            JSQLoad(),
-            None,
-            None,
+            self.instances,
             OPTIONS,
+            step,
             model.clock,
         )
-        self.placer = CoordinatedPlacer(self.link, fallback, OPTIONS, model.clock, lambda: None)
 
     def carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:
         assert request.can_move
@@ -173,30 +168,12 @@ class Model(RuleBasedStateMachine):
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        states, self.placed = instances(), Placements[Mirror]()
-        settled = asyncio.Event()
-        settled.set()
-        dispatcher: Dispatcher[Mirror] = Dispatcher(
-            self.placed, states[:1], states[1:], JSQLoad(), None, None, OPTIONS, self.clock
-        )
         refused = RefusedMessages("refused", "proxy", clock=self.clock)
-        self.sessions = Sessions(DIGEST, LOST, refused)
+        name = f"c{next(self.names)}"
+        self.shared = shared_by_sessions(name, instances(), OPTIONS, self.clock, self.background)
+        self.placed = self.shared.cluster.placements
+        self.sessions = Sessions(self.shared, DIGEST, LOST, refused)
         self.ordered: list[asyncio.Task[MoveOutcome]] = []
-        self.shared = Shared(
-            f"c{next(self.names)}",
-            states,
-            self.placed,
-            dispatcher,
-            FairPool(OPTIONS.pool),
-            FairPool(OPTIONS.pool),
-            Counter(),
-            None,
-            lambda instance, certain: None,
-            self.background,
-            self.clock,
-            lambda: None,
-            settled,
-        )
 
     # What happens to requests.
 
@@ -212,7 +189,7 @@ class Model(RuleBasedStateMachine):
 
     def _arrive(self, proxy: Proxy, client: ClientRequest) -> None:
         id = f"{proxy.link.listening}/{next(proxy.numbers)}"
-        request = LiveRequest.new(id, id, client, {}, self.now, TOKENIZER, proxy.placements)
+        request = LiveRequest(id, id, client, {}, self.now, TOKENIZER, proxy.placements)
         proxy.start(request)
 
     @rule(p=st.integers(0, 1), data=st.data(), succeeds=st.booleans())
@@ -300,7 +277,7 @@ class Model(RuleBasedStateMachine):
         ]
         if known:
             session, mirror = data.draw(st.sampled_from(known))
-            targets = [one for one in self.shared.instances[1:] if one is not mirror.instance]
+            targets = [one for one in self.shared.cluster.all[1:] if one is not mirror.instance]
             target = data.draw(st.sampled_from(targets))
             self.ordered.append(self.loop.create_task(session.move(mirror, target, "test")))
 
@@ -317,7 +294,7 @@ class Model(RuleBasedStateMachine):
         await self._coordinator_sends(beat)
 
     async def _coordinator_sends(self, beat: bool) -> None:
-        async for session, notice in self.sessions.notices(beat, self.shared):
+        async for session, notice in self.sessions.notices(beat):
             for proxy in self.proxies:
                 if proxy.connection == session.peer:
                     proxy.down.append(notice)
@@ -337,7 +314,7 @@ class Model(RuleBasedStateMachine):
         await self._hears(self.proxies[p], self.proxies[p].up.pop(0))
 
     async def _hears(self, proxy: Proxy, report: Report) -> None:
-        heard = self.sessions.receive(report, proxy.connection, None, self.shared)
+        heard = self.sessions.receive(report, proxy.connection, None)
         assert await heard is None
 
     @rule(p=st.integers(0, 1), data=st.data(), keep=st.booleans())
@@ -370,7 +347,7 @@ class Model(RuleBasedStateMachine):
         if session is not None and session.peer is not None:
             peer, known, last = session.peer, session.known, session._heard.last
             forged = Report(session.name, last + ahead, "", 0, DIGEST, "", whole)
-            assert await self.sessions.receive(forged, b"forger", None, self.shared) is None
+            assert await self.sessions.receive(forged, b"forger", None) is None
             assert (session.peer, session.known, session._heard.last) == (peer, known, last)
 
     @rule(p=st.integers(0, 1), far=st.integers(FAR + 1, 2**39), whole=st.booleans())
@@ -447,7 +424,7 @@ class Model(RuleBasedStateMachine):
             for mirror in session.mirrors.values()
         }
         assert there == here
-        on = {one.name: len(self.placed.on(one)) for one in self.shared.instances}
+        on = {one.name: len(self.placed.on(one)) for one in self.shared.cluster.all}
         for name, count in on.items():
             assert count == sum(where == name for where, _ in here.values()), "a lost slot"
         assert all(task.done() for task in self.ordered), "an order without an end"
@@ -480,6 +457,22 @@ class Model(RuleBasedStateMachine):
         self.converse(beats=4)
         return request
 
+    def session(self, p: int) -> Session:
+        return self.sessions.by_name[self.proxies[p].link.session]
+
+    def mirror(self, p: int) -> Mirror:
+        """Its only request, as the coordinator knows it."""
+        (mirror,) = self.session(p).mirrors.values()
+        return mirror
+
+    def order_elsewhere(self, p: int) -> InstanceState:
+        """Have its only request move; return where to."""
+        session, mirror = self.session(p), self.mirror(p)
+        target = next(one for one in self.shared.cluster.all[1:] if one is not mirror.instance)
+        moving = session.move(mirror, target, "test")
+        self.do(action=lambda: self.ordered.append(self.loop.create_task(moving)))
+        return target
+
     async def _converse(self) -> None:
         """All say what there is, and hear it."""
         self.now += BEAT
@@ -511,166 +504,118 @@ TestMessages = Model.TestCase
 TestMessages.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
-def test_a_place_whose_notice_is_lost_is_offered_again() -> None:
-    model = Model()
+@pytest.fixture
+def model() -> Iterator[Model]:
+    """It has begun; at its end all agree, as after every example."""
+    made = Model()
     try:
-        model.start()
-        model.all_agree_in_the_end()
-        model.arrive(p=0)
-        model.proxy_sends(p=0, beat=False)
-        model.report_comes_first(p=0)
-        model.coordinator_sends(beat=False)
-        assert model.proxies[0].down.pop().answers
-        model.all_agree_in_the_end()
+        made.start()
+        yield made
     finally:
-        model.teardown()
+        made.teardown()
 
 
-def test_a_proxy_that_was_silent_for_long_is_decided_for_again_at_once() -> None:
-    model = Model()
-    try:
-        model.start()
-        model.converse(beats=300)
-        model.time_passes(seconds=LOST + 1)
-        model.coordinator_sends(beat=True)
-        assert not model.sessions.by_name, "forgotten"
-        model.arrive(p=0)
-        model.converse(beats=4)
-        assert all(proxy.link.alive for proxy in model.proxies)
-        assert model.proxies[0].running(Prefilling), "no place"
-    finally:
-        model.teardown()
+def test_a_place_whose_notice_is_lost_is_offered_again(model: Model) -> None:
+    model.all_agree_in_the_end()
+    model.arrive(p=0)
+    model.proxy_sends(p=0, beat=False)
+    model.report_comes_first(p=0)
+    model.coordinator_sends(beat=False)
+    assert model.proxies[0].down.pop().answers
+    model.all_agree_in_the_end()
 
 
-def test_a_request_can_move_again_once_its_client_reads() -> None:
-    model = Model()
-    try:
-        model.start()
-        request = model.generating(p=0)
-        (mirror,) = model.sessions.by_name[model.proxies[0].link.session].mirrors.values()
-        for blocks in (True, False):
-            request.client_blocks = blocks
-            model.do(action=lambda: model.proxies[0].link.changed(request))
-            model.converse(beats=1)
-            assert mirror.can_move is not blocks
-            request.client_blocks = not blocks
-            model.converse(beats=1)
-            assert mirror.can_move is blocks
-    finally:
-        model.teardown()
+def test_a_proxy_that_was_silent_for_long_is_decided_for_again_at_once(model: Model) -> None:
+    model.converse(beats=300)
+    model.time_passes(seconds=LOST + 1)
+    model.coordinator_sends(beat=True)
+    assert not model.sessions.by_name, "forgotten"
+    model.arrive(p=0)
+    model.converse(beats=4)
+    assert all(proxy.link.alive for proxy in model.proxies)
+    assert model.proxies[0].running(Prefilling), "no place"
 
 
-def test_a_running_request_waits_for_an_instance_though_no_new_one_is_taken() -> None:
-    """Whoever placed it before: a coordinator that has just started is asked for another place."""
-    model = Model()
-    try:
-        model.start()
-        request = model.generating(p=0)
-        model.coordinator_dies()
-        model.converse(beats=4)
-        for instance in model.shared.instances[1:]:
-            instance.breaker.failed(model.now, certain=True)
-        model.do(action=lambda: request.fail(unsent=False))
-        model.do(action=lambda: model.proxies[0].start(request))
-        model.converse(beats=4)
-        assert not model.proxies[0].flows[request].done(), "neither placed nor refused"
-        for instance in model.shared.instances[1:]:
-            instance.breaker.succeeded()
-        model.do(action=model.shared.dispatcher.wake)
-        model.converse(beats=4)
-        assert model.proxies[0].running(Placed) == [request]
-    finally:
-        model.teardown()
-
-
-def test_what_only_an_engine_has_counted_is_not_lost_at_the_end() -> None:
-    """As of an answer that comes as a whole, whose tokens its proxy does not see."""
-    model = Model()
-    try:
-        model.start()
-        request = model.generating(p=0)
-        session = model.sessions.by_name[model.proxies[0].link.session]
-        (mirror,) = session.mirrors.values()
-        mirror.reported(8, 50)
-        model.do(action=lambda: model.proxies[0].link.ended(request, by_itself=True))
-        model.do(action=lambda: model.proxies[0].flows.pop(request))
-        model.converse(beats=2)
-        assert not session.mirrors
-        assert mirror.generated_tokens == 50
-    finally:
-        model.teardown()
-
-
-def test_of_several_answers_an_engine_counts_only_one_each() -> None:
-    model = Model()
-    try:
-        model.start()
-        two = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100, "n": 2}')
-        model.arrive_with(p=0, client=two)
-        model.converse(beats=4)
-        (mirror,) = model.sessions.by_name[model.proxies[0].link.session].mirrors.values()
-        before = mirror.context_tokens
-        mirror.reported(8, 50)
-        assert mirror.context_tokens == before
-    finally:
-        model.teardown()
-
-
-def test_a_proxy_that_nobody_answers_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    try:
-        model.start()
-        for _ in range(3):
-            model.time_passes(seconds=11.0)
-            model.proxy_sends(p=0, beat=True)
-        said = [record.message for record in caplog.records if "no coordinator" in record.message]
-        assert len(said) == 1
-        assert "with the same keys?" in said[0]
-    finally:
-        model.teardown()
-
-
-def test_an_order_that_is_given_last_of_all_is_carried_out() -> None:
-    model = Model()
-    try:
-        model.start()
-        request = model.generating(p=0)
-        session = model.sessions.by_name[model.proxies[0].link.session]
-        (mirror,) = session.mirrors.values()
-        target = next(one for one in model.shared.instances[1:] if one is not mirror.instance)
-        model.do(
-            action=lambda: model.ordered.append(
-                model.loop.create_task(session.move(mirror, target, "test"))
-            )
-        )
-        model.all_agree_in_the_end()
-        assert request.instance is not None
-        assert request.instance.name == target.name
-        assert model.ordered[0].result().outcome == "moved"
-    finally:
-        model.teardown()
-
-
-def test_a_move_is_known_to_have_landed_though_what_said_so_was_lost() -> None:
-    model = Model()
-    try:
-        model.start()
-        model.generating(p=0)
-        proxy = model.proxies[0]
-        session = model.sessions.by_name[proxy.link.session]
-        (mirror,) = session.mirrors.values()
-        target = next(one for one in model.shared.instances[1:] if one is not mirror.instance)
-        ordered = []
-
-        def order() -> None:
-            ordered.append(model.loop.create_task(session.move(mirror, target, "test")))
-
-        model.do(action=order)
+def test_a_request_can_move_again_once_its_client_reads(model: Model) -> None:
+    request = model.generating(p=0)
+    mirror = model.mirror(p=0)
+    for blocks in (True, False):
+        request.client_blocks = blocks
+        model.do(action=lambda: model.proxies[0].link.changed(request))
         model.converse(beats=1)
-        (request,) = proxy.moves
-        model.do(action=lambda: model._end_move(proxy, request, lands=True))
-        proxy.link._moves.clear()
-        model.all_agree_in_the_end()
-        assert ordered[0].result() == MoveOutcome("moved"), "and nobody knows its pause"
-    finally:
-        model.teardown()
+        assert mirror.can_move is not blocks
+        request.client_blocks = not blocks
+        model.converse(beats=1)
+        assert mirror.can_move is blocks
+
+
+def test_a_running_request_waits_for_an_instance_though_no_new_one_is_taken(model: Model) -> None:
+    """Whoever placed it before: a coordinator that has just started is asked for another place."""
+    request = model.generating(p=0)
+    model.coordinator_dies()
+    model.converse(beats=4)
+    for instance in model.shared.cluster.all[1:]:
+        instance.breaker.failed(model.now, certain=True)
+    model.do(action=lambda: request.fail(unsent=False))
+    model.do(action=lambda: model.proxies[0].start(request))
+    model.converse(beats=4)
+    assert not model.proxies[0].flows[request].done(), "neither placed nor refused"
+    for instance in model.shared.cluster.all[1:]:
+        instance.breaker.succeeded()
+    model.do(action=model.shared.cluster.dispatcher.wake)
+    model.converse(beats=4)
+    assert model.proxies[0].running(Placed) == [request]
+
+
+def test_what_only_an_engine_has_counted_is_not_lost_at_the_end(model: Model) -> None:
+    """As of an answer that comes as a whole, whose tokens its proxy does not see."""
+    request = model.generating(p=0)
+    session, mirror = model.session(p=0), model.mirror(p=0)
+    mirror.reported(8, 50)
+    model.do(action=lambda: model.proxies[0].link.ended(request, by_itself=True))
+    model.do(action=lambda: model.proxies[0].flows.pop(request))
+    model.converse(beats=2)
+    assert not session.mirrors
+    assert mirror.generated_tokens == 50
+
+
+def test_of_several_answers_an_engine_counts_only_one_each(model: Model) -> None:
+    two = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100, "n": 2}')
+    model.arrive_with(p=0, client=two)
+    model.converse(beats=4)
+    mirror = model.mirror(p=0)
+    before = mirror.context_tokens
+    mirror.reported(8, 50)
+    assert mirror.context_tokens == before
+
+
+def test_a_proxy_that_nobody_answers_says_so_once(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        model.time_passes(seconds=11.0)
+        model.proxy_sends(p=0, beat=True)
+    said = [record.message for record in caplog.records if "no coordinator" in record.message]
+    assert len(said) == 1
+    assert "with the same keys?" in said[0]
+
+
+def test_an_order_that_is_given_last_of_all_is_carried_out(model: Model) -> None:
+    request = model.generating(p=0)
+    target = model.order_elsewhere(p=0)
+    model.all_agree_in_the_end()
+    assert request.instance is not None
+    assert request.instance.name == target.name
+    assert model.ordered[0].result().outcome == "moved"
+
+
+def test_a_move_is_known_to_have_landed_though_what_said_so_was_lost(model: Model) -> None:
+    model.generating(p=0)
+    proxy = model.proxies[0]
+    model.order_elsewhere(p=0)
+    model.converse(beats=1)
+    (request,) = proxy.moves
+    model.do(action=lambda: model._end_move(proxy, request, lands=True))
+    proxy.link._moves.clear()
+    model.all_agree_in_the_end()
+    assert model.ordered[0].result() == MoveOutcome("moved"), "and nobody knows its pause"

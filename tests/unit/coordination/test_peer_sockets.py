@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
-from rescheduler.coordination.messages import Load, encode
+from rescheduler.coordination.messages import Load, RefusedMessages, encode
 from rescheduler.coordination.peer_sockets import PeerSockets
-from rescheduler.coordination.refused_messages import RefusedMessages
 
 
 class Publishers:

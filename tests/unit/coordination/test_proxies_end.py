@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.coordination.coordinated_planning import WatchedPlacements
+from rescheduler.coordination.coordinated_cluster import WatchedPlacements
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
     MOST_FAILURES,
@@ -18,12 +18,14 @@ from rescheduler.coordination.messages import (
     MoveOrder,
     Notice,
     ProxyLoad,
+    Report,
     View,
-    decode_report,
+    decode,
     encode,
 )
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 
@@ -38,12 +40,13 @@ def link() -> Link:
         InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), None)
         for name in named
     ]
-    return Link("session", instances, "digest", 1.5, lambda: 0.0, cast(Any, None), lambda: None)
+    step, carry_out = MeanStepTime(), cast(Any, None)
+    return Link("session", instances, "digest", 1.5, lambda: 0.0, step, carry_out, lambda: None)
 
 
 def arrived(on: Link, name: str) -> LiveRequest:
     placements = WatchedPlacements(on.changed)
-    return LiveRequest.new(name, name, CLIENT, {}, 0.0, TOKENIZER, placements)
+    return LiveRequest(name, name, CLIENT, {}, 0.0, TOKENIZER, placements)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +132,4 @@ def said(conversation: Link, beat: bool) -> Any:
     """The report, as the coordinator reads it."""
     report = conversation.report(beat)
     assert report is not None
-    return decode_report(encode(report))
+    return decode(encode(report), Report)

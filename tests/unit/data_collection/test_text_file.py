@@ -22,7 +22,7 @@ from predictor.models.checkpoint import read_config
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
-from rescheduler.proxy.upstream import engine_key
+from rescheduler.placement.upstream import engine_key
 from rescheduler.step_time.profile import load_profile, write_profile
 from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 

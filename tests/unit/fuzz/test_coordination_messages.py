@@ -1,10 +1,10 @@
 """What proxies and the coordinator say to each other, damaged or extreme: both go on."""
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import msgspec
+from coordinating import RECORD, shared_by_sessions
 from damage import ODD_VALUES, changed, damaged_bytes
 from fuzzing import fuzzed
 from hypothesis import example, given
@@ -28,24 +28,18 @@ from rescheduler.coordination.messages import (
     ProxyLoad,
     Record,
     Refusal,
+    RefusedMessages,
     Report,
     View,
-    decode_load,
-    decode_notice,
-    decode_report,
+    decode,
     encode,
 )
-from rescheduler.coordination.refused_messages import RefusedMessages
-from rescheduler.coordinator.fair_pool import FairPool
-from rescheduler.coordinator.mirror import Mirror
-from rescheduler.coordinator.session import Shared
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 
 OPTIONS = ProxyOptions(pool=8, ahead=4, prefill_concurrency=2)
 PACKABLE = ODD_VALUES.filter(lambda one: not isinstance(one, int) or -(2**63) <= one < 2**64)
@@ -131,28 +125,8 @@ NOTICES = st.builds(
     ),
     refused=st.none() | st.just("no"),
 )
-WAITS = Record(
-    handle=1,
-    id="victim-1",
-    name="victim-1",
-    external_id="victim-1",
-    ticket=1,
-    for_prefill=False,
-    waited=0.0,
-    instance=-1,
-    destination=-1,
-    hop=-1,
-    prompt_tokens=8,
-    generated_tokens=0,
-    generated_at_move=None,
-    max_tokens=None,
-    movable=True,
-    several=False,
-    can_move=False,
-    moving=False,
-    generating=False,
-    on_its_way=False,
-    avoid=[],
+WAITS = msgspec.structs.replace(
+    RECORD, id="victim-1", name="victim-1", external_id="victim-1", ticket=1
 )
 
 
@@ -167,26 +141,11 @@ class Coordinating:
     """The coordinator's end, for as long as a test's event loop."""
 
     def __init__(self) -> None:
-        loop, states, placed = asyncio.get_running_loop(), instances(), Placements[Mirror]()
+        clock = asyncio.get_running_loop().time
         self.tasks: list[asyncio.Task[None]] = []
-        self.sessions = Sessions("digest", 10.0, RefusedMessages("refused", "proxy"))
-        settled = asyncio.Event()
-        settled.set()
-        self.shared = Shared(
-            "c",
-            states,
-            placed,
-            Dispatcher(placed, states[:1], states[1:], JSQLoad(), None, None, OPTIONS, loop.time),
-            FairPool(OPTIONS.pool),
-            FairPool(OPTIONS.pool),
-            Counter(),
-            None,
-            lambda instance, certain: None,
-            self.background,
-            loop.time,
-            lambda: None,
-            settled,
-        )
+        shared = shared_by_sessions("c", instances(), OPTIONS, clock, self.background)
+        refused = RefusedMessages("refused", "proxy")
+        self.sessions = Sessions(shared, "digest", 10.0, refused)
 
     def background(self, work: Any) -> "asyncio.Task[None]":
         self.tasks.append(asyncio.get_running_loop().create_task(work))
@@ -194,15 +153,15 @@ class Coordinating:
 
     async def hears(self, report: Report, peer: bytes) -> None:
         frames = encode(report)
-        await self.sessions.receive(decode_report(frames), peer, "127.0.0.1", self.shared)
+        await self.sessions.receive(decode(frames, Report), peer, "127.0.0.1")
 
     async def says(self) -> dict[bytes, Notice]:
         for _ in range(12):
             await asyncio.sleep(0)
         said = {}
-        async for session, notice in self.sessions.notices(True, self.shared):
+        async for session, notice in self.sessions.notices(True):
             assert session.peer is not None
-            said[session.peer] = decode_notice(encode(notice))
+            said[session.peer] = decode(encode(notice), Notice)
         return said
 
     async def end(self) -> None:
@@ -231,7 +190,8 @@ async def test_a_proxy_gets_its_place_whatever_another_one_says(reports: list[Re
 
 def link(clock: Any) -> Link:
     ignore: Any = lambda *_: None  # noqa: E731
-    return Link("session", instances(), "digest", 1.5, clock, ignore, ignore)
+    step = MeanStepTime()
+    return Link("session", instances(), "digest", 1.5, clock, step, ignore, ignore)
 
 
 @fuzzed(batch=5)
@@ -240,12 +200,12 @@ async def test_a_proxy_hears_the_next_view_whatever_came_before(notices: list[No
     heard = link(asyncio.get_running_loop().time)
     for notice in notices:
         try:
-            heard.receive(decode_notice(encode(notice)))
+            heard.receive(decode(encode(notice), Notice))
         except CoordinationError as error:
             assert error.reason in ("content", "number")
         report = heard.report(beat=True)
         assert report is not None
-        decode_report(encode(report))
+        decode(encode(report), Report)
     view = View([False] * 3, 12_345, [])
     heard.receive(Notice("c/3", 1, view=view))
     assert heard.view == view
@@ -257,7 +217,7 @@ def test_loads_are_few_requests_whatever_peers_say(said: list[tuple[int, Load]])
     states = instances()
     loads = ClusterLoads(Placements[LiveRequest](), states, 10.0, lambda: 0.0)
     for proxy, load in said:
-        loads.peer(proxy, decode_load(encode(load)))
+        loads.peer(proxy, decode(encode(load), Load))
     for instance in states:
         on = loads.on(instance)
         assert len(on) <= 1_024
@@ -289,9 +249,9 @@ def damaged_frames(draw: st.DrawFn) -> list[bytes]:
 @given(damaged_frames())
 @example([TOPIC, b"\x91" * 100_000])
 def test_what_is_no_message_is_refused_as_such(frames: list[bytes]) -> None:
-    for decode in (decode_report, decode_notice, decode_load):
+    for kind in (Report, Notice, Load):
         try:
-            read = decode(frames)
+            read = decode(frames, kind)
         except CoordinationError as error:
             assert str(error).isprintable()
         else:

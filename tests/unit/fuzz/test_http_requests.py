@@ -260,7 +260,7 @@ async def test_the_operators_listener_answers_whoever_asks(
     batch: list[tuple[bytes, bytes, list[tuple[bytes, bytes]], bool]],
 ) -> None:
     async with cluster(tokenizer, kind=StrictEngine, **SHORT) as it:
-        token = (b"Authorization", f"Bearer {it.listeners.admin_token}".encode())
+        token = (b"Authorization", f"Bearer {it.listeners.admin.token}".encode())
         asked = [
             Request(
                 raw_request(method, path, [(b"Connection", b"close"), *headers, *[token][:knows]]),
@@ -270,7 +270,7 @@ async def test_the_operators_listener_answers_whoever_asks(
         ]
         with no_errors_logged():
             answered = await asyncio.gather(
-                *(exchange(it.listeners.admin_url, one.sent) for one in asked)
+                *(exchange(it.listeners.admin.url, one.sent) for one in asked)
             )
             for request, answers in zip(asked, answered, strict=True):
                 secret = INTERNAL if token[1] in request.sent else INTERNAL + NAMES

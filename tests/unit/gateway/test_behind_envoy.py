@@ -10,16 +10,13 @@ import aiohttp
 import numpy as np
 import zmq
 from gateway import Config, Gateway, gateway
+from published_telemetry import frames, snapshot
 from scripted_cluster import until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import (
-    TOPIC,
-    Gauges,
     RequestForecast,
-    Snapshot,
-    encode_message,
     encode_survival,
 )
 
@@ -113,17 +110,17 @@ async def test_a_request_whose_client_leaves_is_forgotten(
         await until(lambda: len(one.requests()) == 5)
         await left([*tasks, document])
         await one.idle()
-        assert all(instance.breaker.closed for instance in one.picker.instances.values())
+        assert all(instance.breaker.closed for instance in one.picker.cluster.all)
 
 
 async def test_a_request_waits_at_the_gateway_until_there_is_room(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     routing = {"name": "throttled", "limit": 1}
-    async with gateway(tokenizer, tmp_path, 1, routing, pool=1) as one:
+    async with gateway(tokenizer, tmp_path, 1, routing=routing, pool=1) as one:
         first = await held(one, 1)
         second = asyncio.create_task(one.post({"model": "m", "prompt": "a", "max_tokens": 2}))
-        await until(lambda: len(one.picker.dispatcher.waiting) == 1)
+        await until(lambda: len(one.picker.cluster.dispatcher.waiting) == 1)
         status, answer, headers = await one.post({"model": "m", "prompt": "a", "max_tokens": 2})
         assert (status, headers["Retry-After"]) == (429, "1")
         assert "1 requests wait already" in error_of(answer)
@@ -135,7 +132,7 @@ async def test_a_request_waits_at_the_gateway_until_there_is_room(
 
 async def test_a_request_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path) -> None:
     routing = {"name": "throttled", "limit": 1}
-    async with gateway(tokenizer, tmp_path, 1, routing, pool_seconds=0.05) as one:
+    async with gateway(tokenizer, tmp_path, 1, routing=routing, pool_seconds=0.05) as one:
         first = await held(one, 1)
         status, answer, headers = await one.post({"model": "m", "prompt": "a"})
         assert (status, headers["Retry-After"]) == (503, "5")
@@ -152,7 +149,7 @@ async def test_an_engine_that_dies_gets_no_more_requests_until_it_is_back(
         dead, alive = one.engines["decode-0"], one.engines["decode-1"]
         await dead.stop()
         await until(lambda: sum(task.done() for task in tasks) == 2)
-        await until(lambda: not one.picker.instances["decode-0"].breaker.closed)
+        await until(lambda: not one.picker.cluster.instances["decode-0"].breaker.closed)
         dead.running.clear()
         assert not one.requests("decode-0")
         served = len(alive.bodies)
@@ -188,10 +185,10 @@ async def test_it_is_the_engine_that_is_blamed_for_errors_and_no_request(
             assert (await one.post({"model": "m", "prompt": "venom"}))[0] == 500
         # It is asked for a token, and generates it.
         await until(lambda: any(probed(engine) for engine in one.engines.values()))
-        assert all(instance.breaker.closed for instance in one.picker.instances.values())
+        assert all(instance.breaker.closed for instance in one.picker.cluster.all)
         broken = one.engines["decode-0"]
         broken.fails = 500
-        while one.picker.instances["decode-0"].breaker.closed:
+        while one.picker.cluster.instances["decode-0"].breaker.closed:
             await one.post({"model": "m", "prompt": "a", "max_tokens": 1})
         for _ in range(4):
             assert (await one.post({"model": "m", "prompt": "a", "max_tokens": 1}))[0] == 200
@@ -289,7 +286,7 @@ def by_metadata(config: Config, engines: list[ScriptedEngine]) -> Config:
 
 async def test_a_gateway_may_go_by_the_metadata(tokenizer: Tokenizer, tmp_path: Path) -> None:
     routing = {"name": "fcfs"}  # which fills the first engine first
-    async with gateway(tokenizer, tmp_path, 3, routing, by_metadata) as one:
+    async with gateway(tokenizer, tmp_path, 3, by_metadata, routing=routing) as one:
         for _ in range(5):
             assert (await one.post({"model": "m", "prompt": "a", "max_tokens": 1}))[0] == 200
         assert [len(engine.bodies) for engine in one.engines.values()] == [5, 0, 0]
@@ -326,7 +323,7 @@ async def test_a_picker_that_is_killed_cuts_streams_and_the_next_one_serves(
         await one.restart(port, seconds=0.0)
         for cut in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(cut, aiohttp.ClientError)
-        assert not any(before.placements.on(one) for one in before.instances.values())
+        assert not any(before.cluster.placements.on(one) for one in before.cluster.all)
         body = {"model": "m", "prompt": "a", "max_tokens": 1}
         while (await one.post(body))[0] != 200:
             pass
@@ -339,21 +336,7 @@ def published_forecasts(**curves: list[float]) -> list[bytes]:
         RequestForecast(f"cmpl-{name}-0-0123abcd", 123, 1, 1, 4_999, curve)
         for name, curve in zip(curves, coded, strict=True)
     ]
-    snapshot = Snapshot(
-        instance="decode-0",
-        rank=0,
-        epoch=1,
-        seq=0,
-        step=1,
-        time=0.0,
-        gauges=Gauges(),
-        model="m",
-        checkpoint="c",
-        k=10,
-        edges=[0, 100, 1_000, 10_000],
-        requests=requests,
-    )
-    return [TOPIC, encode_message(snapshot)]
+    return frames(snapshot("decode-0", requests, [0, 100, 1_000, 10_000]))
 
 
 async def test_forecasts_find_their_requests(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -361,9 +344,10 @@ async def test_forecasts_find_their_requests(tokenizer: Tokenizer, tmp_path: Pat
     with zmq.Context() as context, context.socket(zmq.PUB) as published:
         published.linger = 0
         port = published.bind_to_random_port("tcp://127.0.0.1")
-        telemetry = [f"tcp://127.0.0.1:{port}", f"tcp://localhost:{port}"]
+        hosts = {"decode-0": "127.0.0.1", "decode-1": "localhost"}
+        telemetry = {name: f"tcp://{host}:{port}" for name, host in hosts.items()}
         routing = {"name": "decode_balancer"}
-        async with gateway(tokenizer, tmp_path, 2, routing, telemetry=telemetry) as one:
+        async with gateway(tokenizer, tmp_path, 2, routing=routing, telemetry=telemetry) as one:
             tasks = []
             for name in ("long", "short"):
                 body = {"prompt": PROMPT, "max_tokens": 5_000}

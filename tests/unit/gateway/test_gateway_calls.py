@@ -45,7 +45,7 @@ def refused(answers: list[Any]) -> tuple[int, str]:
 
 async def test_a_gateway_may_limit_where_a_request_goes(tokenizer: Tokenizer) -> None:
     async with asked_picker(tokenizer, 3) as asked:
-        urls = [one.instance.url for one in asked.picker.instances.values()]
+        urls = [one.instance.url for one in asked.picker.cluster.all]
         endpoints = [url.removeprefix("http://") for url in urls]
         for subset, chosen in (
             (None, endpoints[0]),
@@ -149,15 +149,19 @@ THROTTLED = {"name": "throttled", "limit": 1}
 async def test_a_request_that_waits_holds_no_more_than_its_body(tokenizer: Tokenizer) -> None:
     limits = {"bodies_mb": 2, "largest_body_mb": 1}
     async with asked_picker(tokenizer, routing=THROTTLED, **limits) as asked:
-        waiting = asked.picker.dispatcher.waiting
+        dispatcher = asked.picker.cluster.dispatcher
         calls = [await begun(asked, head(), BODY)]
         await until(lambda: len(running(asked)) == 1)
         answers: list[asyncio.Task[Any]] = []
         while len(answers) < 3:  # they do not say how long they are
             calls.append(await begun(asked, head(), BODY))
             answers.append(asyncio.create_task(calls[-1].read()))
-            await until(lambda: len(waiting) + sum(map(asyncio.Task.done, answers)) == len(answers))
-        assert len(waiting) == 3
+            await until(
+                lambda: (
+                    len(dispatcher.waiting) + sum(map(asyncio.Task.done, answers)) == len(answers)
+                )
+            )
+        assert len(dispatcher.waiting) == 3
         for call in calls:
             call.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
@@ -169,7 +173,7 @@ async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
     tokenizer: Tokenizer,
 ) -> None:
     async with asked_picker(tokenizer, routing=THROTTLED, pool=2) as asked:
-        waiting = asked.picker.dispatcher.waiting
+        dispatcher = asked.picker.cluster.dispatcher
         calls = [await begun(asked, head(), BODY)]
         await until(lambda: len(running(asked)) == 1)
         part = said(request_body={"body": b" "}).SerializeToString()
@@ -178,8 +182,8 @@ async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
         for call in late:
             await call.write(BODY)
         answers = [asyncio.create_task(call.read()) for call in late]
-        await until(lambda: len(waiting) + sum(map(asyncio.Task.done, answers)) == 5)
-        assert len(waiting) == 2
+        await until(lambda: len(dispatcher.waiting) + sum(map(asyncio.Task.done, answers)) == 5)
+        assert len(dispatcher.waiting) == 2
         refusals = [ProcessingResponse.FromString(one.result()) for one in answers if one.done()]
         assert [refused([answer])[0] for answer in refusals] == [429] * 3
         for call in [*calls, *late]:
@@ -189,8 +193,8 @@ async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
 
 
 def running(asked: Asked) -> list[Any]:
-    on = asked.picker.placements.on
-    return [request for one in asked.picker.instances.values() for request in on(one)]
+    on = asked.picker.cluster.placements.on
+    return [request for one in asked.picker.cluster.all for request in on(one)]
 
 
 @pytest.mark.parametrize("answer", ["nothing", "headers", "half", "whole"])

@@ -4,9 +4,6 @@ import datetime
 import ipaddress
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -15,6 +12,7 @@ from chosen_ports import free_port
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from running_command import next_line, running
 
 from rescheduler.commands.command_line import main
 from rescheduler.gateway.messages import (
@@ -33,22 +31,10 @@ PREFILL = '  - {name: prefill-0, role: prefill, url: "http://127.0.0.1:1"}\n'
 SERVING, NOT_SERVING = 1, 2
 
 
-def write(folder: Path, more: str = "") -> str:
+def write(folder: Path, more: str = "") -> Path:
     path = folder / "deployment.yaml"
     path.write_text(DEPLOYMENT.format(dead=free_port()) + more)
-    return str(path)
-
-
-@contextmanager
-def picking(command: list[str], *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        [*command, "picker", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return path
 
 
 def health(channel: grpc.Channel, service: str) -> int:
@@ -63,9 +49,8 @@ def test_it_answers_without_any_engine_and_ends_when_asked(
     headway_command: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     port = free_port()
-    with picking(headway_command, "--config", write(tmp_path), "--port", str(port)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"picking on 127.0.0.1:{port}\n"
+    with running(headway_command, "picker", write(tmp_path), "--port", str(port)) as process:
+        assert next_line(process) == f"picking on 127.0.0.1:{port}\n"
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             assert health(channel, "liveness") == SERVING
             for service in ("", "readiness", PROCESSOR):
@@ -107,9 +92,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 def test_it_answers_with_tls(headway_command: list[str], tmp_path: Path) -> None:
     chain, key = certificate(tmp_path)
     tls = ["--certificate", str(chain), "--private-key", str(key), "--port", "0"]
-    with picking(headway_command, "--config", write(tmp_path), *tls) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
+    with running(headway_command, "picker", write(tmp_path), *tls) as process:
+        address = next_line(process).split()[-1]
         trusted = grpc.ssl_channel_credentials(chain.read_bytes())
         with grpc.secure_channel(address, trusted) as channel:
             assert health(channel, "liveness") == SERVING
@@ -140,7 +124,7 @@ def test_what_cannot_be_served_is_told_in_one_line(
     message: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["picker", "--config", write(tmp_path, more), *options]) == 1
+    assert main(["picker", "--config", str(write(tmp_path, more)), *options]) == 1
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("headway picker: ")
     assert message in line
@@ -176,7 +160,7 @@ def test_a_file_of_tls_that_is_wrong_is_named(
         )
         (tmp_path / name).write_bytes(pem)
     files = ["--certificate", str(tmp_path / chain), "--private-key", str(tmp_path / key)]
-    assert main(["picker", "--config", write(tmp_path), *files]) == 1
+    assert main(["picker", "--config", str(write(tmp_path)), *files]) == 1
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith(f"headway picker: {message.format(tmp_path)}")
 
@@ -184,5 +168,5 @@ def test_a_file_of_tls_that_is_wrong_is_named(
 def test_a_port_in_use_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["picker", "--config", write(tmp_path), "--port", port]) == 1
+        assert main(["picker", "--config", str(write(tmp_path)), "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err.splitlines()[-1]

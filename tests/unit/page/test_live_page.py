@@ -19,7 +19,7 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 
 @asynccontextmanager
 async def watching(it: Cluster) -> AsyncIterator[Stream]:
-    async with stream(it.listeners.admin_url, it.listeners.admin_token) as read:
+    async with stream(it.listeners.admin.url, it.listeners.admin.token) as read:
         kind, data = await read.event()
         assert kind == "about"
         about = msgspec.json.decode(data, type=About)
@@ -32,7 +32,7 @@ async def test_the_files_of_the_page_need_no_token_and_allow_nothing_else(
 ) -> None:
     async with cluster(tokenizer) as it:
         for path, kind in (("ui", "text/html"), ("ui/main.js", "text/javascript")):
-            async with it.session.get(f"{it.listeners.admin_url}/{path}") as response:
+            async with it.session.get(f"{it.listeners.admin.url}/{path}") as response:
                 assert response.status == 200
                 assert response.content_type == kind
                 policy = response.headers["Content-Security-Policy"]
@@ -40,8 +40,8 @@ async def test_the_files_of_the_page_need_no_token_and_allow_nothing_else(
                 assert "script-src 'self';" in policy
                 assert "unsafe" not in policy
                 text = await response.text()
-                assert it.listeners.admin_token not in text
-        async with it.session.get(f"{it.listeners.admin_url}/ui/page.py") as response:
+                assert it.listeners.admin.token not in text
+        async with it.session.get(f"{it.listeners.admin.url}/ui/page.py") as response:
             assert response.status == 404
         async with it.session.get(f"{it.url}/ui") as response:
             assert response.status == 404, "clients have no page"
@@ -49,12 +49,12 @@ async def test_the_files_of_the_page_need_no_token_and_allow_nothing_else(
 
 async def test_what_the_page_reads_needs_the_token(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
-        base = it.listeners.admin_url
+        base = it.listeners.admin.url
         for path in ("page", "snapshots", "instances", "nowhere"):
             for url in (f"{base}/admin/{path}", f"{base}/admin/{path}?token={TOKEN}"):
                 async with it.session.get(url) as response:
                     assert response.status == 401, url
-        assert it.listeners.page_url == f"{base}/ui#token={it.listeners.admin_token}"
+        assert it.listeners.admin.page_url == f"{base}/ui#token={it.listeners.admin.token}"
 
 
 async def test_the_page_is_sent_what_runs(tokenizer: Tokenizer) -> None:

@@ -50,6 +50,16 @@ def events(*sent: bytes, pause: float = 0.0, forever: bool = False) -> Script:
     return script
 
 
+def chunk(**more: Any) -> bytes:
+    """A piece of a text; without token ids, or with."""
+    return (
+        b"data: " + json.dumps({"choices": [{"index": 0, "text": "a", **more}]}).encode() + b"\n\n"
+    )
+
+
+IDS = {"token_ids": [1], "prompt_token_ids": [1, 2]}
+
+
 def reported(code: int) -> bytes:
     error = {"message": "scripted", "type": "BadRequestError", "param": None, "code": code}
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
@@ -114,15 +124,13 @@ async def test_a_target_that_refuses_in_its_stream_leaves_nothing_at_the_source(
 async def test_an_error_late_in_a_pinned_stream_is_a_failure_and_its_last_event(
     tokenizer: Tokenizer,
 ) -> None:
-    text = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
     async with cluster(tokenizer, kind=BrokenEngine) as it:
-        broken(it, events(text, reported(500)))
+        broken(it, events(chunk(), reported(500)))
         status, body = await ask(it, KINDS["pinned, streamed"])
         assert status == 200
-        assert body == text + reported(500), "byte for byte, and nothing after it"
-        async with it.session.get(it.url + "/metrics") as response:
-            counted = await response.text()
-        assert 'headway_proxy_requests_total{outcome="failed",path="/v1/completions"} 1' in counted
+        assert body == chunk() + reported(500), "byte for byte, and nothing after it"
+        counted = 'headway_proxy_requests_total{outcome="failed",path="/v1/completions"} 1'
+        assert counted in await it.text("/metrics")
 
 
 @pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 307, 308])
@@ -304,13 +312,10 @@ async def test_what_is_no_token_is_no_sign_of_life(
 async def test_a_stream_that_only_lives_on_after_a_token_is_left(
     tokenizer: Tokenizer, kind: str
 ) -> None:
-    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1]}
-    first = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
-
     async def script(http: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
-        await response.write(first)
+        await response.write(chunk(**IDS))
         while True:
             await response.write(b": ping\n\n")
             await asyncio.sleep(0.01)
@@ -323,10 +328,8 @@ async def test_a_stream_that_only_lives_on_after_a_token_is_left(
 
 
 async def test_an_engine_that_does_not_stop_is_left(tokenizer: Tokenizer) -> None:
-    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
-    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
     async with cluster(tokenizer, kind=BrokenEngine) as it:
-        engine = broken(it, events(one, forever=True))
+        engine = broken(it, events(chunk(**IDS), forever=True))
         status, body = await ask(it, KINDS["moves, streamed"])
         assert status == 200 and engine.asked == 1
         assert body.count(b'"text"') == BODY["max_tokens"]
@@ -343,32 +346,25 @@ async def test_a_stream_whose_lines_end_otherwise_is_read(tokenizer: Tokenizer) 
 
 
 async def test_text_without_tokens_is_a_sign_of_life(tokenizer: Tokenizer) -> None:
-    text = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-    end = b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    end = chunk(text="", finish_reason="stop") + b"data: [DONE]\n\n"
     async with cluster(tokenizer, kind=BrokenEngine, first_token_seconds=2.0) as it:
-        engine = broken(it, events(*[text] * 10, end, pause=0.5))
+        engine = broken(it, events(*[chunk()] * 10, end, pause=0.5))
         status, body = await ask(it, KINDS["moves, streamed"])
         assert status == 200 and engine.asked == 1 and b"error" not in body
 
 
 async def test_no_limit_of_a_completion_is_that_of_the_context(tokenizer: Tokenizer) -> None:
-    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
-    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
-    end = json.dumps({"choices": [token | {"finish_reason": "stop"}]}).encode()
     async with cluster(tokenizer, kind=BrokenEngine) as it:
-        engine = broken(it, events(*[one] * 29, b"data: " + end + b"\n\n"))
+        engine = broken(it, events(*[chunk(**IDS)] * 29, chunk(**IDS, finish_reason="stop")))
         status, body = await ask(it, BODY | {"max_tokens": None, "stream": True})
         assert status == 200 and engine.asked == 1
         assert body.count(b'"text"') == 30 and b"error" not in body
 
 
 async def test_a_guessed_prompt_is_no_reason_to_leave_an_engine(tokenizer: Tokenizer) -> None:
-    token = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [1, 2]}
-    one = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
-    end = json.dumps({"choices": [token | {"finish_reason": "length"}]}).encode()
     async with cluster(tokenizer, kind=BrokenEngine) as it:
         it.engines["prefill-0"].fails = 500
-        engine = broken(it, events(*[one] * 4, b"data: " + end + b"\n\n"))
+        engine = broken(it, events(*[chunk(**IDS)] * 4, chunk(**IDS, finish_reason="length")))
         body = BODY | {"prompt": "\u4e2d" * 9000, "stream": True}
         status, answer = await ask(it, body)
         assert status == 200 and engine.asked == 1 and b"error" not in answer

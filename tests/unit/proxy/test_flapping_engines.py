@@ -99,9 +99,9 @@ async def test_requests_end_well_or_honestly_and_nothing_is_left(
         for engine in it.engines.values():  # what it kept died with it, or is released by now
             engine.kept.clear()
         await it.idle()
-        await until(lambda: all(one.breaker.closed for one in it.proxy.instances.values()))
+        await until(lambda: all(one.breaker.closed for one in it.proxy.cluster.all))
         assert outcomes["ok"] > 0
         for kind in KINDS:
             assert await asked(it, it.session, kind) == "ok"
-        assert not any(one.control and one.control._asked for one in it.proxy.instances.values())
+        assert not any(one.control and one.control._asked for one in it.proxy.cluster.all)
         await until(lambda: held() == before)

@@ -19,7 +19,7 @@ from predictor.live.telemetry_messages import Gauges
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.guarded_policy import PrefillBudgets
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -82,7 +82,7 @@ async def test_an_invalid_state_is_reported_at_once_with_the_engine_and_the_fiel
     async with cluster(tokenizer) as it:
         it.engines["decode-1"].says = {"max_num_seqs": 2**63}
         await until(lambda: "max_num_seqs" in caplog.text)
-        endpoint = it.proxy.instances["decode-1"].instance.control
+        endpoint = it.proxy.cluster.instances["decode-1"].instance.control
         assert f"decode-1: {endpoint}: invalid control message" in caplog.text
         await asyncio.sleep(0.5)
         assert caplog.text.count("max_num_seqs") == 1, "once, not with every probe"
@@ -92,7 +92,7 @@ async def test_a_request_that_fits_nowhere_is_refused_at_once(tokenizer: Tokeniz
     async with cluster(tokenizer, pool_seconds=3600.0) as it:
         for engine in it.decodes:
             engine.says = {"max_num_seqs": 0}
-        states = [it.proxy.instances[engine.name] for engine in it.decodes]
+        states = [it.proxy.cluster.instances[engine.name] for engine in it.decodes]
         await until(lambda: not any(state.slots for state in states))
         status, answer, headers = await it.post({"model": "m", **BODY})
         assert status == 503
@@ -139,7 +139,7 @@ async def test_one_engine_publishes_what_is_absurd_and_all_requests_are_served(
         telemetry = dict(zip(("decode-0", "decode-1"), endpoints, strict=True))
         engine = Engine(instance="decode-0")
         async with cluster(tokenizer, routing={"name": routing}, telemetry=telemetry) as it:
-            heard = it.proxy.telemetry
+            heard = it.proxy.cluster.telemetry
             assert heard is not None
 
             def publish() -> bool:
@@ -155,7 +155,7 @@ async def test_one_engine_publishes_what_is_absurd_and_all_requests_are_served(
             with heard.lock:
                 said = {key.name: view.epoch for key, view in heard.view.instances.items()}
             assert said["decode-0"] == engine.epoch
-            forecasts = it.proxy.forecasts
+            forecasts = it.proxy.cluster.forecasts
             assert forecasts is not None
             forecasts.refresh()
             assert len(forecasts.forecast([]).edges) < 2 * 512
@@ -234,11 +234,18 @@ async def test_placing_on_the_healthy_never_stops(
                 if key.name == f"{i}":
                     view.gauges = Gauges(prefill_budget=budget)
     dispatcher: Dispatcher[LiveRequest] = Dispatcher(
-        placements, [], instances, policy, forecasts, PrefillBudgets(telemetry), options, clock
+        placements,
+        instances,
+        policy,
+        options,
+        MeanStepTime(),
+        clock,
+        forecasts,
+        PrefillBudgets(telemetry),
     )
     client = read_request(COMPLETIONS, b'{"prompt": "a"}')
     for i, prompt in enumerate(prompts):
-        request = LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, placements)
+        request = LiveRequest(str(i), str(i), client, {}, 0.0, tokenizer, placements)
         request.prompt_tokens = prompt
         async with asyncio.timeout(60):
             await dispatcher.place(request)
@@ -250,11 +257,10 @@ async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(
 ) -> None:
     async with cluster(tokenizer, probe_seconds=3600.0) as it:
         await asyncio.sleep(0.3)  # each has been probed
-        it.proxy.instances["decode-1"].engine = OVERFLOWING
+        it.proxy.cluster.instances["decode-1"].engine = OVERFLOWING
         await served(it)
         assert len(it.engines["decode-0"].bodies) == 6
-        async with it.session.get(it.url + "/metrics") as response:
-            text = await response.text()
+        text = await it.text("/metrics")
         metric = "headway_proxy_instances_left_out_total"
         counted = [line for line in text.splitlines() if line.startswith(metric)]
         placing = f'{metric}{{instance_name="decode-1",reason="placing"}}'
@@ -263,11 +269,11 @@ async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(
         assert caplog.text.count("left out of decisions") == 1
         status, _ = await it.admin("GET", "page")
         assert status == 200
-        shown = LiveSnapshots(it.proxy).look().snapshot()
-        assert [one.name for one in shown.instances] == list(it.proxy.instances)
+        shown = LiveSnapshots(it.proxy.cluster).look().snapshot()
+        assert [one.name for one in shown.instances] == list(it.proxy.cluster.instances)
         await it.admin("POST", "drain/decode-0")
         await served(it)
-        it.proxy.instances["decode-1"].engine = None
+        it.proxy.cluster.instances["decode-1"].engine = None
         await it.admin("POST", "undrain/decode-0")
 
 
@@ -275,7 +281,7 @@ async def test_a_probe_that_raises_ends_no_other(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster(tokenizer) as it:
-        control, failed = it.proxy.instances["decode-1"].control, 0
+        control, failed = it.proxy.cluster.instances["decode-1"].control, 0
         assert control is not None
 
         async def state(timeout: float) -> EngineState:

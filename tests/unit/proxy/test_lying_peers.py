@@ -2,69 +2,30 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from chosen_ports import free_port
-from coordinated_cluster import Coordinated, coordinated_cluster, link_of
+from coordinated_cluster import Coordinated, Make, link_of
+from coordinating import RECORD
 from scripted_cluster import Cluster, tokens_of, until
-from tokenizers import Tokenizer
 
-from rescheduler.coordination.coordinated_planning import instances_digest
+from rescheduler.coordination.coordinated_cluster import instances_digest
 from rescheduler.coordination.messages import (
     MOST_REQUESTS,
     Failure,
     Notice,
-    Record,
     Report,
-    decode_notice,
+    decode,
     encode,
 )
 
 SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
 LONG = {"prompt": "Tell me of a river", "max_tokens": 400}
-REQUEST = Record(
-    handle=1,
-    id="id",
-    name="name",
-    external_id="cmpl-name",
-    ticket=0,
-    for_prefill=False,
-    waited=0.0,
-    instance=-1,
-    destination=-1,
-    hop=-1,
-    prompt_tokens=8,
-    generated_tokens=0,
-    generated_at_move=None,
-    max_tokens=None,
-    movable=True,
-    several=False,
-    can_move=False,
-    moving=False,
-    generating=False,
-    on_its_way=False,
-    avoid=[],
-)
-
-Make = Callable[..., AbstractAsyncContextManager[Coordinated]]
-
-
-@pytest.fixture
-def coordinated(smollm2: Any) -> Make:
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-
-    @asynccontextmanager
-    async def make(**options: Any) -> AsyncIterator[Coordinated]:
-        async with coordinated_cluster(tokenizer, free_port(), **options) as it:
-            yield it
-
-    return make
 
 
 class Peer:
@@ -84,7 +45,7 @@ class Peer:
         await self._socket.send_multipart(encode(report))
 
     async def hears(self) -> Notice:
-        return decode_notice(await self._socket.recv_multipart())
+        return decode(await self._socket.recv_multipart(), Notice)
 
     def close(self) -> None:
         self._socket.close()
@@ -152,7 +113,7 @@ async def test_a_connection_speaks_for_one_proxy_only(coordinated: Make) -> None
 async def test_a_proxy_comes_back_on_another_connection(coordinated: Make) -> None:
     async with coordinated(lost_seconds=60.0) as it:
         async with peer(it) as before:
-            await before.says(1, whole=True, records=[REQUEST])
+            await before.says(1, whole=True, records=[RECORD])
             await until(lambda: "peer" in it.coordinator.sessions)
             session = it.coordinator.sessions["peer"]
             await until(lambda: len(session.mirrors) == 1)
@@ -173,14 +134,14 @@ async def test_a_number_far_ahead_is_not_the_last_that_is_heard(coordinated: Mak
         await until(lambda: refused(it, "number") == 1)
         while not (await odd.hears()).whole_please:
             pass
-        await odd.says(2, whole=True, records=[REQUEST])
+        await odd.says(2, whole=True, records=[RECORD])
         await until(lambda: len(it.coordinator.sessions["peer"].mirrors) == 1)
         await odd.says(2**40, whole=True)
         await until(lambda: not it.coordinator.sessions["peer"].mirrors)
         await odd.says(3)
         while not (await odd.hears()).whole_please:
             pass
-        await odd.says(4, whole=True, records=[REQUEST])
+        await odd.says(4, whole=True, records=[RECORD])
         await until(lambda: len(it.coordinator.sessions["peer"].mirrors) == 1)
 
 
@@ -214,7 +175,7 @@ async def test_others_have_their_turn_while_a_large_report_is_read(coordinated: 
     async with coordinated(proxies=1, lost_seconds=60.0) as it, peer(it) as large:
         replace, seen = msgspec.structs.replace, set[int]()
         for number, records in ((1, MOST_REQUESTS), (2, 0)):
-            runs = [replace(REQUEST, handle=i, instance=1, destination=1) for i in range(records)]
+            runs = [replace(RECORD, handle=i, instance=1, destination=1) for i in range(records)]
             await large.says(number, whole=True, records=runs)
             while it.load("decode-0") != records:
                 seen.add(it.load("decode-0"))
@@ -229,11 +190,11 @@ async def test_what_one_peer_asks_for_leaves_room_for_what_others_ask_for(
         it.engines["prefill-0"].answers_late = True
         replace = msgspec.structs.replace
         asked = [
-            replace(REQUEST, handle=i, ticket=i, for_prefill=True, hop=i % 2 - 1)
+            replace(RECORD, handle=i, ticket=i, for_prefill=True, hop=i % 2 - 1)
             for i in range(1, 200)
         ]
         await greedy.says(1, whole=True, records=asked)
-        dispatcher = it.coordinator.dispatcher
+        dispatcher = it.coordinator.cluster.dispatcher
         await until(lambda: dispatcher.waiting_for_prefill >= 7)
         stream = asyncio.create_task(it.proxies[0].stream(SHORT))
         own = link_of(it.proxies[0]).session
@@ -250,7 +211,7 @@ async def test_the_word_of_a_proxy_leaves_half_of_the_instances_in_service(
     async with coordinated(breaker_seconds=60.0) as it, peer(it) as liar:
         failures = [Failure(instance, True) for instance in (1, 2) for _ in range(5)]
         await liar.says(1, whole=True, failures=failures)
-        decodes = [it.coordinator.instances[name] for name in ("decode-0", "decode-1")]
+        decodes = [it.coordinator.cluster.instances[name] for name in ("decode-0", "decode-1")]
         await until(lambda: not decodes[0].breaker.closed)
         assert decodes[1].breaker.closed
 
@@ -258,9 +219,9 @@ async def test_the_word_of_a_proxy_leaves_half_of_the_instances_in_service(
 @pytest.mark.parametrize(
     "what",
     [
-        {"records": [msgspec.structs.replace(REQUEST, instance=9)]},
-        {"records": [msgspec.structs.replace(REQUEST, avoid=[9])]},
-        {"records": [msgspec.structs.replace(REQUEST, avoid=[-1])]},
+        {"records": [msgspec.structs.replace(RECORD, instance=9)]},
+        {"records": [msgspec.structs.replace(RECORD, avoid=[9])]},
+        {"records": [msgspec.structs.replace(RECORD, avoid=[-1])]},
         {"failures": [Failure(9, True)]},
         {"handles": b"0" * 8},
         {"handles": b"\xff" * 8, "tokens": b"\xff" * 8},
@@ -278,15 +239,15 @@ async def test_what_cannot_be_is_left_out_and_counted(
 
 async def test_a_step_that_takes_no_time_stops_nobody(coordinated: Make) -> None:
     async with coordinated() as it, peer(it) as odd:
-        await odd.says(1, whole=True, records=[REQUEST], step_seconds=5e-324)
-        await until(lambda: it.coordinator.dispatcher.step_seconds <= 1e-3)
+        await odd.says(1, whole=True, records=[RECORD], step_seconds=5e-324)
+        await until(lambda: it.coordinator.cluster.step.seconds <= 1e-3)
         await is_decided_for(it, it.proxies[0])
 
 
 async def test_an_outcome_that_nobody_knows_is_no_label(coordinated: Make) -> None:
     async with coordinated() as it, peer(it) as odd:
         runs = msgspec.structs.replace(
-            REQUEST, instance=1, destination=1, hop=0, can_move=True, generating=True
+            RECORD, instance=1, destination=1, hop=0, can_move=True, generating=True
         )
         await odd.says(1, whole=True, records=[runs])
         await until(lambda: it.load("decode-0") == 1)

@@ -3,15 +3,12 @@
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from chosen_ports import free_port
-from coordinated_cluster import Coordinated, coordinated_cluster, link_of
+from coordinated_cluster import Coordinated, Make, link_of
 from scripted_cluster import Cluster, tokens_of, until
 from tokenizers import Tokenizer
 
@@ -21,23 +18,6 @@ from rescheduler.proxy.proxy import Proxy
 
 LONG = {"prompt": "Tell me of a river", "max_tokens": 400}
 SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
-
-Make = Callable[..., AbstractAsyncContextManager[Coordinated]]
-
-
-@pytest.fixture
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-
-
-@pytest.fixture
-def coordinated(tokenizer: Tokenizer) -> Make:
-    @asynccontextmanager
-    async def make(**options: Any) -> AsyncIterator[Coordinated]:
-        async with coordinated_cluster(tokenizer, free_port(), **options) as it:
-            yield it
-
-    return make
 
 
 def streams(cluster: Cluster, n: int, body: dict[str, Any] = LONG) -> list[asyncio.Task[Any]]:
@@ -53,8 +33,8 @@ def generating(it: Coordinated) -> int:
     """How many requests the coordinator knows to generate tokens."""
     return sum(
         mirror.generating
-        for instance in it.coordinator.instances.values()
-        for mirror in it.coordinator.placements.on(instance)
+        for instance in it.coordinator.cluster.all
+        for mirror in it.coordinator.cluster.placements.on(instance)
     )
 
 
@@ -80,12 +60,12 @@ async def test_draining_moves_the_requests_of_every_proxy(coordinated: Make) -> 
             assert status == 200
             await until(lambda: it.load("decode-0") == 0)
             assert it.load("decode-1") == 4, "none has ended meanwhile"
-            assert all(one.proxy.instances["decode-0"].draining for one in it.proxies)
+            assert all(one.proxy.cluster.instances["decode-0"].draining for one in it.proxies)
             await until(lambda: b'outcome="moved"' in it.coordinator.metrics.text())
         await all_as_expected(first, tasks, 400)
         status, listed = await it.ask("POST", "undrain/decode-0")
         assert (status, listed["draining"]) == (200, False)
-        await until(lambda: not second.proxy.instances["decode-0"].draining)
+        await until(lambda: not second.proxy.cluster.instances["decode-0"].draining)
 
 
 async def test_the_planner_moves_requests_of_different_proxies(coordinated: Make) -> None:
@@ -93,7 +73,7 @@ async def test_the_planner_moves_requests_of_different_proxies(coordinated: Make
     async with coordinated(prefix_caching=False, migration=migration) as it:
         with it.unhurried():
             await it.ask("POST", "drain/decode-1")
-            await until(lambda: it.proxies[0].proxy.instances["decode-1"].draining)
+            await until(lambda: it.proxies[0].proxy.cluster.instances["decode-1"].draining)
             tasks = [*streams(it.proxies[0], 2), *streams(it.proxies[1], 2)]
             await until(lambda: it.load("decode-0") == 4 and generating(it) == 4)
             await it.ask("POST", "undrain/decode-1")
@@ -124,9 +104,9 @@ async def test_without_the_coordinator_proxies_place_by_what_they_hear_of_each_o
 
 def heard(cluster: Cluster, name: str) -> int:
     """How many requests of the other proxies a proxy counts on an instance."""
-    instance = cluster.proxy.instances[name]
-    loads = cluster.proxy._planning.loads  # type: ignore[union-attr]
-    return len(loads.on(instance)) - len(cluster.proxy.placements.on(instance))
+    instance = cluster.proxy.cluster.instances[name]
+    loads = cluster.proxy.cluster.loads  # type: ignore[attr-defined]
+    return len(loads.on(instance)) - len(cluster.proxy.cluster.placements.on(instance))
 
 
 async def test_a_proxy_that_alone_is_cut_off_hears_the_others(coordinated: Make) -> None:
@@ -166,16 +146,20 @@ async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
 async def test_an_instance_drains_on_with_a_new_coordinator(coordinated: Make) -> None:
     async with coordinated() as it:
         await it.ask("POST", "drain/decode-1")
-        await until(lambda: all(one.proxy.instances["decode-1"].draining for one in it.proxies))
+        await until(
+            lambda: all(one.proxy.cluster.instances["decode-1"].draining for one in it.proxies)
+        )
         await it.stop_coordinator()
         await it.start_coordinator()
         await it.coordinated()
         await until(lambda: len(it.coordinator.sessions) == 2)
-        assert it.coordinator.instances["decode-1"].draining
-        assert not it.coordinator.instances["decode-0"].draining
+        assert it.coordinator.cluster.instances["decode-1"].draining
+        assert not it.coordinator.cluster.instances["decode-0"].draining
         status, listed = await it.ask("POST", "undrain/decode-1")
         assert (status, listed["draining"]) == (200, False)
-        await until(lambda: not any(one.proxy.instances["decode-1"].draining for one in it.proxies))
+        await until(
+            lambda: not any(one.proxy.cluster.instances["decode-1"].draining for one in it.proxies)
+        )
 
 
 async def test_what_a_lost_proxy_had_is_forgotten(coordinated: Make) -> None:
@@ -233,11 +217,11 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing(coordinated: M
     async with coordinated(prefill_concurrency=1) as it:
         it.engines["prefill-0"].answers_late = True
         tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 2, SHORT)]
-        await until(lambda: it.coordinator._shared.dispatcher.waiting_for_prefill == 3)
+        await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 3)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: not it.coordinator._shared.dispatcher.waiting_for_prefill)
+        await until(lambda: not it.coordinator.cluster.dispatcher.waiting_for_prefill)
         await until(lambda: it.load("prefill-0") == 0)
         it.engines["prefill-0"].answers_late = False
         await all_as_expected(it.proxies[0], streams(it.proxies[0], 1, SHORT), 5)
@@ -247,7 +231,7 @@ async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: 
     async with coordinated(prefill_concurrency=1, pool=2) as it:
         it.engines["prefill-0"].answers_late = True
         tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 1, SHORT)]
-        await until(lambda: it.coordinator._shared.dispatcher.waiting_for_prefill == 2)
+        await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 2)
         status, answer, headers = await it.proxies[1].post({"model": "m", **SHORT})
         assert status == 429, answer
         assert int(headers["Retry-After"]) > 0

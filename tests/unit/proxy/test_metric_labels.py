@@ -12,7 +12,7 @@ from rescheduler.coordination.messages import (
     CoordinationError,
     Notice,
     Refusal,
-    decode_notice,
+    decode,
     encode,
 )
 
@@ -36,15 +36,11 @@ async def test_no_client_adds_a_series(tokenizer: Tokenizer) -> None:
                 async with it.session.post(url, json=body, headers=headers) as response:
                     await response.read()
 
-        async def scraped() -> str:
-            async with it.session.get(it.url + "/metrics") as response:
-                return await response.text()
-
         await ask(0)
-        before = label_values(await scraped())
+        before = label_values(await it.text("/metrics"))
         for number in range(1, 10):
             await ask(number)
-        assert label_values(await scraped()) == before
+        assert label_values(await it.text("/metrics")) == before
         assert before["instance_name"] == set(it.engines)
         paths = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
         assert before["path"] <= paths
@@ -54,6 +50,6 @@ async def test_no_client_adds_a_series(tokenizer: Tokenizer) -> None:
 def test_a_refusal_has_a_status_of_http(status: int) -> None:
     answer = Answer(1, -1, Refusal(status, "why", None))
     with pytest.raises(CoordinationError, match="invalid message"):
-        decode_notice(encode(Notice("a", 1, answers=[answer])))
+        decode(encode(Notice("a", 1, answers=[answer])), Notice)
     refused = msgspec.structs.replace(answer, refusal=Refusal(429, "why", 1))
-    assert decode_notice(encode(Notice("a", 1, answers=[refused]))).answers == [refused]
+    assert decode(encode(Notice("a", 1, answers=[refused])), Notice).answers == [refused]

@@ -6,15 +6,12 @@ import signal
 import socket
 import subprocess
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from chosen_ports import free_port
+from running_command import answer, next_line, running
 
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import read_deployment
@@ -36,29 +33,15 @@ def write(folder: Path, port: int, more: str = "", admin_port: int | None = None
     return path
 
 
-@contextmanager
-def serving(command: list[str], config: Path) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        [*command, "serve", "--config", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def drained(
+    command: list[str], *arguments: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*command, "drain", *arguments],
+        capture_output=True,
         text=True,
+        env=os.environ | variables,
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def status(url: str, method: str = "GET", data: bytes | None = None) -> tuple[int, bytes]:
-    try:
-        request = urllib.request.Request(url, method=method, data=data)
-        with urllib.request.urlopen(request) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -68,42 +51,26 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     del smollm2  # is prepared
     port = free_port()
     config = write(tmp_path, port)
-    with serving(headway_command, config) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"serving on http://127.0.0.1:{port}\n"
+    with running(headway_command, "serve", config) as process:
+        assert next_line(process) == f"serving on http://127.0.0.1:{port}\n"
         page = f"see it live: {read_deployment(config).admin_url}/ui (its token: "
-        assert process.stdout.readline().startswith(page), "the token itself is not for logs"
+        assert next_line(process).startswith(page), "the token itself is not for logs"
         url = f"http://127.0.0.1:{port}"
-        assert status(url + "/health")[0] == 200
-        assert status(url + "/ready")[0] == 503
-        assert status(url + "/nowhere")[0] == 404
-        body = json.dumps({"model": "m", "prompt": "a"}).encode()
-        code, answer = status(url + "/v1/completions", "POST", body)
+        statuses = [answer(f"{url}/{path}")[0] for path in ("health", "ready", "nowhere")]
+        assert statuses == [200, 503, 404]
+        code, said = answer(url + "/v1/completions", b'{"model": "m", "prompt": "a"}')
         assert code == 503
-        assert "no decode instance" in json.loads(answer)["error"]["message"]
-        metrics = status(url + "/metrics")[1].decode()
+        assert "no decode instance" in json.loads(said)["error"]["message"]
+        metrics = answer(url + "/metrics")[1]
         assert 'headway_proxy_instance_up{instance_name="decode-0",role="decode"} 0.0' in metrics
-        drained = subprocess.run(
-            [*headway_command, "drain", "decode-0", "--config", str(config)],
-            capture_output=True,
-            text=True,
-        )
-        assert drained.returncode == 0, drained.stderr
-        assert "decode-0 is empty" in drained.stdout
-        admin_url = read_deployment(config).admin_url
-        unknown = subprocess.run(
-            [*headway_command, "drain", "decode-7", "--url", admin_url],
-            capture_output=True,
-            text=True,
-        )
+        done = drained(headway_command, "decode-0", "--config", str(config))
+        assert done.returncode == 0, done.stderr
+        assert "decode-0 is empty" in done.stdout
+        address = ["--url", read_deployment(config).admin_url]
+        unknown = drained(headway_command, "decode-7", *address)
         assert unknown.returncode == 1
         assert "no instance 'decode-7'; there are: prefill-0, decode-0" in unknown.stderr
-        stranger = subprocess.run(
-            [*headway_command, "drain", "decode-0", "--url", admin_url],
-            capture_output=True,
-            text=True,
-            env=os.environ | {TOKEN_VARIABLE: "another"},
-        )
+        stranger = drained(headway_command, "decode-0", *address, **{TOKEN_VARIABLE: "another"})
         assert stranger.returncode == 1
         assert f"admin token is required: set {TOKEN_VARIABLE}" in stranger.stderr
         process.send_signal(number)

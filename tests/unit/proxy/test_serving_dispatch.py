@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
@@ -46,18 +46,11 @@ class OneAtATime(RoutingPolicy):
         return Assignment(target)
 
 
-@pytest.fixture
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-
-
 def requests(
     tokenizer: Tokenizer, n: int, placements: Placements[LiveRequest]
 ) -> list[LiveRequest]:
     client = read_request(COMPLETIONS, b'{"prompt": "a"}')
-    return [
-        LiveRequest.new(str(i), str(i), client, {}, 0.0, tokenizer, placements) for i in range(n)
-    ]
+    return [LiveRequest(str(i), str(i), client, {}, 0.0, tokenizer, placements) for i in range(n)]
 
 
 async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
@@ -69,7 +62,7 @@ async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
         InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "abc"
     ]
     placements: Placements[LiveRequest] = Placements()
-    dispatcher = Dispatcher(placements, [], states, policy, None, None, options, clock)
+    dispatcher = Dispatcher(placements, states, policy, options, MeanStepTime(), clock)
 
     async def place(request: LiveRequest) -> str:
         return (await dispatcher.place(request)).name
@@ -93,7 +86,7 @@ async def test_requests_that_avoid_other_instances_share_the_room(tokenizer: Tok
         InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
     ]
     clock = asyncio.get_running_loop().time
-    dispatcher = Dispatcher(placements, [], states, JSQ(), None, None, options, clock)
+    dispatcher = Dispatcher(placements, states, JSQ(), options, MeanStepTime(), clock)
     first, second = requests(tokenizer, 2, placements)
     first.avoid = frozenset({states[1]})
     where = await asyncio.gather(dispatcher.place(first), dispatcher.place(second))
@@ -102,17 +95,15 @@ async def test_requests_that_avoid_other_instances_share_the_room(tokenizer: Tok
 
 def test_a_pause_is_no_step() -> None:
     """Steps of 0.1 s, and among them one request that waits 60 s for room."""
-    dispatcher = Dispatcher(
-        Placements(), [], [], OneAtATime(), None, None, ProxyOptions(), time.monotonic
-    )
+    step = MeanStepTime()
     for _ in range(1000):
-        dispatcher.step_took(0.1)
-    assert dispatcher.step_seconds == pytest.approx(0.1, rel=0.01)
-    dispatcher.step_took(60.0)
-    assert dispatcher.step_seconds < 0.11
+        step.took(0.1)
+    assert step.seconds == pytest.approx(0.1, rel=0.01)
+    step.took(60.0)
+    assert step.seconds < 0.11
     for _ in range(1000):
-        dispatcher.step_took(2.0)
-    assert dispatcher.step_seconds == pytest.approx(2.0, rel=0.05), "a slower engine is believed"
+        step.took(2.0)
+    assert step.seconds == pytest.approx(2.0, rel=0.05), "a slower engine is believed"
 
 
 async def test_requests_are_placed_after_many_tokens_that_came_in_one_packet(
@@ -120,18 +111,18 @@ async def test_requests_are_placed_after_many_tokens_that_came_in_one_packet(
 ) -> None:
     """As when the proxy is late, so that there is no time between them."""
     placements: Placements[LiveRequest] = Placements()
-    options = ProxyOptions()
+    options, step = ProxyOptions(), MeanStepTime()
     state = InstanceState(Instance("decode-0", "decode", "http://127.0.0.1:1"), options, None)
     clock = asyncio.get_running_loop().time
-    dispatcher = Dispatcher(placements, [], [state], JSQ(), None, None, options, clock)
+    dispatcher = Dispatcher(placements, [state], JSQ(), options, step, clock)
     for _ in range(10_000):
-        dispatcher.step_took(0.0)
+        step.took(0.0)
     (request,) = requests(tokenizer, 1, placements)
     async with asyncio.timeout(60):
         assert await dispatcher.place(request) is state
     for _ in range(1000):
-        dispatcher.step_took(0.1)
-    assert dispatcher.step_seconds == pytest.approx(0.1, rel=0.01)
+        step.took(0.1)
+    assert step.seconds == pytest.approx(0.1, rel=0.01)
 
 
 async def test_a_router_for_other_instances_is_refused_at_the_start(

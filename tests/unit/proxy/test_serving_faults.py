@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.placement import upstream
 from rescheduler.placement.guarded_policy import GuardedPolicy, crowded_view
-from rescheduler.proxy import upstream
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing.policy import create_policy
 from rescheduler.serving import connection
@@ -51,7 +51,7 @@ async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
 
 
 def in_service(it: Cluster) -> bool:
-    return all(instance.breaker.closed for instance in it.proxy.instances.values())
+    return all(instance.breaker.closed for instance in it.proxy.cluster.all)
 
 
 async def test_engines_with_a_key_are_probed_with_the_proxys_and_asked_with_the_clients(
@@ -62,7 +62,7 @@ async def test_engines_with_a_key_are_probed_with_the_proxys_and_asked_with_the_
     async with cluster(tokenizer, engine_key_file=str(key)) as it:
         for engine in it.engines.values():
             engine.key = "s3cret"
-        decode = it.proxy.instances["decode-0"]
+        decode = it.proxy.cluster.instances["decode-0"]
         decode.breaker.failed(asyncio.get_running_loop().time(), certain=True)
         await until(lambda: decode.breaker.closed)
         own = {"Authorization": "Bearer s3cret"}
@@ -79,7 +79,7 @@ async def test_engines_with_a_key_are_probed_with_the_proxys_and_asked_with_the_
 async def test_a_probe_that_is_not_allowed_shows_an_engine_that_works(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
         it.engines["decode-0"].key = "unknown to the proxy"
-        decode = it.proxy.instances["decode-0"]
+        decode = it.proxy.cluster.instances["decode-0"]
         decode.breaker.failed(asyncio.get_running_loop().time(), certain=True)
         await until(lambda: decode.breaker.closed)
 
@@ -133,8 +133,10 @@ async def test_a_client_that_reads_slowly_loses_nothing_and_keeps_its_engine_onl
 
         async def at(tokens: int) -> None:
             if tokens == 1:
-                instances = it.proxy.instances.values()
-                await until(lambda: not any(it.proxy.placements.on(one) for one in instances))
+                instances = it.proxy.cluster.all
+                await until(
+                    lambda: not any(it.proxy.cluster.placements.on(one) for one in instances)
+                )
                 read.set()
 
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
@@ -145,8 +147,7 @@ async def test_a_client_that_reads_slowly_loses_nothing_and_keeps_its_engine_onl
 def test_a_connection_serves_many_requests_on_either_loop(tokenizer: Tokenizer) -> None:
     async def work() -> None:
         async with cluster(tokenizer) as it:
-            host, port = it.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await it.connect()
             for stream in (True, False, True):
                 sent = json.dumps(BODY | {"stream": stream}).encode()
                 head = _HEAD + f"Content-Length: {len(sent)}\r\n\r\n"
@@ -177,8 +178,8 @@ async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
             assert await it.move() == "gone"
 
             async def move_other() -> str:
-                instances = it.proxy.instances.values()
-                on = {r: i for i in instances for r in it.proxy.placements.on(i)}
+                instances = it.proxy.cluster.all
+                on = {r: i for i in instances for r in it.proxy.cluster.placements.on(i)}
                 other = next((request for request in on if request is not blocked), None)
                 if other is None:
                     return "gone"
@@ -226,8 +227,8 @@ async def test_an_instance_whose_errors_others_do_not_make_leaves_service(
         it.engines["decode-0"].poisoned = PROMPT
         for _ in range(8):
             assert (await it.post(BODY))[0] == 200
-        assert not it.proxy.instances["decode-0"].breaker.closed
-        assert it.proxy.instances["decode-1"].breaker.closed
+        assert not it.proxy.cluster.instances["decode-0"].breaker.closed
+        assert it.proxy.cluster.instances["decode-1"].breaker.closed
 
 
 async def test_half_of_the_instances_stay_in_service_whatever_requests_see(
@@ -238,14 +239,13 @@ async def test_half_of_the_instances_stay_in_service_whatever_requests_see(
             engine.breaks_at = 1
         for _ in range(3):
             assert (await it.post(BODY))[0] == 502
-        closed = [it.proxy.instances[engine.name].breaker.closed for engine in it.decodes]
+        closed = [it.proxy.cluster.instances[engine.name].breaker.closed for engine in it.decodes]
         assert sum(closed) >= 2
 
 
 async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, largest_body_mb=1) as it:
-        host, port = it.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await it.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
         writer.close()
@@ -261,8 +261,7 @@ async def chunked(size: int) -> AsyncIterator[bytes]:
 
 async def test_bodies_have_a_deadline_and_a_budget(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, largest_body_mb=2, bodies_mb=3, body_seconds=3.0) as it:
-        host, port = it.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await it.connect()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000\r\n\r\n"
             + b" " * 1_500_000
@@ -307,11 +306,10 @@ async def test_what_is_announced_and_not_sent_takes_nothing_from_others(
     tokenizer: Tokenizer,
 ) -> None:
     async with cluster(tokenizer, bodies_mb=16) as it:
-        host, port = it.url.removeprefix("http://").split(":")
         head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 8388608\r\n\r\n"
         silent = []
         for _ in range(8):
-            _, writer = await asyncio.open_connection(host, int(port))
+            _, writer = await it.connect()
             writer.write(head)
             await writer.drain()
             silent.append(writer)
@@ -325,12 +323,10 @@ async def test_no_address_holds_more_than_half_of_the_memory_or_of_the_connectio
     tokenizer: Tokenizer,
 ) -> None:
     async with cluster(tokenizer, bodies_mb=16, largest_body_mb=4, connections=16) as it:
-        host, port = it.url.removeprefix("http://").split(":")
         head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4194304\r\n\r\n"
         greedy = []
         for _ in range(3):
-            connecting = asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
-            reader, writer = await connecting
+            reader, writer = await it.connect(local_addr=("127.0.0.2", 0))
             writer.write(head + b" " * 4_100_000)
             greedy.append((reader, writer))
         refused = [asyncio.create_task(reader.readline()) for reader, _ in greedy]
@@ -343,10 +339,7 @@ async def test_no_address_holds_more_than_half_of_the_memory_or_of_the_connectio
         for _, writer in greedy:
             writer.close()
         await until(lambda: it.listeners.connections <= 1)
-        many = [
-            await asyncio.open_connection(host, int(port), local_addr=("127.0.0.3", 0))
-            for _ in range(10)
-        ]
+        many = [await it.connect(local_addr=("127.0.0.3", 0)) for _ in range(10)]
         full = [await reader.readline() for reader, _ in many[8:]]
         assert all(line.startswith(b"HTTP/1.1 503 ") for line in full)
         assert (await it.post(BODY))[0] == 200
@@ -360,7 +353,7 @@ async def test_idle_connections_do_not_shut_the_operator_out(
     monkeypatch.setattr(connection, "_IDLE_SECONDS", 0.5)
     monkeypatch.setattr(connection, "_OPERATORS", 8)
     async with cluster(tokenizer) as it:
-        host, port = it.listeners.admin_url.removeprefix("http://").split(":")
+        host, port = it.listeners.admin.url.removeprefix("http://").split(":")
         async with asyncio.timeout(60):
             for sent in (b"", b"GET /admin/instances HTTP/1.1\r\nX-Slow: "):
                 connected = [await asyncio.open_connection(host, int(port)) for _ in range(10)]
@@ -386,25 +379,11 @@ async def test_idle_connections_do_not_shut_the_operator_out(
 
 async def test_a_connection_without_a_request_is_closed(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, idle_seconds=0.5) as it:
-        host, port = it.url.removeprefix("http://").split(":")
         for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await it.connect()
             writer.write(sent)
             assert await reader.read() == b""
             writer.close()
-
-
-async def test_connections_beyond_the_most_are_refused(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, connections=4) as it:  # of which one client has half
-        host, port = it.url.removeprefix("http://").split(":")
-        two = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        await until(lambda: it.listeners.connections == 2)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
-        for _, one in [*two, (reader, writer)]:
-            one.close()
-        await until(lambda: it.listeners.connections == 0)
-        assert (await it.post(BODY))[0] == 200
 
 
 async def test_a_body_that_cannot_be_decompressed_is_the_clients_fault(
@@ -427,7 +406,7 @@ async def test_what_a_client_expects_is_answered(
     tokenizer: Tokenizer, path: str, expects: str
 ) -> None:
     async with cluster(tokenizer) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url[17:]))
+        reader, writer = await it.connect()
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: {expects}\r\n\r\n"
         writer.write(head.encode("latin-1"))
         first = await reader.readuntil(b"\r\n\r\n")
@@ -464,7 +443,7 @@ async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
     async with cluster(tokenizer, probe_seconds=60.0) as it:
         async with it.session.get(it.url + "/health"):
             pass  # this connection is kept
-        connector = it.proxy.upstream._session.connector
+        connector = it.proxy.cluster.upstream._session.connector
         assert isinstance(connector, aiohttp.TCPConnector)
         await until(lambda: not connector._conns)
         await asyncio.sleep(0.2)  # both ends are closed now
@@ -489,41 +468,6 @@ async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
         assert headers["Retry-After"] == "1"
         assert in_service(it)
         assert (await it.post(BODY))[0] == 200
-
-
-@pytest.mark.parametrize("leaves", ["before the prefill's answer", "before decoding"])
-async def test_a_client_that_leaves_leaves_no_blocks_behind(
-    tokenizer: Tokenizer, leaves: str
-) -> None:
-    async with cluster(tokenizer) as it:
-        prefill = it.engines["prefill-0"]
-        prefill.answers_late = leaves == "before the prefill's answer"
-        for engine in it.decodes:
-            engine.hangs = True
-        asking = asyncio.create_task(it.post(BODY))
-        if prefill.answers_late:
-            await until(lambda: bool(prefill.kept))
-        else:  # what is kept may be fetched before anyone looks
-            await until(lambda: bool(it.requests()))
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await it.idle()
-
-
-async def test_a_prefill_that_arrives_after_its_client_has_left_keeps_nothing(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer) as it:
-        prefill = it.engines["prefill-0"]
-        prefill.hangs = True
-        asking = asyncio.create_task(it.post(BODY))
-        await until(lambda: bool(prefill.bodies))
-        id = prefill.bodies[0]["kv_transfer_params"]["headway"]["id"]
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: id in prefill.over)
-        prefill.hangs = False
-        await it.idle()
 
 
 async def test_a_prefill_that_takes_too_long_is_released_and_tried_again(
@@ -592,10 +536,10 @@ async def test_the_operators_listener_wants_a_token_and_the_clients_has_no_such_
             assert response.status == 404
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}):
             async with it.session.post(
-                it.listeners.admin_url + "/admin/drain/decode-0", headers=headers
+                it.listeners.admin.url + "/admin/drain/decode-0", headers=headers
             ) as response:
                 assert response.status == 401
-        assert not it.proxy.instances["decode-0"].draining
+        assert not it.proxy.cluster.instances["decode-0"].draining
         assert (await it.admin("POST", "drain/decode-0"))[0] == 200
 
 

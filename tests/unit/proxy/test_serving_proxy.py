@@ -3,7 +3,8 @@
 import asyncio
 import json
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pytest
 from metrics import metric, metric_by
@@ -61,8 +62,8 @@ async def test_moves_at_random_tokens_change_nothing(
                 for cut in cuts:
                     while not any(
                         r.generated_tokens >= cut and r.can_move
-                        for i in it.proxy.instances.values()
-                        for r in it.proxy.placements.on(i)
+                        for i in it.proxy.cluster.all
+                        for r in it.proxy.cluster.placements.on(i)
                     ):
                         await asyncio.sleep(0.001)
                     outcomes.append(await it.move())
@@ -204,86 +205,89 @@ async def test_without_a_prefill_instance_the_decode_instance_prefills(
         assert tokens_of(chunks) == it.expected(10)
 
 
-async def test_a_target_without_a_token_in_time_gives_the_request_back(
-    tokenizer: Tokenizer,
+class FailedMove(NamedTuple):
+    """A move, and what its engines do meanwhile.
+
+    Attributes:
+        outcome: of the move.
+        target: what becomes of the engine that the request is to move to.
+        source: of the one that runs it.
+        options: of the proxy.
+        keeps: an engine keeps something, until its time to live ends.
+    """
+
+    outcome: str
+    target: Mapping[str, Any] = {}
+    source: Mapping[str, Any] = {}
+    options: Mapping[str, float] = {}
+    keeps: bool = False
+
+
+DEAD = {"fails": 500, "spares_copies": True}
+HANGING = {"hangs": True, "spares_copies": True}
+SHORT = {"moved_token_seconds": 0.2}
+SILENT = {"freeze_seconds": 0.5, "control_seconds": 0.5}
+FAILED_MOVES = {
+    "deaf target": FailedMove("no_room", {"deaf": True}, options={"control_seconds": 1.0}),
+    "full target": FailedMove("no_room", {"full": True}),
+    "copy hangs": FailedMove("not_copied", {"hangs": True}, options=SHORT, keeps=True),
+    "copy fails": FailedMove("not_copied", {"fails": 500}, options=SHORT, keeps=True),
+    "no token": FailedMove("rolled_back", HANGING, options={"moved_token_seconds": 2.0}),
+    "dead target": FailedMove("rolled_back", DEAD, options={"probe_seconds": 30.0}, keeps=True),
+    "no freeze": FailedMove("not_frozen", source={"never_freezes": True}),
+    "deaf source": FailedMove("no_answer", source={"deaf_to_freezes": True}, options=SILENT),
+    "other tokens": FailedMove("rolled_back", source={"lies": True}),
+}
+
+
+@pytest.mark.parametrize("name", FAILED_MOVES)
+async def test_a_request_whose_move_fails_goes_on_where_it_was_without_a_changed_token(
+    tokenizer: Tokenizer, name: str
 ) -> None:
-    async with cluster(tokenizer, moved_token_seconds=2.0) as it:
+    failed = FAILED_MOVES[name]
+    async with cluster(tokenizer, **failed.options) as it:
 
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                source, target = it.source_and_target()
-                target.hangs = target.spares_copies = True
-                outcomes.append(asyncio.create_task(it.move()))
-                sources.append(source)
+        def fail(source: ScriptedEngine, target: ScriptedEngine) -> None:
+            for engine, changes in ((source, failed.source), (target, failed.target)):
+                for key, value in changes.items():
+                    setattr(engine, key, value)
 
-        outcomes: list[asyncio.Task[str]] = []
-        sources: list[ScriptedEngine] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-        assert tokens_of(chunks) == it.expected(40)
-        assert await outcomes[0] == "rolled_back"
-        assert len(sources[0].bodies) == 2  # it went on where it had been
+        chunks, outcome = await it.moved({"max_tokens": 300}, fail, at=30)
+        assert tokens_of(chunks) == it.expected(300)
+        assert outcome == failed.outcome
+        asked = sorted(sum("stream" in body for body in engine.bodies) for engine in it.decodes)
+        if outcome == "rolled_back":
+            assert asked[-1] == 2, "it went on where it had been"
+        else:
+            assert asked == [0, 1], "it has not been disturbed"
         for engine in it.decodes:
             engine.hangs = False
+            if failed.keeps:
+                engine.kept.clear()
 
 
-async def test_a_target_that_dies_after_the_freeze_gives_the_request_back(
-    tokenizer: Tokenizer,
+@pytest.mark.parametrize("last", range(1, 8))
+async def test_a_freeze_that_races_the_natural_end_changes_nothing(
+    tokenizer: Tokenizer, last: int
 ) -> None:
-    async with cluster(tokenizer, probe_seconds=30.0) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                _, target = it.source_and_target()
-                target.fails, target.spares_copies = 500, True
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-        assert tokens_of(chunks) == it.expected(40)
-        assert await outcomes[0] == "rolled_back"
-
-        for engine in it.decodes:
-            engine.kept.clear()  # its time to live ends
+    async with cluster(tokenizer) as it:
+        chunks, outcome = await it.moved({"max_tokens": 10 + last})
+        assert tokens_of(chunks) == it.expected(10 + last)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert outcome != "rolled_back"
 
 
 async def test_a_request_is_copied_while_it_decodes(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 100:
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        body = {"prompt": PROMPT, "max_tokens": 300, "cache_salt": "s"}
-        chunks = await it.stream(body, at)
+        chunks, outcome = await it.moved({"max_tokens": 300, "cache_salt": "s"}, at=100)
         assert tokens_of(chunks) == it.expected(300)
-        assert await outcomes[0] == "moved"
+        assert outcome == "moved"
         target = next(engine for engine in it.decodes if engine.copied)
         (copied,) = target.copied
         assert len(copied) >= 96
         asked, resumed = target.bodies
         assert asked["prompt"] == copied == resumed["prompt"][: len(copied)]
         assert asked["cache_salt"] == "s" and asked["max_tokens"] == 1
-
-
-@pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_without_a_copy_a_request_is_not_disturbed(tokenizer: Tokenizer, how: str) -> None:
-    async with cluster(tokenizer, moved_token_seconds=0.2) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 30:
-                _, target = it.source_and_target()
-                setattr(target, how, 500)
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
-        assert tokens_of(chunks) == it.expected(300)
-        assert await outcomes[0] == "not_copied"
-        assert sum("stream" in body for one in it.decodes for body in one.bodies) == 1
-        for engine in it.decodes:
-            engine.kept.clear()  # its time to live ends
-            engine.hangs = False
 
 
 async def test_a_client_that_leaves_during_a_copy_moves_nothing(tokenizer: Tokenizer) -> None:
@@ -307,77 +311,8 @@ async def test_a_client_that_leaves_during_a_copy_moves_nothing(tokenizer: Token
 
 
 @pytest.mark.parametrize(
-    ("how", "outcome"),
-    [("deaf", "no_room"), ("full", "no_room"), ("never_freezes", "not_frozen")],
+    "moment", ["prefill", "end of the prefill", "first token", "decode", "freeze"]
 )
-async def test_a_move_that_is_refused_leaves_the_request_where_it_is(
-    tokenizer: Tokenizer, how: str, outcome: str
-) -> None:
-    async with cluster(tokenizer, control_seconds=1.0) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                source, target = it.source_and_target()
-                setattr(source if how == "never_freezes" else target, how, True)
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 200}, at)
-        assert tokens_of(chunks) == it.expected(200)
-        assert await outcomes[0] == outcome
-        assert sum("stream" in body for one in it.decodes for body in one.bodies) == 1
-
-
-async def test_a_source_that_does_not_answer_the_freeze_keeps_its_request(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer, freeze_seconds=0.5, control_seconds=0.5) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                next(engine for engine in it.decodes if engine.running).deaf_to_freezes = True
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
-        assert tokens_of(chunks) == it.expected(300)
-        assert await outcomes[0] == "no_answer"
-
-
-async def test_a_source_that_disagrees_about_the_tokens_is_not_believed(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                next(engine for engine in it.decodes if engine.running).lies = True
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 40}, at)
-        assert tokens_of(chunks) == it.expected(40)
-        assert await outcomes[0] == "rolled_back"
-
-
-@pytest.mark.parametrize("last", range(1, 8))
-async def test_a_freeze_that_races_the_natural_end_changes_nothing(
-    tokenizer: Tokenizer, last: int
-) -> None:
-    async with cluster(tokenizer) as it:
-
-        async def at(tokens: int) -> None:
-            if tokens == 10:
-                outcomes.append(asyncio.create_task(it.move()))
-
-        outcomes: list[asyncio.Task[str]] = []
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10 + last}, at)
-        assert tokens_of(chunks) == it.expected(10 + last)
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        assert await outcomes[0] != "rolled_back"
-
-
-@pytest.mark.parametrize("moment", ["prefill", "first token", "decode", "freeze"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_everything(
     tokenizer: Tokenizer, moment: str, stream: bool
@@ -385,12 +320,15 @@ async def test_a_client_that_leaves_frees_everything(
     async with cluster(tokenizer) as it:
         prefill = it.engines["prefill-0"]
         prefill.hangs = moment == "prefill"
+        prefill.answers_late = moment == "end of the prefill"
         for engine in it.decodes:
             engine.hangs = moment == "first token"
         body = {"prompt": PROMPT, "max_tokens": 5000, "model": "m", "stream": stream}
         asking = asyncio.create_task(it.post(body))
         if moment == "prefill":
             await until(lambda: len(prefill.bodies) == 1)
+        elif moment == "end of the prefill":
+            await until(lambda: bool(prefill.kept))
         elif moment == "first token":
             await until(lambda: any(engine.running for engine in it.decodes))
         else:
@@ -412,7 +350,7 @@ async def test_a_full_pool_is_refused_with_a_time_to_try_again(tokenizer: Tokeni
         it.engines["prefill-0"].hangs = True
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
         waiting = [asyncio.create_task(it.post(body)) for _ in range(3)]
-        await until(lambda: it.proxy.dispatcher.waiting_for_prefill == 2)
+        await until(lambda: it.proxy.cluster.dispatcher.waiting_for_prefill == 2)
         status, answer, headers = await it.post(body)
         assert status == 429
         assert int(headers["Retry-After"]) >= 1
@@ -448,7 +386,7 @@ async def test_what_one_instance_turns_away_another_one_takes(
             status, answer, _ = await it.post({**body, **pinned})
             assert status == 200
             assert pinned or answer["choices"][0]["token_ids"] == it.expected(5)
-        instances = it.proxy.instances.values()
+        instances = it.proxy.cluster.all
         assert all(instance.breaker.closed for instance in instances)
         text = it.proxy.metrics.text().decode()
         turned_away = "headway_proxy_turned_away_requests_total"
@@ -471,7 +409,7 @@ async def test_what_all_instances_turn_away_is_told_when_to_try_again(
         assert [models.count("m") for models in asked] == [1, 1]
         for engine in it.decodes:
             engine.fails = 0
-        assert all(instance.breaker.closed for instance in it.proxy.instances.values())
+        assert all(instance.breaker.closed for instance in it.proxy.cluster.all)
         assert (await it.post({**body, **pinned}))[0] == 200
 
 
@@ -523,16 +461,6 @@ async def test_what_cannot_move_is_handed_to_one_instance_as_it_is(
             assert "kv_transfer_params" not in body
             assert body["max_tokens"] == 3
         assert it.engines["prefill-0"].bodies == []
-
-
-async def test_what_is_pinned_starts_again_elsewhere_as_long_as_its_client_has_nothing(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer) as it:
-        it.engines["decode-0"].fails = 500
-        bodies = [{"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}] * 4
-        answers = await asyncio.gather(*map(it.post, bodies))
-        assert [status for status, _, _ in answers] == [200] * 4
 
 
 async def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_service(
@@ -589,11 +517,11 @@ async def test_a_draining_instance_serves_while_all_others_are_out_of_service(
         other, draining = it.decodes
         assert (await it.admin("POST", f"drain/{draining.name}"))[0] == 200
         await other.stop()
-        await until(lambda: not it.proxy.instances[other.name].breaker.closed)
+        await until(lambda: not it.proxy.cluster.instances[other.name].breaker.closed)
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 10})
         assert tokens_of(chunks) == it.expected(10)
         await other.start()
-        await until(lambda: it.proxy.instances[other.name].breaker.closed)
+        await until(lambda: it.proxy.cluster.instances[other.name].breaker.closed)
         served = len(draining.bodies)
         await it.stream({"prompt": PROMPT, "max_tokens": 10})
         assert len(draining.bodies) == served
@@ -626,11 +554,8 @@ async def test_the_planner_moves_requests_from_a_crowded_instance(tokenizer: Tok
         for body, chunks in zip(bodies, await asyncio.gather(*streams), strict=True):
             assert tokens_of(chunks) == it.expected(400, body["prompt"])
         assert it.engines["decode-1"].pulled > 0
-        async with it.session.get(it.url + "/metrics") as response:
-            text = await response.text()
-        assert 'headway_proxy_migrations_total{outcome="moved"' in text.replace(
-            'source="decode-0",target="decode-1",', ""
-        ).replace('outcome="moved",', 'outcome="moved"')
+        moved = {"outcome": "moved", "source": "decode-0", "target": "decode-1"}
+        assert metric(await it.text("/metrics"), "headway_proxy_migrations_total", **moved) > 0
 
 
 async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: Tokenizer) -> None:
@@ -642,11 +567,11 @@ async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: To
             {"prompt": f"{PROMPT} {i}", "max_tokens": random_.randint(20, 150)} for i in range(40)
         ]
         streams = [asyncio.create_task(it.stream(body)) for body in bodies]
-        decodes = [i for i in it.proxy.instances.values() if i.instance.role == "decode"]
+        decodes = [i for i in it.proxy.cluster.all if i.instance.role == "decode"]
         moves: set[asyncio.Task[MoveOutcome]] = set()
         for step in range(150):
             await asyncio.sleep(0.004)
-            requests = [r for i in decodes for r in it.proxy.placements.on(i) if r.can_move]
+            requests = [r for i in decodes for r in it.proxy.cluster.placements.on(i) if r.can_move]
             if requests:
                 request, target = random_.choice(requests), random_.choice(decodes)
                 moves.add(asyncio.create_task(it.proxy.migrator.move(request, target, "storm")))
@@ -663,11 +588,6 @@ async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: To
         assert outcomes.count("moved") > 10
         for engine in it.engines.values():
             engine.kept.clear()  # kept for the dead instance: time to live ends
-
-
-async def test_models_are_those_of_the_engines(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it, it.session.get(it.url + "/v1/models") as response:
-        assert (await response.json())["data"][0]["id"] == "m"
 
 
 async def test_other_endpoints_are_one_instances_and_come_back_byte_for_byte(

@@ -177,23 +177,6 @@ def test_ordinary_requests_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "param"),
-    [
-        (b"", "body"),
-        (b'"text"', "body"),
-        (b'{"kv_transfer_params": {"do_remote_decode": true}}', "kv_transfer_params"),
-        (b'{"ec_transfer_params": {}}', "ec_transfer_params"),
-    ],
-)
-def test_a_body_that_means_nothing_is_refused_by_field(raw: bytes, param: str | None) -> None:
-    with pytest.raises(RequestRefusedError) as caught:
-        read_request(COMPLETIONS, raw)
-    error = body_of(caught.value.body)["error"]
-    assert (error["code"], error["param"]) == (400, param)
-    assert error["message"]
-
-
-@pytest.mark.parametrize(
     "raw",
     [
         b'{"prompt": "a", ' + b", ".join(b'"%d": 1' % i for i in range(50_000)) + b"}",

@@ -10,18 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from published_telemetry import frames, snapshot
 from tokenizers import Tokenizer
 
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
-    TOPIC,
     Finished,
     FinishedEvent,
     Forecasts,
-    Gauges,
     RequestForecast,
-    Snapshot,
-    encode_message,
     encode_survival,
 )
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
@@ -78,7 +75,7 @@ def request(
     **body: Any,
 ) -> LiveRequest:
     client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
-    made = LiveRequest.new(name, name, client, {}, 0.0, tokenizer, placements or Placements())
+    made = LiveRequest(name, name, client, {}, 0.0, tokenizer, placements or Placements())
     made.begin_prefill(instance("prefill"))
     made.prefilled({}, prompt)
     if at is not None:
@@ -155,17 +152,7 @@ def test_forecasts_follow_their_requests_and_age(
     curve = np.array([1.0, 0.8, 0.4, 0.0])
     forecast = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
     header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
-    snapshot = Snapshot(
-        instance="a",
-        seq=0,
-        gauges=Gauges(),
-        model="m",
-        checkpoint="c",
-        k=10,
-        edges=EDGES,
-        requests=[forecast],
-        **header,
-    )
+    published = snapshot("a", [forecast], EDGES)
     view = TelemetryView(history=False)
     with TelemetrySubscriber(f"tcp://127.0.0.1:{port}", view=view) as telemetry:
         forecasts = LiveForecasts(telemetry)
@@ -173,7 +160,7 @@ def test_forecasts_follow_their_requests_and_age(
         unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
         deadline = time.monotonic() + 120
         while not telemetry.view.instances and time.monotonic() < deadline:
-            publisher.send_multipart([TOPIC, encode_message(snapshot)])
+            publisher.send_multipart(frames(published))
             time.sleep(0.05)
         forecasts.refresh()
         both = forecasts.forecast([known, unknown])
@@ -184,7 +171,7 @@ def test_forecasts_follow_their_requests_and_age(
         # Its engine has handed it over: the forecast stays until the next engine has its own.
         event = FinishedEvent("cmpl-r1-0-0123abcd", "moved", 10, 6, 500)
         finished = Finished(instance="a", seq=1, requests=[event], **header)
-        publisher.send_multipart([TOPIC, encode_message(finished)])
+        publisher.send_multipart(frames(finished))
         time.sleep(0.3)
         forecasts.refresh()
         assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
@@ -196,8 +183,7 @@ def test_forecasts_follow_their_requests_and_age(
             forecast_at=0,
             survival=encode_survival(np.array([[1.0, 0.5, 0.2, 0.0]]))[0],
         )
-        newer = msgspec.structs.replace(snapshot, instance="b", requests=[later])
-        publisher.send_multipart([TOPIC, encode_message(newer)])
+        publisher.send_multipart(frames(snapshot("b", [later], EDGES)))
         deadline = time.monotonic() + 120
         while len(telemetry.view.instances) < 2:
             assert time.monotonic() < deadline, "nothing came of the other engine"
@@ -246,21 +232,7 @@ def snapshot_of(at: str, seq: int, edges: list[int], **curves: list[float]) -> l
             curves, encode_survival(np.array(list(curves.values()))), strict=True
         )
     ]
-    message = Snapshot(
-        instance=at,
-        rank=0,
-        epoch=1,
-        step=seq,
-        time=0.0,
-        seq=seq,
-        gauges=Gauges(),
-        model="m",
-        checkpoint="c",
-        k=10,
-        edges=edges,
-        requests=requests,
-    )
-    return [TOPIC, encode_message(message)]
+    return frames(snapshot(at, requests, edges, seq))
 
 
 def test_a_rolling_change_of_predictors_loses_no_forecast(tokenizer: Tokenizer) -> None:
@@ -328,20 +300,6 @@ def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
 ) -> None:
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     instances = [instance("a"), instance("b")]
-    published = Snapshot(
-        instance="a",
-        rank=0,
-        epoch=1,
-        step=1,
-        time=0.0,
-        seq=0,
-        gauges=Gauges(prefill_budget=100.5),
-        model="m",
-        checkpoint="c",
-        k=10,
-        edges=EDGES,
-        requests=[],
-    )
     with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
         budgets = PrefillBudgets(telemetry)
 
@@ -352,19 +310,20 @@ def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
                 sent.accepted()
             return sent
 
-        def publish(snapshot: Snapshot) -> None:
+        def publish(seq: int, budget: float) -> None:
+            published = frames(snapshot("a", seq=seq, prefill_budget=budget))
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
                 with telemetry.lock:
                     known = [view.snapshot_seq for view in telemetry.view.instances.values()]
-                if known == [snapshot.seq]:
+                if known == [seq]:
                     return
-                publisher.send_multipart([TOPIC, encode_message(snapshot)])
+                publisher.send_multipart(published)
                 time.sleep(0.05)
             raise AssertionError("no telemetry came")
 
         assert budgets.left(instances).tolist() == [0.0, 0.0]
-        publish(published)
+        publish(0, 100.5)
         spend(instances[0], 30, accepted=True)
         spend(instances[0], 40, accepted=True)
         assert budgets.left(instances).tolist() == [100.5, 100.5]  # accepted before it published
@@ -372,10 +331,10 @@ def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
         late = spend(instances[0], 90, accepted=False)
         spend(instances[1], 20, accepted=True)
         assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
-        publish(msgspec.structs.replace(published, seq=1, gauges=Gauges(prefill_budget=97.0)))
+        publish(1, 97.0)
         assert budgets.left(instances).tolist() == [7.0, 77.0], "one is still on its way"
         late.accepted()
-        publish(msgspec.structs.replace(published, seq=2, gauges=Gauges(prefill_budget=-3.0)))
+        publish(2, -3.0)
         assert budgets.left(instances).tolist() == [-3.0, -23.0]
 
 
@@ -433,21 +392,7 @@ def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
             grid = [0, life + 1, 500, 600]
             names = [f"life{life}x{i}" for i in range(4_000)]
             lies = [RequestForecast(f"cmpl-{name}", 1, 0, 0, 500, curve) for name in names]
-            message = Snapshot(
-                instance="b",
-                rank=0,
-                epoch=100 - life,
-                step=0,
-                time=0.0,
-                seq=0,
-                gauges=Gauges(),
-                model="m",
-                checkpoint="c",
-                k=10,
-                edges=grid,
-                requests=lies,
-            )
-            receive([TOPIC, encode_message(message)], "b")
+            receive(frames(snapshot("b", lies, grid, epoch=100 - life)), "b")
             forecasts.refresh()
         honest = forecasts.forecast([request(tokenizer, "r", 10, 5)])
         assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
@@ -468,9 +413,9 @@ def test_the_engine_that_has_a_request_knows_best(tokenizer: Tokenizer) -> None:
         header = {"rank": 0, "epoch": 1, "step": 0, "time": 0.0, "seq": 0}
         said = Forecasts(instance="b", edges=EDGES, requests=[lies, other], **header)
         with telemetry.lock:
-            view.receive([TOPIC, encode_message(said)], 0.0, "b")
+            view.receive(frames(said), 0.0, "b")
             view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), 0.0, "a")
-            view.receive([TOPIC, encode_message(said)], 0.0, "b")
+            view.receive(frames(said), 0.0, "b")
         forecasts.refresh()
         assert forecasts.forecast([running]).at(10)[0] == pytest.approx(0.5, abs=1e-4)
         assert stays.prompt_tokens == 10, "as its own engine says"

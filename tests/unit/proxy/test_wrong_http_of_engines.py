@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import pytest
-from scripted_cluster import OPTIONS, PROMPT
+from scripted_cluster import OPTIONS, PROMPT, served
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment, Instance
-from rescheduler.proxy.proxy import Proxy
-from rescheduler.proxy.upstream import EngineFullError, Upstream, UpstreamError
-from rescheduler.serving.listeners import Listeners
+from rescheduler.placement.upstream import EngineFullError, Upstream, UpstreamError
 
 BODY = (
     b'{"id":"a","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":""}'
@@ -163,16 +161,11 @@ async def serving(
     )
     policy = {"name": "round_robin"}
     deployment = Deployment(model="m", instances=[*instances], routing=policy, proxy=options)
-    proxy = Proxy(deployment, tokenizer)
-    listeners = Listeners(proxy)
-    try:
-        await proxy.start()
-        await listeners.start()
-        async with aiohttp.ClientSession(listeners.url) as session:
-            yield session
-    finally:
-        await listeners.close()
-        await proxy.close()
+    async with (
+        served(deployment, tokenizer) as (_, listeners),
+        aiohttp.ClientSession(listeners.url) as session,
+    ):
+        yield session
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions, TraceOptions
 from rescheduler.openai.openai_request import COMPLETIONS, read_request
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
@@ -39,7 +39,7 @@ async def said_of_a_place(policy: RoutingPolicy | None) -> Mapping[str, Any]:
         InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
     ]
     other, request = (
-        LiveRequest.new(name, name, CLIENT, {}, 0.0, TOKENIZER, placements) for name in ("r", "s")
+        LiveRequest(name, name, CLIENT, {}, 0.0, TOKENIZER, placements) for name in ("r", "s")
     )
     other.place(states[0])
     request.trace, _ = tracer.begin(CLIENT, "s", {})
@@ -47,7 +47,7 @@ async def said_of_a_place(policy: RoutingPolicy | None) -> Mapping[str, Any]:
         request.place(states[1])
     else:
         clock = asyncio.get_running_loop().time
-        dispatcher = Dispatcher(placements, [], states, policy, None, None, options, clock)
+        dispatcher = Dispatcher(placements, states, policy, options, MeanStepTime(), clock)
         assert await dispatcher.place(request) is states[1]
     await until(lambda: bool(exporter.get_finished_spans()))
     (span,) = exporter.get_finished_spans()

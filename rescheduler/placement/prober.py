@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.upstream import EngineRefusedError, Upstream, UpstreamError
+from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 
 __all__ = ["OutlierDetection", "Prober"]
@@ -27,9 +28,7 @@ class Prober:
     token, when its breaker lets it: vLLM's HTTP server also answers while its engine hangs.
 
     Args:
-        upstream: connections to the engines.
         wake: called when an instance may have more room.
-        options: the times.
         model: name that the engines serve.
     """
 
@@ -96,15 +95,15 @@ class OutlierDetection:
 
     Args:
         count: counts a failure against an instance; the flag: nothing listens there.
-        metrics: counts the failed calls.
+        failures: counts failed calls, by the instance's name.
     """
 
-    def __init__(self, count: Callable[[InstanceState, bool], None], metrics: ProxyMetrics) -> None:
-        self._count, self._metrics = count, metrics
+    def __init__(self, count: Callable[[InstanceState, bool], None], failures: Counter) -> None:
+        self._count, self._failures = count, failures
 
     def failed(self, request: LiveRequest, instance: InstanceState, error: UpstreamError) -> None:
         """Note that an instance failed a request."""
-        self._metrics.failures.labels(instance.name).inc()
+        self._failures.labels(instance.name).inc()
         logger.warning("request %s: %s", request.id, error)
         if error.answered:
             request.failed_by.append(instance)

@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -91,17 +93,23 @@ class EngineRefusedError(Exception):
 class Upstream:
     """Connections to all engines; use it within one event loop.
 
+    Every call raises `UpstreamError` if there is no answer in time, or one of the engine's own
+    trouble, `EngineRefusedError` if the request is wrong or not allowed, and `RequestRefusedError`,
+    503, if this process can open no more connections.
+
     Args:
-        options: the deadlines.
         key: API key of the engines, for the proxy's own calls; None: they need none.
     """
 
     def __init__(self, options: ProxyOptions, key: str | None = None) -> None:
         self._options = options
         self._own_headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._session = aiohttp.ClientSession(
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             connector=_Connector(limit=0, keepalive_timeout=_KEPT_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
         )
@@ -113,14 +121,7 @@ class Upstream:
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        """Send a request; return its answer once the status is known to be 200.
-
-        Raises:
-            EngineFullError: it has too much to do.
-            UpstreamError: no connection, or the engine's own trouble.
-            EngineRefusedError: the request is wrong.
-            RequestRefusedError: 503, this process can open no more connections.
-        """
+        """Send a request; return its answer once the status is known to be 200."""
         try:
             response = await self._post(instance, path, body, headers)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -142,11 +143,7 @@ class Upstream:
         raise _refusal(instance, response.status, answer, response.headers.get("Retry-After", ""))
 
     async def _whole(self, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer that nobody expects to be large.
-
-        Raises:
-            UpstreamError: it is.
-        """
+        """Return the body of an answer that nobody expects to be large."""
         parts, size = [], 0
         async for part in response.content.iter_any():
             parts.append(part)
@@ -172,25 +169,14 @@ class Upstream:
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> tuple[dict[str, Any], int]:
-        """Prefill a request; return the parameters for its decode instance, and its length.
-
-        Returns:
-            ``kv_transfer_params``, and the number of prompt tokens.
-
-        Raises:
-            UpstreamError: no answer in time, or none that helps.
-            EngineRefusedError: the request is wrong.
-        """
+        """Prefill a request; return the parameters for its decode instance, and its length."""
+        seconds = self._options.prefill_seconds
         try:
-            async with asyncio.timeout(self._options.prefill_seconds):
-                response = await self.open(instance, path, body, headers)
-                async with response:
-                    answer = msgspec.json.decode(await self._whole(instance, response))
-        except TimeoutError as error:
-            seconds = self._options.prefill_seconds
-            raise UpstreamError(instance, f"no prefill within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
+            with _answering(instance, f"no prefill within {seconds:g} s"):
+                async with asyncio.timeout(seconds):
+                    response = await self.open(instance, path, body, headers)
+                    async with response:
+                        answer = msgspec.json.decode(await self._whole(instance, response))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UpstreamError(instance, f"its answer to a prefill is no JSON: {error}") from error
         try:
@@ -203,42 +189,24 @@ class Upstream:
     async def copy(
         self, instance: Instance, body: bytes, headers: Mapping[str, str], seconds: float
     ) -> None:
-        """Have an engine copy a running request's KV cache from another one.
-
-        Raises:
-            UpstreamError: no answer in time, or the engine's own trouble.
-            EngineRefusedError: the request is wrong.
-            RequestRefusedError: 503, this process can open no more connections.
-        """
-        try:
+        """Have an engine copy a running request's KV cache from another one."""
+        with _answering(instance, f"no copy within {seconds:g} s"):
             async with asyncio.timeout(seconds):
                 async with await self.open(instance, COMPLETIONS, body, headers) as response:
                     await self._whole(instance, response)
-        except TimeoutError as error:
-            raise UpstreamError(instance, f"no copy within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
 
     async def generate_one(self, instance: Instance, model: str) -> None:
-        """Have an engine generate one token, or refuse to for want of a key.
-
-        Raises:
-            UpstreamError: it did neither, in time.
-            RequestRefusedError: 503, this process can open no more connections.
-        """
+        """Have an engine generate one token, or refuse to for want of a key."""
         body = msgspec.json.encode({"model": model, "prompt": "1", "max_tokens": 1})
         try:
-            async with asyncio.timeout(self._options.token_seconds):
-                opened = self.open(instance, COMPLETIONS, body, self._own_headers)
-                async with await opened as response:
-                    await self._whole(instance, response)
-        except TimeoutError as error:
-            raise UpstreamError(instance, "it generates no token") from error
+            with _answering(instance, "it generates no token"):
+                async with asyncio.timeout(self._options.token_seconds):
+                    opened = self.open(instance, COMPLETIONS, body, self._own_headers)
+                    async with await opened as response:
+                        await self._whole(instance, response)
         except EngineRefusedError as error:
             if error.status not in (401, 403):
                 raise UpstreamError(instance, f"refuses a probe: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(instance, f"{type(error).__name__}: {error}") from error
 
     async def get(
         self, instance: Instance, path: str, headers: Mapping[str, str] | None = None
@@ -249,28 +217,17 @@ class Upstream:
             instance: the engine.
             path: what it is asked for.
             headers: a client's; None: the proxy asks for itself.
-
-        Raises:
-            UpstreamError: no answer in time, or one of its own trouble.
-            EngineRefusedError: the request is wrong, or not allowed.
-            RequestRefusedError: 503, this process can open no more connections.
         """
         timeout = self._options.control_seconds
         url = instance.url.rstrip("/") + path
         if headers is None:
             headers = self._own_headers
-        try:
+        with _answering(instance, f"{path}: no answer within {timeout:g} s", path):
             async with (
                 asyncio.timeout(timeout),
                 self._session.get(url, headers=headers, allow_redirects=False) as response,
             ):
                 answer = await self._whole(instance, response)
-        except TimeoutError as error:
-            raise UpstreamError(instance, f"{path}: no answer within {timeout:g} s") from error
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            _cannot_connect(instance, error)
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(instance, f"{path}: {error}") from error
         if 400 <= response.status < 500:
             raise EngineRefusedError(response.status, answer)
         if response.status != 200:
@@ -321,6 +278,25 @@ class _Connector(aiohttp.TCPConnector):
         while kept and kept[0][0].should_close:
             kept.popleft()[0].close()
         return await super()._get(key, traces)
+
+
+@contextmanager
+def _answering(instance: Instance, late: str, what: str = "") -> Iterator[None]:
+    """Say what is wrong with an engine that does not answer.
+
+    Args:
+        instance: that is asked.
+        late: what is wrong if time runs out.
+        what: it is asked for; empty: the kind of the error is named in its place.
+    """
+    try:
+        yield
+    except TimeoutError as error:
+        raise UpstreamError(instance, late) from error
+    except aiohttp.ClientConnectorError as error:
+        _cannot_connect(instance, error)
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamError(instance, f"{what or type(error).__name__}: {error}") from error
 
 
 def _cannot_connect(

@@ -1,0 +1,195 @@
+"""The instances of a deployment, what is known of them, and what decides on their requests."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Generic
+
+from rescheduler.engines.deployment import Deployment
+from rescheduler.migration import MigrationPolicy
+from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.guarded_policy import (
+    PrefillBudgets,
+    crowded_view,
+    deployed_planner,
+    deployed_policy,
+)
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import MoveHistory, Placements, R
+from rescheduler.placement.prober import Prober
+from rescheduler.placement.upstream import Upstream, engine_key
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import TelemetryView
+from rescheduler.transfer.control_client import ControlClient
+
+__all__ = ["Cluster"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class Cluster(Generic[R]):
+    """What a proxy, a coordinator and a picker have in common; for one event loop.
+
+    Whatever runs in the background runs here: an error in it is logged, and it ends with the
+    cluster.
+
+    Args:
+        deployment: which instances, and how.
+
+    Attributes:
+        instances: all, by name.
+        upstream: connections to them.
+        step: how long a decode step takes.
+        moves: the latest.
+        placements: which requests are on which instance.
+        dispatcher: chooses instances.
+        planner: plans moves, every so many seconds; None: nothing does here.
+        telemetry: what the engines publish; None if none does, or another process hears it.
+        forecasts: of remaining lengths, from that.
+
+    Raises:
+        DeploymentError: unknown policy, or one whose forecasts no instance publishes.
+    """
+
+    placements: Placements[R]
+    dispatcher: Dispatcher[R]
+
+    def __init__(self, deployment: Deployment) -> None:
+        options, keys = deployment.proxy, deployment.keys_folder
+        self.deployment, self.step, self.moves = deployment, MeanStepTime(), MoveHistory()
+        self.planner: tuple[MigrationPolicy, float] | None = None
+        self.telemetry: TelemetrySubscriber | None = None
+        self.forecasts: LiveForecasts | None = None
+        self.instances: dict[str, InstanceState] = {}
+        self._stack = AsyncExitStack()
+        self._loops: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        for instance in deployment.instances:
+            control = ControlClient(instance.control, keys) if instance.control else None
+            if control is not None:
+                self._stack.callback(control.close)
+            self.instances[instance.name] = InstanceState(instance, options, control)
+        self._decide_by(deployment)
+        self.upstream = Upstream(options, engine_key(options))
+        self._stack.push_async_callback(self.upstream.close)
+        self.prober = Prober(self.upstream, self.dispatcher.wake, options, deployment.served_name)
+
+    def _decide_by(self, deployment: Deployment) -> None:
+        """Make what places requests, and plans their moves: the deployment's policies."""
+        policy, self.planner = deployed_policy(deployment), deployed_planner(deployment)
+        self.placements, budgets = Placements(), None
+        endpoints = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
+        if endpoints:
+            view = TelemetryView(history=False)
+            self.telemetry = TelemetrySubscriber(endpoints, keys=deployment.keys_folder, view=view)
+            self._stack.callback(self.telemetry.close)
+            self.forecasts = LiveForecasts(self.telemetry)
+            if policy.needs_budget:
+                budgets = PrefillBudgets(self.telemetry)
+        self.dispatcher = Dispatcher(
+            self.placements,
+            self.all,
+            policy,
+            deployment.proxy,
+            self.step,
+            asyncio.get_running_loop().time,
+            self.forecasts,
+            budgets,
+        )
+
+    @property
+    def all(self) -> list[InstanceState]:
+        """All instances, in the order of the deployment."""
+        return list(self.instances.values())
+
+    @property
+    def decodes(self) -> list[InstanceState]:
+        """The decode instances."""
+        return [one for one in self.instances.values() if one.instance.role == "decode"]
+
+    async def start(self) -> None:
+        """Ask every instance how it is, and go on asking."""
+        await asyncio.to_thread(self.compile)
+        await asyncio.gather(*map(self.prober.probe, self.all))
+        for instance in self.all:
+            self.forever(self.prober.run(instance))
+
+    def compile(self) -> None:
+        """Decide once, so that no request waits for a compiler."""
+        self.dispatcher.compile()
+        if self.planner is not None:
+            self.planner[0].plan(crowded_view())
+
+    async def close(self, patience: float = 0.0) -> None:
+        """End what runs in the background, and close every connection.
+
+        Args:
+            patience: seconds for which what was to end by itself is waited for.
+        """
+        for loop in self._loops:
+            loop.cancel()
+        if self._tasks and patience:
+            await asyncio.wait(self._tasks, timeout=patience)
+        tasks = [*self._loops, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stack.aclose()
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run something that ends by itself."""
+        return self._begun(work, self._tasks)
+
+    def forever(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something for as long as the cluster is served."""
+        self._begun(work, self._loops)
+
+    def began(self, request: R) -> None:
+        """Note a request that has just arrived."""
+        if self.forecasts is not None:
+            self.forecasts.began(request)
+
+    def ended(self, request: R, by_itself: bool) -> None:
+        """Note a request's end, and learn from its length if it ended by itself."""
+        if self.forecasts is not None:
+            self.forecasts.ended(request, by_itself)
+
+    def failed(self, instance: InstanceState, certain: bool) -> None:
+        """Count a failure against an instance.
+
+        Whatever requests see, at least half of the instances of a role stay in service: where all
+        of them fail, the cause is seldom the instances. What is certain takes any instance out.
+
+        Source: the design follows Envoy's outlier detection (``max_ejection_percent``).
+
+        Args:
+            instance: that has failed.
+            certain: nothing listens there, so that one failure is enough.
+        """
+        if not (certain or self.may_leave(instance)):
+            return
+        if instance.breaker.failed(asyncio.get_running_loop().time(), certain):
+            logger.warning("%s: out of service", instance.name)
+
+    def may_leave(self, instance: InstanceState) -> bool:
+        """Return whether half of the instances of its role would stay in service without it."""
+        role = instance.instance.role
+        peers = [one for one in self.all if one.instance.role == role]
+        out = sum(not one.breaker.closed for one in peers if one is not instance)
+        return 2 * (out + 1) <= len(peers)
+
+    def _begun(
+        self, work: Coroutine[Any, Any, Any], running: set[asyncio.Task[Any]]
+    ) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        running.add(task)
+        task.add_done_callback(running.discard)
+        task.add_done_callback(_log_error)
+        return task
+
+
+def _log_error(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("in the background: %r", task.exception(), exc_info=task.exception())

@@ -1,0 +1,136 @@
+"""Moving requests between decode instances: by the planner's plans, and away from what drains."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Generic
+
+from rescheduler.migration import Plan
+from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.cluster_state import running_requests
+from rescheduler.placement.guarded_policy import guarded_view
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.placeable import Mover, R
+from rescheduler.routing.policy import Needs
+
+__all__ = ["Drainer", "PlannerLoop"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class PlannerLoop(Generic[R]):
+    """Every interval: view, plan, moves.
+
+    Args:
+        planned: is told how many seconds each decision took.
+    """
+
+    def __init__(
+        self, cluster: Cluster[R], mover: Mover[R], planned: Callable[[float], None]
+    ) -> None:
+        assert cluster.planner is not None
+        self._policy, self._seconds = cluster.planner
+        self._forecasts = cluster.forecasts if self._policy.needs >= Needs.LENGTHS else None
+        self._cluster, self._move, self._planned = cluster, mover, planned
+        self._said = ""
+
+    async def run(self) -> None:
+        """Plan forever."""
+        while True:
+            await asyncio.sleep(self._seconds)
+            try:
+                self.plan()
+            except Exception:
+                logger.exception("planning by %s failed", self._policy.name)
+
+    def plan(self) -> None:
+        """Plan once, and begin the moves."""
+        cluster, placements = self._cluster, self._cluster.placements
+        instances = [instance for instance in cluster.decodes if instance.available]
+        if len(instances) < 2 or not running_requests(placements, instances):
+            return
+        if self._forecasts is not None:
+            self._forecasts.refresh()
+        started = time.perf_counter()
+        now = asyncio.get_running_loop().time()
+        instances, view = guarded_view(
+            "planning", placements, instances, [], self._forecasts, now, cluster.step.seconds
+        )
+        if len(instances) < 2:
+            return
+        running = running_requests(placements, instances)
+        plan = self._policy.plan(view)
+        self._planned(time.perf_counter() - started)
+        self._log(plan)
+        for migration in plan.migrations:
+            request, target = running[migration.request], instances[migration.target]
+            if not request.rests(now):
+                why = f"{self._policy.name}, gain {migration.gain:.2g}"
+                cluster.background(self._move(request, target, why))
+
+    def _log(self, plan: Plan) -> None:
+        """Log every plan with moves, and why there are none when that changes."""
+        if plan.migrations:
+            logger.info("plan: %d moves: %s", len(plan.migrations), plan.reason)
+        elif plan.reason != self._said:
+            logger.debug("plan: no move: %s", plan.reason)
+        self._said = "" if plan.migrations else plan.reason
+
+
+_DRAIN_SECONDS = 0.25
+
+
+class Drainer(Generic[R]):
+    """Drains instances: nothing new goes there, and what runs there moves away.
+
+    Requests that cannot move, or for which there is no room elsewhere, end where they are.
+    """
+
+    def __init__(self, cluster: Cluster[R], mover: Mover[R]) -> None:
+        self.cluster, self._move = cluster, mover
+        self._moving: set[str] = set()
+
+    def drain(self, instance: InstanceState) -> None:
+        """Begin to drain an instance."""
+        if not instance.draining:
+            requests = len(self.cluster.placements.on(instance))
+            logger.info("%s: draining, %d requests", instance.name, requests)
+        instance.draining = True
+
+    def undrain(self, instance: InstanceState) -> None:
+        """Let requests come to an instance again."""
+        if instance.draining:
+            logger.info("%s: takes requests again", instance.name)
+        instance.draining = False
+        self.cluster.dispatcher.wake()
+
+    async def run(self) -> None:
+        """Move requests away from draining instances, forever."""
+        while True:
+            await asyncio.sleep(_DRAIN_SECONDS)
+            for instance in self.cluster.decodes:
+                if instance.draining:
+                    try:
+                        self._move_away(instance)
+                    except Exception:
+                        logger.exception("%s: draining failed", instance.name)
+
+    def _move_away(self, instance: InstanceState) -> None:
+        now = asyncio.get_running_loop().time()
+        requests = [
+            request
+            for request in self.cluster.placements.on(instance)
+            if request.can_move and request.id not in self._moving and not request.rests(now)
+        ]
+        targets = self.cluster.dispatcher.choose(requests)
+        for request, target in zip(requests, targets, strict=True):
+            if target is not None:
+                self._moving.add(request.id)
+                self.cluster.background(self._moved(request, target))
+
+    async def _moved(self, request: R, target: InstanceState) -> None:
+        try:
+            await self._move(request, target, "drain")
+        finally:
+            self._moving.discard(request.id)

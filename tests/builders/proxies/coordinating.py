@@ -1,0 +1,68 @@
+"""The coordinator's end of its conversations, without sockets and without engines."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from rescheduler.coordination.messages import NOWHERE, Record
+from rescheduler.coordinator.fair_pool import FairPool
+from rescheduler.coordinator.mirror import Mirror
+from rescheduler.coordinator.session import Shared
+from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.placeable import Placements
+from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+
+__all__ = ["RECORD", "shared_by_sessions"]
+
+RECORD = Record(
+    handle=1,
+    id="id",
+    name="name",
+    external_id="cmpl-name",
+    ticket=0,
+    for_prefill=False,
+    waited=0.0,
+    instance=NOWHERE,
+    destination=NOWHERE,
+    hop=-1,
+    prompt_tokens=8,
+    generated_tokens=0,
+    generated_at_move=None,
+    max_tokens=None,
+    movable=True,
+    several=False,
+    can_move=False,
+    moving=False,
+    generating=False,
+    on_its_way=False,
+    avoid=[],
+)
+"""A request that waits for nothing, and is nowhere."""
+
+
+def shared_by_sessions(
+    incarnation: str,
+    instances: list[InstanceState],
+    options: ProxyOptions,
+    clock: Callable[[], float],
+    background: Callable[[Any], "asyncio.Task[None]"],
+) -> Shared:
+    """What sessions have in common; failures that proxies report count for nothing."""
+    placements, step, settled = Placements[Mirror](), MeanStepTime(), asyncio.Event()
+    settled.set()
+    cluster: Any = SimpleNamespace(
+        all=instances,
+        placements=placements,
+        dispatcher=Dispatcher(placements, instances, JSQLoad(), options, step, clock),
+        step=step,
+        background=background,
+        began=lambda request: None,
+        ended=lambda request, by_itself: None,
+        may_leave=lambda instance: False,
+    )
+    pools = FairPool(options.pool), FairPool(options.pool)
+    return Shared(incarnation, cluster, *pools, Counter(), clock, lambda: None, settled)
