@@ -27,8 +27,7 @@ from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.upstream import Upstream, engine_key
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.tracing.create_tracer import create_tracer
-from rescheduler.tracing.span import end_request
+from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = ["Proxy"]
@@ -92,7 +91,8 @@ class Proxy:
         self.dispatcher: Placer = planning.placer
         self.upstream = Upstream(options, engine_key(options))
         self._tracer = create_tracer(options.traces)
-        self._stack.push_async_callback(self._tracer.close)
+        if self._tracer is not None:
+            self._stack.push_async_callback(self._tracer.close)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         self._stack.push_async_callback(self.upstream.close)
         others = [planning.refused] if isinstance(planning, CoordinatedPlanning) else []
@@ -180,7 +180,9 @@ class Proxy:
         """
         id = uuid.uuid4().hex
         name = name or id
-        trace, headers = self._tracer.begin(client, name, {**headers, "X-Request-Id": name})
+        headers, trace = {**headers, "X-Request-Id": name}, NO_SPAN
+        if self._tracer is not None:
+            trace, headers = self._tracer.begin(client, name, headers)
         now = asyncio.get_running_loop().time()
         self.running += 1
         task = asyncio.current_task()
