@@ -34,7 +34,7 @@ from rescheduler.demo.demo_phase import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import load_tokenizer

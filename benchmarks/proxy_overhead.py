@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, stream_player
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 _PATH = "/v1/completions"
 _PROMPT = "Tell me of a river that runs to the sea"

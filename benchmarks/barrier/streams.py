@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 __all__ = ["LONGEST", "SEQUENCES", "Ask", "Stream", "prompt_of", "read", "session"]
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from predictor.live.curve_keys import create_keys, shared_secret
 from predictor.live.telemetry_messages import TelemetryError
 from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, read_request
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.transfer.params_signature import is_signed, signed
 
 SECRET = b"s" * 32

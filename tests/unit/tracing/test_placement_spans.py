@@ -12,7 +12,8 @@ from tokenizers.models import WordLevel
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions, TraceOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
