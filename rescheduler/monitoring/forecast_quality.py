@@ -93,11 +93,7 @@ class ForecastFigures(NamedTuple):
         return float(self.late / self.forecasts.sum())
 
     def alarm(self, band: float = BAND) -> str | None:
-        """Return what is wrong with the intervals, and what to do; None when nothing is.
-
-        Args:
-            band: how far the coverage of the 80% interval may be off.
-        """
+        """Return what is wrong with the intervals, and what to do; None when nothing is."""
         share = self.coverage()[_ALARMED]
         if abs(share - _ALARMED / 100) <= band:
             return None

@@ -20,8 +20,6 @@ class QualityExporter(Collector):
     """Reads view and quality whenever Prometheus asks, under their lock.
 
     Args:
-        view: what the engines publish.
-        quality: of the forecasts.
         lock: held by whoever changes either.
         clock: monotonic seconds, the same as the view's.
 

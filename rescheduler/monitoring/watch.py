@@ -114,14 +114,8 @@ def screen(
 ) -> RenderableType:
     """Return the whole screen.
 
-    Args:
-        view: what the engines publish.
-        quality: of their forecasts.
-        recent: requests that ended last, newest first.
-        endpoints: where telemetry comes from.
-        now: seconds on the view's clock.
-        width: columns of the terminal; the bars take what the numbers leave.
-        height: lines of the terminal; as many requests are shown as fit.
+    The bars take what the numbers leave of its width, and as many requests are shown as fit its
+    height; those that ended last come newest first. ``now`` is on the view's clock.
     """
     parts: list[RenderableType] = []
     if view.instances:

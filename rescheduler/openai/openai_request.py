@@ -53,8 +53,6 @@ class RequestRefusedError(Exception):
     """Raised when the proxy answers a request with an error.
 
     Args:
-        status: of the HTTP answer.
-        message: what was wrong and what to do.
         param: name of the field, if it is one.
         retry_after: seconds until it is worth another try, for 429 and 503.
         kind: the error's type; None: that of the status.

@@ -230,7 +230,6 @@ class StreamSplicer:
     role is not repeated, the text is made here, and counts and offsets go on.
 
     Args:
-        request: the client's.
         tokenizer: of the served model; None for a request that never moves.
 
     Attributes:

@@ -124,12 +124,7 @@ _DIGITS = tuple(b"%d" % digit for digit in range(10))
 
 
 def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
-    """Read a request body.
-
-    Args:
-        path: of the endpoint.
-        raw: the body.
-        priority: whether engines see the client's ``priority``.
+    """Read a request body; engines see its ``priority`` only if they may.
 
     Raises:
         RequestRefusedError: no JSON object, or a field that only the proxy may set.
@@ -167,12 +162,7 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
 
 
 def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
-    """Read the body of a request that one decode instance answers as a whole.
-
-    Args:
-        path: one of `FORWARDED`.
-        raw: the body.
-        priority: whether engines see the client's ``priority``.
+    """Read the body of a request of `FORWARDED`, that one decode instance answers as a whole.
 
     Raises:
         RequestRefusedError: as for `read_request`, or it needs a response of another instance.

@@ -115,11 +115,6 @@ class RequestTracer:
     """Traces a share of the requests.
 
     Nothing here waits for a collector.
-
-    Args:
-        options: how many requests are traced.
-        provider: records their spans.
-        exporter: sends them.
     """
 
     def __init__(
@@ -134,11 +129,6 @@ class RequestTracer:
         """Return the span of a request that has just arrived, and the headers that engines get.
 
         Engines learn of every request whether it is traced: else they would decide themselves.
-
-        Args:
-            client: what is asked for.
-            name: of the request.
-            headers: of the client, as far as engines get them.
         """
         context = _PROPAGATOR.extract({"traceparent": headers.get("traceparent", "")})
         parent = trace.get_current_span(context).get_span_context()
@@ -196,13 +186,9 @@ _NO_FAILURE = ("ok", "refused")
 
 
 def end_request(span: Span, outcome: str, input_tokens: int, output_tokens: int) -> None:
-    """End the span of a request.
+    """End the span of a request, by its outcome as ``headway_proxy_requests_total`` counts it.
 
-    Args:
-        span: of the request.
-        outcome: as ``headway_proxy_requests_total`` counts it.
-        input_tokens: of its prompt.
-        output_tokens: that it has generated; 0 if there are none, or nobody counted.
+    Tokens are left out where there are none, or nobody counted.
     """
     counts = {"input_tokens": input_tokens, "output_tokens": output_tokens}
     usage = {f"gen_ai.usage.{k}": v for k, v in counts.items()} if output_tokens else {}
