@@ -44,7 +44,8 @@ from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
 from rescheduler.migration.inputs import migration_inputs
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts

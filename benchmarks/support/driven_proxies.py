@@ -12,7 +12,8 @@ import numpy as np
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_request import LiveRequest
 
 _TOKENS_PER_SECOND = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 TOKEN_SECONDS = 0.02
 PATH = "/v1/completions"

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 __all__ = ["Registry"]
 
@@ -13,20 +13,13 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 
 
-class _Kind(NamedTuple):
-    """What the value of an option may be."""
-
-    type: type
-    words: str
-    is_bool: bool = False
-
-
-_KINDS: dict[Any, _Kind] = {
-    float: _Kind(Real, "a number"),
-    int: _Kind(Integral, "a whole number"),
-    str: _Kind(str, "a text"),
-    bool: _Kind(bool, "true or false", is_bool=True),
+_KINDS: dict[Any, tuple[type, str]] = {
+    float: (Real, "a number"),
+    int: (Integral, "a whole number"),
+    str: (str, "a text"),
+    bool: (bool, "true or false"),
 }
+"""Of an option's type: what its value may be, and how that is called."""
 
 
 class Registry(dict[str, type[T]], Generic[T]):
@@ -91,14 +84,14 @@ def _check_kind(what: str, wanted: Any, value: object) -> None:
         ValueError: it is.
     """
     kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    if any(kind not in _KINDS and kind is not NoneType for kind in kinds):
+    known = [kind for kind in kinds if kind is not NoneType]
+    if any(kind not in _KINDS for kind in known) or (value is None and NoneType in kinds):
         return
-    if value is None and NoneType in kinds:
-        return
-    known = [_KINDS[kind] for kind in kinds if kind is not NoneType]
-    if any(isinstance(value, one.type) and isinstance(value, bool) == one.is_bool for one in known):
-        return
-    raise ValueError(f"{what} must be {' or '.join(one.words for one in known)}, not {value!r}")
+    for kind in known:  # true and false are whole numbers to Python
+        if isinstance(value, _KINDS[kind][0]) and isinstance(value, bool) == (kind is bool):
+            return
+    words = " or ".join(_KINDS[kind][1] for kind in known)
+    raise ValueError(f"{what} must be {words}, not {value!r}")
 
 
 def _nearest(given: str, known: Iterable[str]) -> str:

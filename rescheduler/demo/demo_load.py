@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 __all__ = ["LoadRequest", "LoadRun", "ServedRequest", "StreamChunk"]
 

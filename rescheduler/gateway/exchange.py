@@ -18,14 +18,8 @@ from rescheduler.gateway.messages import (
 from rescheduler.gateway.running_requests import RunningRequests
 from rescheduler.openai.body_memory import KeptBody
 from rescheduler.openai.engine_body import given_name
-from rescheduler.openai.openai_request import (
-    CHAT,
-    COMPLETIONS,
-    FORWARDED,
-    RequestRefusedError,
-    read_forwarded,
-    read_request,
-)
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED, RequestRefusedError
+from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = [

@@ -1,8 +1,9 @@
 """How good the forecasts of running engines are, from the requests that have ended."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,7 @@ MIN_REQUESTS = 50
 _ALARMED = 80
 
 
-@dataclass(frozen=True, slots=True)
-class ForecastFigures:
+class ForecastFigures(NamedTuple):
     """Errors and coverage of the forecasts of some requests, as sums over their forecasts.
 
     Attributes:
@@ -61,16 +61,10 @@ class ForecastFigures:
     late: float
 
     @classmethod
-    def total(cls, parts: Collection["ForecastFigures"]) -> "ForecastFigures":
-        """Return the figures of all the requests of several, at least one."""
-        return cls(
-            requests=sum(one.requests for one in parts),
-            forecasts=np.sum([one.forecasts for one in parts], axis=0),
-            absolute=np.sum([one.absolute for one in parts], axis=0),
-            signed=np.sum([one.signed for one in parts], axis=0),
-            inside=np.sum([one.inside for one in parts], axis=0),
-            late=sum(one.late for one in parts),
-        )
+    def total(cls, parts: Iterable["ForecastFigures"]) -> "ForecastFigures | None":
+        """Return the figures of all the requests of several; None of none."""
+        columns = list(zip(*parts, strict=True))
+        return cls(*map(sum, columns)) if columns else None
 
     def mae(self) -> float:
         """Return the mean |median − remaining| in tokens."""
@@ -99,11 +93,7 @@ class ForecastFigures:
         return float(self.late / self.forecasts.sum())
 
     def alarm(self, band: float = BAND) -> str | None:
-        """Return what is wrong with the intervals, and what to do; None when nothing is.
-
-        Args:
-            band: how far the coverage of the 80% interval may be off.
-        """
+        """Return what is wrong with the intervals, and what to do; None when nothing is."""
         share = self.coverage()[_ALARMED]
         if abs(share - _ALARMED / 100) <= band:
             return None
@@ -200,33 +190,16 @@ class ForecastQuality:
         self._requests.append(scored.figures())
         return scored
 
-    @property
-    def in_window(self) -> int:
-        """Requests that the figures are of."""
-        return len(self._requests)
-
-    def mae(self) -> float | None:
-        """Return the mean |median − remaining| in tokens; None before the first request."""
-        return self._figures().mae() if self._requests else None
-
-    def bias_by_age(self) -> dict[str, float]:
-        """Return the mean of median − remaining in tokens by `AGES`: above 0 is too long."""
-        return self._figures().bias_by_age() if self._requests else {}
-
-    def coverage(self) -> dict[int, float] | None:
-        """Return the share of ends inside the central 50, 80 and 90% interval.
-
-        None before the first request. Of uncapped curves, see `observed_share`.
-        """
-        return self._figures().coverage() if self._requests else None
+    def figures(self) -> ForecastFigures | None:
+        """Return the figures of the window; None before the first request."""
+        return ForecastFigures.total(self._requests)
 
     def alarm(self) -> str | None:
         """Return what is wrong with the intervals, and what to do; None when nothing is."""
-        enough = self.in_window >= self._min_requests
-        return self._figures().alarm(self._band) if enough else None
-
-    def _figures(self) -> ForecastFigures:
-        return ForecastFigures.total(self._requests)
+        figures = self.figures()
+        if figures is None or figures.requests < self._min_requests:
+            return None
+        return figures.alarm(self._band)
 
 
 def score(finished: FinishedForecasts) -> ScoredRequest | None:
@@ -268,15 +241,17 @@ class LastHour:
 
     def add(self, scored: ScoredRequest, now: float) -> None:
         """Count a request that ends now."""
-        minute, figures = _minute(now), scored.figures()
+        minute, parts = _minute(now), [scored.figures()]
         if self._minutes and self._minutes[-1][0] == minute:
-            figures = ForecastFigures.total([self._minutes.pop()[1], figures])
-        self._minutes.append((minute, figures))
+            parts.append(self._minutes.pop()[1])
+        total = ForecastFigures.total(parts)
+        assert total is not None
+        self._minutes.append((minute, total))
 
     def figures(self, now: float) -> ForecastFigures | None:
         """Return those of the last hour; None if no request has ended in it."""
         self._forget(now)
-        return _total([figures for _, figures in self._minutes])
+        return ForecastFigures.total(figures for _, figures in self._minutes)
 
     def drift(self, now: float) -> str | None:
         """Return in which way the forecasts have become worse within the hour.
@@ -289,13 +264,12 @@ class LastHour:
         split = _minute(now) - _RECENT_MINUTES
         if not self._minutes or self._minutes[0][0] > split - _RECENT_MINUTES:
             return None
-        before = _total([figures for minute, figures in self._minutes if minute <= split])
-        recent = _total([figures for minute, figures in self._minutes if minute > split])
-        for one in (before, recent):
-            if one is None or one.requests < MIN_REQUESTS:
-                return None
-        assert before is not None
-        assert recent is not None
+        before = ForecastFigures.total(one for minute, one in self._minutes if minute <= split)
+        recent = ForecastFigures.total(one for minute, one in self._minutes if minute > split)
+        if before is None or recent is None:
+            return None
+        if min(before.requests, recent.requests) < MIN_REQUESTS:
+            return None
         if recent.mae() <= _WORSE * before.mae():
             return ""
         return (
@@ -311,7 +285,3 @@ class LastHour:
 
 def _minute(now: float) -> int:
     return int(now // 60)
-
-
-def _total(parts: list[ForecastFigures]) -> ForecastFigures | None:
-    return ForecastFigures.total(parts) if parts else None

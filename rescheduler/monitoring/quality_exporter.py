@@ -4,7 +4,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from wsgiref.simple_server import WSGIServer
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,15 +13,13 @@ from prometheus_client.registry import Collector
 from rescheduler.monitoring.forecast_quality import ForecastQuality
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
-__all__ = ["MetricsServer", "QualityExporter"]
+__all__ = ["QualityExporter"]
 
 
 class QualityExporter(Collector):
     """Reads view and quality whenever Prometheus asks, under their lock.
 
     Args:
-        view: what the engines publish.
-        quality: of the forecasts.
         lock: held by whoever changes either.
         clock: monotonic seconds, the same as the view's.
 
@@ -47,8 +45,9 @@ class QualityExporter(Collector):
             metrics = [*self._forecast_metrics(), *self._telemetry_metrics()]
         yield from metrics
 
-    def serve(self, port: int, host: str = "127.0.0.1") -> "MetricsServer":
-        """Serve the metrics over HTTP, from a thread, until the server is closed.
+    @contextmanager
+    def served(self, port: int, host: str = "127.0.0.1") -> Iterator[int]:
+        """Serve the metrics over HTTP, from a thread, while the body runs; yield the port.
 
         Args:
             port: to listen on; 0 takes a free one.
@@ -63,42 +62,44 @@ class QualityExporter(Collector):
             used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             why = "the port is in use; give another" if used else str(error)
             raise ValueError(f"metrics on {host}:{port}: {why}") from error
-        return MetricsServer(server, thread)
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def _forecast_metrics(self) -> Iterator[Metric]:
-        quality = self._quality
-        mae, coverage = quality.mae(), quality.coverage()
+        figures = self._quality.figures()
         error = GaugeMetricFamily(
             "headway_forecast_mae_tokens", "Mean absolute error of the median, rolling."
         )
-        if mae is not None:
-            error.add_metric([], mae)
-        yield error
         bias = GaugeMetricFamily(
             "headway_forecast_bias_tokens",
             "Mean of median less what came, rolling, by tokens generated at the forecast.",
             labels=["age"],
         )
-        for age, tokens in quality.bias_by_age().items():
-            bias.add_metric([age], tokens)
-        yield bias
         covered = GaugeMetricFamily(
             "headway_forecast_coverage_ratio",
             "Share of ends inside the central interval of this probability, rolling.",
             labels=["interval"],
         )
-        for level, share in (coverage or {}).items():
-            covered.add_metric([str(level / 100)], share)
-        yield covered
+        if figures is not None:
+            error.add_metric([], figures.mae())
+            for age, tokens in figures.bias_by_age().items():
+                bias.add_metric([age], tokens)
+            for level, share in figures.coverage().items():
+                covered.add_metric([str(level / 100)], share)
+        yield from (error, bias, covered)
         yield GaugeMetricFamily(
             "headway_forecast_miscalibrated",
             "1 while the coverage of the 80% interval is too far off.",
-            value=quality.alarm() is not None,
+            value=self._quality.alarm() is not None,
         )
         yield CounterMetricFamily(
             "headway_forecast_scored_requests",
             "Finished requests whose forecasts were scored.",
-            value=quality.scored,
+            value=self._quality.scored,
         )
 
     def _telemetry_metrics(self) -> Iterator[Metric]:
@@ -109,11 +110,9 @@ class QualityExporter(Collector):
             "Telemetry messages that went wrong.",
             labels=["kind"],
         )
-        messages.add_metric(["malformed"], view.malformed)
-        messages.add_metric(["lost"], self._most_lost)
-        messages.add_metric(["duplicated"], view.duplicated)
-        messages.add_metric(["outdated"], view.outdated)
-        messages.add_metric(["foreign"], view.foreign)
+        for kind in ("malformed", "lost", "duplicated", "outdated", "foreign"):
+            count = self._most_lost if kind == "lost" else getattr(view, kind)
+            messages.add_metric([kind], count)
         yield messages
         labels = ["instance_name", "rank"]
         running, waiting, usage, budget, stale = (
@@ -135,21 +134,3 @@ class QualityExporter(Collector):
                 budget.add_metric(names, instance.gauges.prefill_budget)
             stale.add_metric(names, view.is_stale(key, now))
         yield from (running, waiting, usage, budget, stale)
-
-
-class MetricsServer:
-    """A running HTTP server of metrics.
-
-    Attributes:
-        port: it listens on.
-    """
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server, self._thread = server, thread
-        self.port = server.server_port
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -75,7 +75,7 @@ def watch(
         view, endpoints = subscriber.view, subscriber.endpoints
         if prometheus_port is not None:
             exporter = QualityExporter(view, quality, subscriber.lock)
-            stack.enter_context(closing(exporter.serve(prometheus_port, prometheus_host)))
+            stack.enter_context(exporter.served(prometheus_port, prometheus_host))
         live = None
         if sys.stdout.isatty() and not console.is_dumb_terminal and not headless:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
@@ -114,14 +114,8 @@ def screen(
 ) -> RenderableType:
     """Return the whole screen.
 
-    Args:
-        view: what the engines publish.
-        quality: of their forecasts.
-        recent: requests that ended last, newest first.
-        endpoints: where telemetry comes from.
-        now: seconds on the view's clock.
-        width: columns of the terminal; the bars take what the numbers leave.
-        height: lines of the terminal; as many requests are shown as fit.
+    The bars take what the numbers leave of its width, and as many requests are shown as fit its
+    height; those that ended last come newest first. ``now`` is on the view's clock.
     """
     parts: list[RenderableType] = []
     if view.instances:
@@ -130,14 +124,12 @@ def screen(
         parts += [part for table in tables for part in (table, Text())]
     else:
         parts.append(Text(_waiting(endpoints)))
-    parts.append(Text(_figures(quality)))
-    wrong = _wrong_messages(view)
-    if wrong:
-        parts.append(Text(wrong, style="yellow"))
-    alarm = quality.alarm()
-    if alarm:
-        parts.append(Text(f"ALARM: {alarm}", style="bold red"))
-    return Group(*parts)
+    below = (
+        (_figures(quality), ""),
+        (_wrong_messages(view), "yellow"),
+        (_alarm(quality), "bold red"),
+    )
+    return Group(*parts, *(Text(line, style=style) for line, style in below if line))
 
 
 def summary_line(
@@ -155,8 +147,7 @@ def summary_line(
         )
     else:
         said = _waiting(endpoints)
-    alarm = quality.alarm()
-    parts = [said, _wrong_messages(view), f"ALARM: {alarm}" if alarm else ""]
+    parts = [said, _wrong_messages(view), _alarm(quality)]
     return f"{time.strftime('%H:%M:%S')} " + "; ".join(part for part in parts if part)
 
 
@@ -168,24 +159,17 @@ def _newly_scored(subscriber: TelemetrySubscriber, quality: ForecastQuality) -> 
 
 
 def _instances(view: TelemetryView, now: float) -> Table:
-    budgets = [instance.gauges.prefill_budget for instance in view.instances.values()]
-    reckoned = any(budget is not None for budget in budgets)
+    gauges = {key: instance.gauges for key, instance in view.instances.items()}
+    reckoned = any(one.prefill_budget is not None for one in gauges.values())
     columns = ["rank", "running", "waiting", "KV", *["prefill budget"] * reckoned, "step"]
     table = _table("instance", *columns, "last message")
-    for (key, instance), budget in zip(view.instances.items(), budgets, strict=True):
-        stale = view.is_stale(key, now)
-        shown = ["" if budget is None else f"{budget:,.0f}"] * reckoned
-        table.add_row(
-            Text(_printable(key.name)),
-            str(key.rank),
-            str(instance.gauges.running),
-            str(instance.gauges.waiting),
-            f"{instance.gauges.kv_usage:.0%}",
-            *shown,
-            f"{instance.step:,}",
-            f"{'STALE, ' if stale else ''}{now - instance.received:.1f} s ago",
-            style="yellow" if stale else "",
-        )
+    for key, one in gauges.items():
+        instance, stale, budget = view.instances[key], view.is_stale(key, now), one.prefill_budget
+        numbers = [str(key.rank), str(one.running), str(one.waiting), f"{one.kv_usage:.0%}"]
+        numbers += ["" if budget is None else f"{budget:,.0f}"] * reckoned
+        heard = f"{'STALE, ' if stale else ''}{now - instance.received:.1f} s ago"
+        name, style = Text(_printable(key.name)), "yellow" if stale else ""
+        table.add_row(name, *numbers, f"{instance.step:,}", heard, style=style)
     return table
 
 
@@ -243,8 +227,7 @@ class _Scale:
     """A logarithmic scale of tokens, the same for all bars."""
 
     def __init__(self, top: float, cells: int) -> None:
-        self._top = max(top, 10.0)
-        self._cells = min(max(cells, 8), 60)
+        self._top, self._cells = max(top, 10.0), min(max(cells, 8), 60)
 
     def ticks(self) -> str:
         """Return 0, 10, 100 ... where they are on the bars."""
@@ -258,9 +241,8 @@ class _Scale:
     def bar(self, low: float, median: float, high: float) -> Text:
         """Return the interval as a line, with the median on it."""
         left, middle, right = (self._cell(tokens) for tokens in (low, median, high))
-        line = [" "] * left + ["━"] * (right - left + 1)
-        line[middle] = "●"
-        return Text("".join(line), style="cyan")
+        line = f"{' ' * left}{'━' * (middle - left)}●{'━' * (right - middle)}"
+        return Text(line, style="cyan")
 
     def _cell(self, tokens: float) -> int:
         share = math.log1p(min(tokens, self._top)) / math.log1p(self._top)
@@ -276,14 +258,19 @@ def _table(name: str, *numbers: str) -> Table:
 
 
 def _figures(quality: ForecastQuality) -> str:
-    mae, coverage = quality.mae(), quality.coverage()
-    if mae is None or coverage is None:
+    figures = quality.figures()
+    if figures is None:
         return "no forecast scored yet"
-    held = ", ".join(f"{level}% held {share:.0%}" for level, share in coverage.items())
+    held = ", ".join(f"{level}% held {share:.0%}" for level, share in figures.coverage().items())
     return (
-        f"{quality.scored:,} requests scored; last {quality.in_window}: median off by "
-        f"{mae:,.1f} tokens; intervals: {held}"
+        f"{quality.scored:,} requests scored; last {figures.requests}: median off by "
+        f"{figures.mae():,.1f} tokens; intervals: {held}"
     )
+
+
+def _alarm(quality: ForecastQuality) -> str:
+    alarm = quality.alarm()
+    return f"ALARM: {alarm}" if alarm else ""
 
 
 def _wrong_messages(view: TelemetryView) -> str:
@@ -310,6 +297,4 @@ def _short(request_id: str) -> str:
 
 def _printable(name: str) -> str:
     """Return a name from the wire without anything that steers a terminal."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name
-    )
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in name)

@@ -61,13 +61,7 @@ def client_of(address: object) -> str:
 
 
 class KeptBody:
-    """A body of which more and more arrives.
-
-    Args:
-        shares: of all bodies, in bytes.
-        client: whose it is.
-        largest: bytes that it may have.
-    """
+    """A body of which more and more arrives."""
 
     def __init__(self, shares: FairShares, client: str, largest: int) -> None:
         self._shares, self._client, self._largest = shares, client, largest
@@ -102,8 +96,6 @@ class BodyMemory:
     What a client announces and does not send takes nothing from others.
 
     Args:
-        largest_mb: of a body, in MiB.
-        most_mb: of all bodies, in MiB.
         share: of that, which the bodies of one client may have; never less than the largest body.
     """
 

@@ -36,9 +36,7 @@ class ContinuedText:
     whole prompt. So the proxy makes the text itself from the first cut on.
 
     Args:
-        tokenizer: of the served model.
         prompt_token_ids: of the original prompt, which decide the first token's spaces.
-        rules: of the request.
 
     Attributes:
         tokens: generated tokens taken so far.
@@ -77,10 +75,8 @@ class ContinuedText:
     def add(self, token_ids: Sequence[int], ended_by_token: bool = False) -> int:
         """Take tokens; return how many of them count: those after a stop string do not.
 
-        Args:
-            token_ids: newly generated.
-            ended_by_token: the last one ended the request (an end of sequence, or a stop
-                token), and is shown only if the rules include it.
+        One that ended the request (an end of sequence, or a stop token) is shown only if the rules
+        include it.
         """
         for i, token in enumerate(token_ids):
             last = ended_by_token and i + 1 == len(token_ids)

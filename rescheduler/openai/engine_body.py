@@ -38,6 +38,9 @@ _NOT_FOR_RESUMED = (
 class EngineBodies:
     """Writes the bodies of requests to engines.
 
+    In the name of a client's request, by its migration id and the number of its placements before:
+    on prefill instances for `prefill`, else on decode instances.
+
     Args:
         secret: shared with the engines, which then ignore ``kv_transfer_params`` that it has not
             signed; None: they take any.
@@ -47,13 +50,7 @@ class EngineBodies:
         self._secret = secret
 
     def prefill(self, request: ClientRequest, id: str, hop: int) -> bytes:
-        """Return what a prefill instance is asked: the prompt's KV cache, and no text.
-
-        Args:
-            request: the client's.
-            id: the migration id.
-            hop: attempts before.
-        """
+        """Return what a prefill instance is asked: the prompt's KV cache, and no text."""
         body: dict[str, Any] = {
             key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL
         }
@@ -70,11 +67,7 @@ class EngineBodies:
     ) -> bytes:
         """Return what a decode instance is asked for a request that has no token yet.
 
-        Args:
-            request: the client's.
-            id: the migration id.
-            hop: placements on decode instances before.
-            params: ``kv_transfer_params`` of the prefill's answer; None: prefill here.
+        Without the ``kv_transfer_params`` of a prefill's answer it prefills the request itself.
         """
         body: dict[str, Any] = dict(request.body)
         if request.movable:
@@ -94,13 +87,7 @@ class EngineBodies:
     ) -> bytes:
         """Return what a decode instance is asked for a request that has tokens already.
 
-        Args:
-            request: the client's.
-            id: the migration id.
-            hop: placements on decode instances before.
-            prompt_token_ids: of the original prompt.
-            output_token_ids: generated elsewhere so far.
-            params: ``kv_transfer_params`` of the frozen request; None: compute everything again.
+        Without the ``kv_transfer_params`` of the frozen request it computes everything again.
         """
         generated = len(output_token_ids)
         body: dict[str, Any] = {
@@ -132,12 +119,7 @@ class EngineBodies:
     ) -> bytes:
         """Return what a decode instance is asked to copy a running request's KV cache into its own.
 
-        Args:
-            request: the client's.
-            id: the migration id.
-            hop: where it runs, placements on decode instances before.
-            token_ids: whose KV cache it is.
-            params: ``kv_transfer_params`` of the snapshot.
+        ``token_ids`` and ``params`` are those of the source's snapshot.
         """
         body: dict[str, Any] = {
             key: value for key, value in request.body.items() if key in _FOR_COPIES

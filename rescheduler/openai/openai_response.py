@@ -27,11 +27,7 @@ _OF_USAGE = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details")
 
 
 class ResponseCollector:
-    """Adds up the chunks of one request, for a client that does not stream.
-
-    Args:
-        request: the client's.
-    """
+    """Adds up the chunks of one request, for a client that does not stream."""
 
     def __init__(self, request: ClientRequest) -> None:
         self._request = request

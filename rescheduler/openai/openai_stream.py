@@ -1,6 +1,7 @@
 """Chunks of an engine's stream, spliced into the one stream that the client reads."""
 
 import re
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,7 @@ __all__ = [
     "StreamSplicer",
     "event",
     "read_chunk",
+    "read_events",
     "read_signs",
 ]
 
@@ -203,6 +205,23 @@ class EventReader:
             raise msgspec.DecodeError(f"an event of more than {_LARGEST_EVENT >> 20} MiB")
 
 
+async def read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of each event as a client reads it, up to ``[DONE]`` or the stream's end.
+
+    Args:
+        lines: of the answer, such as ``aiohttp.ClientResponse.content``.
+
+    Raises:
+        msgspec.DecodeError: an event is not JSON.
+    """
+    async for line in lines:
+        if line.startswith(_DATA):
+            data = line[len(_DATA) :].strip()
+            if data == DONE:
+                return
+            yield msgspec.json.decode(data)
+
+
 class StreamSplicer:
     """Makes one stream of what several engines say about one request.
 
@@ -211,7 +230,6 @@ class StreamSplicer:
     role is not repeated, the text is made here, and counts and offsets go on.
 
     Args:
-        request: the client's.
         tokenizer: of the served model; None for a request that never moves.
 
     Attributes:

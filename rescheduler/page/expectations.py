@@ -1,18 +1,20 @@
 """What is expected of a cluster: when its requests end, and how full its instances get."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 from scipy.special import ndtr
 
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.page.snapshot import UNKNOWN
+from rescheduler.page.snapshot import UNKNOWN, Instance, Snapshot
 
-__all__ = ["Expectations", "expectations", "known", "remaining_interval"]
+__all__ = ["Expectations", "expectations", "foreseen", "known", "remaining_interval"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -68,9 +70,7 @@ def expectations(view: ClusterView, interval: IntArray) -> Expectations:
 
     .. math:: P\big(L_g(h) > K_g\big) = \Phi\big((\Lambda_g(h) - K_g) / \sqrt{V_g(h)}\big)
 
-    Args:
-        view: of the cluster.
-        interval: [n_running, 3] of its running requests, see `remaining_interval`.
+    The ``interval`` [n_running, 3] is `remaining_interval` of its running requests.
     """
     n_instances = view.n_instances
     limited = np.array([known(capacity) != UNKNOWN for capacity in view.kv_capacity], dtype=bool)
@@ -86,6 +86,40 @@ def expectations(view: ClusterView, interval: IntArray) -> Expectations:
     certain = np.where(excess > 0, np.inf, -np.inf)
     score = np.divide(excess, deviation, out=certain, where=deviation > 0)
     return Expectations(points, mean, deviation, np.asarray(ndtr(score)), limited)
+
+
+def foreseen(snapshot: Snapshot, view: ClusterView, names: Sequence[str]) -> Snapshot:
+    """Return a snapshot with what is expected of its requests and instances.
+
+    Args:
+        snapshot: its requests are those that run in the view, then those that wait in it, as far
+            as they are shown, and then others.
+        view: of decode instances.
+        names: [G] of these.
+    """
+    n_running, n_requests = len(view.instance), len(snapshot.requests.number)
+    running = remaining_interval(view.forecast, n_running)
+    waiting = remaining_interval(view.waiting_forecast, view.n_waiting)[: n_requests - n_running]
+    others = remaining_interval(None, n_requests - n_running - len(waiting))
+    low, median, high = np.concatenate([running, waiting, others]).T.tolist()
+    expected, load = expectations(view, running), view.kv_load.tolist()
+    at = {name: g for g, name in enumerate(names)}
+
+    def loaded(one: Instance) -> Instance:
+        if one.name not in at:
+            return one
+        ahead, deviation, overflow = expected.of(at[one.name])
+        kv_tokens = load[at[one.name]]
+        return replace(
+            one, kv_tokens=kv_tokens, ahead=ahead, deviation=deviation, overflow=overflow
+        )
+
+    return replace(
+        snapshot,
+        points=expected.points.tolist(),
+        instances=[loaded(one) for one in snapshot.instances],
+        requests=replace(snapshot.requests, low=low, median=median, high=high),
+    )
 
 
 def known(limit: int | np.integer[Any]) -> int:

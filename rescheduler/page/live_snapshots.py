@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Generic, NamedTuple
 
-import numpy as np
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, LastHour, score
-from rescheduler.page.expectations import expectations, known, remaining_interval
+from rescheduler.page.expectations import foreseen, known
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -37,28 +36,17 @@ __all__ = ["EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
 
 
 class _Seen(NamedTuple):
-    """An engine at work.
-
-    Attributes:
-        epoch: of its publisher.
-        step: steps that it had done.
-        received: when it said so.
-        seconds: of a step until then; None before the second look.
-    """
+    """An engine at work: the steps it had done when it last said so, and the seconds of a step."""
 
     epoch: int
     step: int
     received: float
     seconds: float | None
+    """None before the second look."""
 
 
 class EngineSteps:
-    """Tells the duration of a step from two looks at an engine that works at both.
-
-    Args:
-        telemetry: of the engines.
-        clock: monotonic seconds.
-    """
+    """Tells the duration of a step from two looks at an engine that works at both."""
 
     def __init__(
         self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
@@ -95,12 +83,7 @@ class EngineSteps:
 
 
 class LiveAccuracy:
-    """Scores the requests that end while somebody watches; nothing is kept otherwise.
-
-    Args:
-        telemetry: that the requests are heard of by.
-        clock: monotonic seconds.
-    """
+    """Scores the requests that end while somebody watches; nothing is kept otherwise."""
 
     def __init__(
         self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
@@ -152,60 +135,25 @@ class Look:
     Attributes:
         view: of decode instances, with what waits for one of them.
         viewed: names of the decode instances that the view is of; all but those left out.
-        instances: all; of the decode instances only what the view does not say.
-        requests: those of the view, running and waiting, and then all others; what is forecast
-            of them is left out.
-        time: seconds since 1970.
-        further_waiting: requests that wait for a prefill instance.
-        moves: the latest.
+        seen: all but what is expected. Of the decode instances only what the view does not say;
+            its requests are those of the view, running and waiting, and then all others.
         accuracy: scores the forecasts of what has ended.
     """
 
     view: ClusterView
     viewed: list[str]
-    instances: list[Instance]
-    requests: Requests
-    time: float
-    further_waiting: int
-    moves: list[MoveReport]
+    seen: Snapshot
     accuracy: Callable[[], Accuracy | None] = lambda: None
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot: the part that takes a while, and may be done in a thread."""
-        view, n_requests = self.view, len(self.requests.number)
-        running = remaining_interval(view.forecast, len(view.instance))
-        waiting = remaining_interval(view.waiting_forecast, view.n_waiting)
-        others = remaining_interval(None, n_requests - len(running) - len(waiting))
-        low, median, high = np.concatenate([running, waiting, others]).T.tolist()
-        expected = expectations(view, running)
-        instances, at = list(self.instances), {name: g for g, name in enumerate(self.viewed)}
-        for i, one in enumerate(instances):
-            if one.name in at:
-                ahead, deviation, overflow = expected.of(at[one.name])
-                instances[i] = replace(
-                    one,
-                    kv_tokens=int(view.kv_load[at[one.name]]),
-                    ahead=ahead,
-                    deviation=deviation,
-                    overflow=overflow,
-                )
-        return Snapshot(
-            time=self.time,
-            step_seconds=view.step_seconds,
-            points=expected.points.tolist(),
-            instances=instances,
-            requests=replace(self.requests, low=low, median=median, high=high),
-            further_waiting=self.further_waiting,
-            moves=self.moves,
-            accuracy=self.accuracy(),
-        )
+        return replace(foreseen(self.seen, self.view, self.viewed), accuracy=self.accuracy())
 
 
 class LiveSnapshots(Generic[R]):
     """Looks at a cluster.
 
     Args:
-        cluster: that is looked at.
         seconds: between two looks, as others are told.
 
     Attributes:
@@ -256,16 +204,17 @@ class LiveSnapshots(Generic[R]):
         numbers = {one.id: self._number(one.id) for one in requests}
         self._numbers = numbers
         steps = {} if self._steps is None else self._steps.seconds()
-        return Look(
-            view=view,
-            viewed=[one.name for one in viewed],
+        seen = Snapshot(
+            time=round(time.time(), 3),
+            step_seconds=view.step_seconds,
+            points=[],
             instances=[self._instance(one, steps.get(one.name)) for one in instances],
             requests=_columns(requests, numbers, index),
-            time=round(time.time(), 3),
             further_waiting=cluster.dispatcher.waiting_for_prefill,
             moves=[_report(move, numbers) for move in cluster.moves.latest],
-            accuracy=(lambda: None) if self._accuracy is None else self._accuracy.now,
         )
+        accuracy = (lambda: None) if self._accuracy is None else self._accuracy.now
+        return Look(view, [one.name for one in viewed], seen, accuracy)
 
     def _number(self, id: str) -> int:
         number = self._numbers.get(id)

@@ -72,11 +72,7 @@ _STREAM_HEADERS = {
 
 
 class PageStream:
-    """The endpoints that the page reads a live cluster from.
-
-    Args:
-        feed: of the cluster.
-    """
+    """The endpoints that the page reads a live cluster from."""
 
     def __init__(self, feed: SnapshotFeed) -> None:
         self._feed = feed
@@ -104,8 +100,8 @@ class PageStream:
         try:
             await response.prepare(http)
             await response.write(b"event: about\ndata: " + about + b"\n\n")
-            with self._feed.watching() as watcher:
-                while (line := await watcher.next()) is not None:
+            with self._feed.watching() as following:
+                while (line := await following()) is not None:
                     async with asyncio.timeout(_WRITE_SECONDS):
                         await response.write(b"data: " + line + b"\n\n")
         except ConnectionError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -10,9 +10,11 @@ import msgspec
 
 from rescheduler.page.snapshot import About, Snapshot
 
-__all__ = ["SnapshotFeed", "Source", "Watcher"]
+__all__ = ["Following", "SnapshotFeed", "Source"]
 
 logger = logging.getLogger("headway.serve")
+
+Following = Callable[[], Awaitable[bytes | None]]
 
 
 class _Look(Protocol):
@@ -39,13 +41,13 @@ class Source(Protocol):
 class SnapshotFeed:
     """Looks at a source while anybody watches, once for all of them.
 
-    Args:
-        source: that is looked at.
+    Attributes:
+        watchers: how many watch.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._watchers = 0
+        self.watchers = 0
         self._looking: asyncio.Task[None] | None = None
         self._newest: asyncio.Future[bytes | None] | None = None
         self._closed = False
@@ -55,22 +57,20 @@ class SnapshotFeed:
         """What is looked at."""
         return self._source.about
 
-    @property
-    def watchers(self) -> int:
-        """How many watch."""
-        return self._watchers
-
     @contextmanager
-    def watching(self) -> Iterator["Watcher"]:
-        """Watch while the body runs."""
-        self._watchers += 1
+    def watching(self) -> Iterator[Following]:
+        """Watch while the body runs; yield what waits for the next snapshot.
+
+        As JSON in one line; None: no more will come. Who is slow misses some.
+        """
+        self.watchers += 1
         if self._looking is None and not self._closed:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         try:
-            yield Watcher(self._next)
+            yield self._next
         finally:
-            self._watchers -= 1
-            if not self._watchers:
+            self.watchers -= 1
+            if not self.watchers:
                 self._stop()
 
     def close(self) -> None:
@@ -79,13 +79,12 @@ class SnapshotFeed:
         self._stop()
         self._publish(None)
 
-    def _next(self) -> asyncio.Future[bytes | None]:
-        """Return the future of the next snapshot, as JSON in one line; None: no more will come."""
+    async def _next(self) -> bytes | None:
         if self._newest is None:
             self._newest = asyncio.get_running_loop().create_future()
             if self._closed:
                 self._newest.set_result(None)
-        return self._newest
+        return await asyncio.shield(self._newest)
 
     def _publish(self, line: bytes | None) -> None:
         future, self._newest = self._newest, None
@@ -108,21 +107,6 @@ class SnapshotFeed:
                     logger.exception("a snapshot failed")
                 due = max(due + self._source.about.seconds, loop.time())
                 await asyncio.sleep(due - loop.time())
-
-
-class Watcher:
-    """Gets snapshots; one that is slow misses some.
-
-    Args:
-        following: returns the future of the next one.
-    """
-
-    def __init__(self, following: Callable[[], asyncio.Future[bytes | None]]) -> None:
-        self._following = following
-
-    async def next(self) -> bytes | None:
-        """Return the next snapshot, as JSON in one line; None: no more will come."""
-        return await asyncio.shield(self._following())
 
 
 def _line(snapshot: Callable[[], Snapshot]) -> bytes:

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
@@ -40,7 +39,6 @@ class LogWriter:
 
     Args:
         path: of the log; the process's own, or absent.
-        about: what is logged.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -70,12 +68,7 @@ class LogWriter:
     def __enter__(self) -> "LogWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -96,8 +89,6 @@ class Log:
     """A log whose lines have all been read once.
 
     Args:
-        path: of the file.
-        about: what was logged.
         times: [n] seconds from the first snapshot to each, ascending.
         ends: [n + 1] where each snapshot's line begins in the file, and where the last one ends.
         is_cut: whether the file ends within a line, as that of a killed process may.
@@ -219,8 +210,8 @@ async def recording(feed: SnapshotFeed, path: Path | None) -> AsyncIterator[None
 
 
 async def _record(feed: SnapshotFeed, log: LogWriter, path: Path) -> None:
-    with feed.watching() as watcher:
-        while (line := await watcher.next()) is not None:
+    with feed.watching() as following:
+        while (line := await following()) is not None:
             writing = asyncio.ensure_future(asyncio.to_thread(log.write, line))
             try:
                 await asyncio.shield(writing)

@@ -18,9 +18,8 @@ from rescheduler.openai.openai_request import (
     UNREADABLE,
     ClientRequest,
     RequestRefusedError,
-    read_forwarded,
-    read_request,
 )
+from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, ClusterView
-from rescheduler.page.expectations import expectations, known, remaining_interval
+from rescheduler.page.expectations import foreseen, known
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -103,53 +103,45 @@ class _Seen:
         running = simulation.running_numbers().tolist()
         waiting = simulation.waiting_numbers()[:_SHOWN_WAITING].tolist()
         self._compare(view, running, time)
-        interval = remaining_interval(view.forecast, len(running))
-        waiting_interval = remaining_interval(view.waiting_forecast, view.n_waiting)
-        low, median, high = np.concatenate([interval, waiting_interval[: len(waiting)]]).T.tolist()
-        expected = expectations(view, interval)
-        instances = []
-        for g in range(view.n_instances):
-            ahead, deviation, overflow = expected.of(g)
-            instances.append(
-                Instance(
-                    name=f"instance {g}",
-                    role="decode",
-                    in_service=True,
-                    draining=False,
-                    slots=known(view.slots[g]),
-                    kv_capacity=known(view.kv_capacity[g]),
-                    kv_tokens=int(view.kv_load[g]),
-                    ahead=ahead,
-                    deviation=deviation,
-                    overflow=overflow,
-                    step_seconds=self._step_seconds_of.get(g),
-                )
+        instances = [
+            Instance(
+                name=f"instance {g}",
+                role="decode",
+                in_service=True,
+                draining=False,
+                slots=known(view.slots[g]),
+                kv_capacity=known(view.kv_capacity[g]),
+                kv_tokens=0,
+                step_seconds=self._step_seconds_of.get(g),
             )
-        numbers = running + waiting
+            for g in range(view.n_instances)
+        ]
+        numbers, shown = running + waiting, slice(len(waiting))
+        unknown = [UNKNOWN] * len(numbers)
         requests = Requests(
             number=numbers,
             name=[f"#{number}" for number in numbers],
             phase=[phase.value for phase in _phases(view)] + [Phase.WAITING.value] * len(waiting),
             instance=view.instance.tolist() + [UNKNOWN] * len(waiting),
-            target=[UNKNOWN] * len(numbers),
-            prompt=view.prompt_tokens.tolist()
-            + view.waiting_prompt_tokens[: len(waiting)].tolist(),
+            target=unknown,
+            prompt=view.prompt_tokens.tolist() + view.waiting_prompt_tokens[shown].tolist(),
             generated=view.generated_tokens.tolist()
-            + view.waiting_generated_tokens[: len(waiting)].tolist(),
-            low=low,
-            median=median,
-            high=high,
+            + view.waiting_generated_tokens[shown].tolist(),
+            low=unknown,
+            median=unknown,
+            high=unknown,
         )
-        return Snapshot(
+        snapshot = Snapshot(
             time=time,
             step_seconds=self._step_seconds,
-            points=expected.points.tolist(),
+            points=[],
             instances=instances,
             requests=requests,
             further_waiting=view.n_waiting - len(waiting),
             moves=self._moves[-_SHOWN_MOVES:],
             joules=simulation.joules,
         )
+        return foreseen(snapshot, view, [one.name for one in instances])
 
     def _compare(self, view: ClusterView, running: list[int], time: float) -> None:
         """Find what has moved since the last view, and how long steps took, also by instance."""

@@ -44,14 +44,7 @@ class ForecastBatch:
         names: Sequence[str],
         requests: Sequence[RequestForecast],
     ) -> "ForecastBatch":
-        """Return what a checked message forecasts of some requests.
-
-        Args:
-            instance: name of the engine.
-            edges: [n_edges] grid of the curves, in tokens.
-            names: [n] ids of the requests as clients know them.
-            requests: [n] as published.
-        """
+        """Return what a checked message forecasts of some of its requests."""
         n = len(requests)
         coded = np.frombuffer(b"".join([one.survival for one in requests]), dtype="<u2")
         return cls(

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -42,7 +41,6 @@ class TelemetrySubscriber:
             names the engine of each.
         bind: endpoint that engines connect to, instead.
         keys: folder made by `create_keys`; without it only the loopback is heard.
-        view: where messages go; a new one when not given.
 
     Attributes:
         view: read it under ``lock`` only.
@@ -105,7 +103,7 @@ class TelemetrySubscriber:
             self._finished.clear()
 
     def close(self) -> None:
-        """Stop receiving and close the socket; the view stays."""
+        """Stop receiving and close the sockets; the view stays."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join()
@@ -114,12 +112,7 @@ class TelemetrySubscriber:
     def __enter__(self) -> "TelemetrySubscriber":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, endpoint: str, keys: Path | str | None) -> str:
@@ -136,7 +129,8 @@ class TelemetrySubscriber:
         try:
             (socket.bind if self._binds else socket.connect)(endpoint)
         except zmq.ZMQError as error:
-            raise TelemetryError(f"{endpoint}: {_why(error)}") from error
+            why = _WHY.get(error.errno or 0) or error.strerror or error
+            raise TelemetryError(f"{endpoint}: {why}") from error
         if not self._binds:
             return endpoint
         last = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -184,11 +178,9 @@ class TelemetrySubscriber:
         self._context.term()
 
 
-def _why(error: zmq.ZMQError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is in use: does another watcher run? Give another endpoint to bind"
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return "this machine has no such address to bind"
-    if error.errno == errno.EINVAL:
-        return "not a ZMQ endpoint; expected something like tcp://127.0.0.1:5557"
-    return error.strerror or str(error)
+_WHY = {
+    errno.EADDRINUSE: "the port is in use: does another watcher run? Give another endpoint to bind",
+    errno.EADDRNOTAVAIL: "this machine has no such address to bind",
+    errno.ENODEV: "this machine has no such address to bind",
+    errno.EINVAL: "not a ZMQ endpoint; expected something like tcp://127.0.0.1:5557",
+}

@@ -284,11 +284,8 @@ class TelemetryView:
     ) -> list[FinishedForecasts]:
         """Take one ZMQ message; invalid messages are counted, never raised.
 
-        Args:
-            frames: of the message.
-            now: seconds on a monotonic clock.
-            source: connection that it came by, whose messages come in order; None: any.
-            name: of the engine at the other end of the connection, whatever it calls itself.
+        Those of a ``source``, which is a connection, come in order; without one in any. At its
+        other end is the engine ``name``, whatever it calls itself.
 
         Returns:
             The requests whose end it reports for the first time.
@@ -398,14 +395,12 @@ class TelemetryView:
         if name in view._finished:
             return False
         request = view.requests.get(name)
-        if request is None:
-            request = view._vanished.pop(name, None)
-            self.vanished -= request is not None
-        elif seq < request.seq or report.forecast_at < request.latest.forecast_at:
-            return False
-        if request is None and len(view.requests) >= _MOST_RUNNING:
-            return False
-        if request is None:
+        if request is not None:
+            if seq < request.seq or report.forecast_at < request.latest.forecast_at:
+                return False
+        elif (request := self._come_back(view, name)) is None:
+            if len(view.requests) >= _MOST_RUNNING:
+                return False
             request = RunningRequest(parse_request_id(name).external_id, report, seq)
         newest = request.latest.forecast_at if request.forecasts else -1
         if self._history:
@@ -424,12 +419,15 @@ class TelemetryView:
         name = event.request_id
         view._finished[name] = None
         _keep_newest(view._finished, _KEPT_FINISHED)
-        request = view.requests.pop(name, None)
-        if request is None and name in view._vanished:
-            request = view._vanished.pop(name)
-            self.vanished -= 1
+        request = view.requests.pop(name, None) or self._come_back(view, name)
         forecasts = request.forecasts if request else []
         return FinishedForecasts(key, view.model, view.checkpoint, event, view.edges, forecasts)
+
+    def _come_back(self, view: InstanceView, name: str) -> RunningRequest | None:
+        """Take a request from those that had vanished."""
+        request = view._vanished.pop(name, None)
+        self.vanished -= request is not None
+        return request
 
 
 def _decoded(frames: Sequence[bytes]) -> Message | None:

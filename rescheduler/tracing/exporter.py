@@ -5,36 +5,42 @@ from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from rescheduler.engines.deployment import TraceOptions
 
-__all__ = ["ReportedExporter", "otlp_exporter"]
+__all__ = ["ReportedExporter", "otlp_provider"]
 
 logger = logging.getLogger("headway.serve")
 
 
-def otlp_exporter(options: TraceOptions) -> SpanExporter:
-    """Return what sends spans to a collector, by OTLP over gRPC or HTTP."""
-    if options.protocol == "grpc":
-        return GrpcExporter(endpoint=options.endpoint)
-    return HttpExporter(endpoint=options.endpoint)
+def otlp_provider(exporter: SpanExporter) -> TracerProvider:
+    """Return what records every span, and has a thread send those that have ended."""
+    # What the environment says of this process counts more than its name here.
+    resource = Resource.create({"service.name": "headway"})
+    provider = TracerProvider(
+        sampler=ALWAYS_ON,  # whether a request is traced has been decided then
+        resource=resource.merge(OTELResourceDetector().detect()),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
 class ReportedExporter(SpanExporter):
-    """Logs one line when a collector stops to take spans, and one when it takes them again.
+    """Sends spans by OTLP, over gRPC or HTTP.
 
+    Logs one line when the collector stops to take them, and one when it takes them again.
     OpenTelemetry itself would log each attempt.
-
-    Args:
-        exporter: sends the spans.
-        endpoint: of the collector.
     """
 
-    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
-        self._exporter, self._endpoint = exporter, endpoint
-        self._taken = True
+    def __init__(self, options: TraceOptions) -> None:
+        exporter = GrpcExporter if options.protocol == "grpc" else HttpExporter
+        self._exporter: SpanExporter = exporter(endpoint=options.endpoint)
+        self._endpoint, self._taken = options.endpoint, True
         library = logging.getLogger("opentelemetry")
         library.addHandler(_SAID)
         library.propagate = False
@@ -47,11 +53,8 @@ class ReportedExporter(SpanExporter):
         result = self._exporter.export(spans)
         taken = result is SpanExportResult.SUCCESS
         if self._taken and not taken:
-            logger.warning(
-                "traces: %s takes none, so they are lost: %s",
-                self._endpoint,
-                _SAID.first or "no reason given",
-            )
+            said = _SAID.first or "no reason given"
+            logger.warning("traces: %s takes none, so they are lost: %s", self._endpoint, said)
         elif taken and not self._taken:
             logger.info("traces: %s takes them again", self._endpoint)
         self._taken = taken
@@ -68,7 +71,6 @@ class _Said(logging.Handler):
     first = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
         if record.name.startswith("opentelemetry.exporter"):
             self.first = self.first or record.getMessage()
 

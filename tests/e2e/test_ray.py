@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from running_deployment import ENGINE, PATIENT
 
 from rescheduler.engines.deployment import Deployment, read_deployment
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -6,8 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from predictor.compilation import compiled
-from rescheduler.cluster.splitmix import splitmix64
+from predictor.compilation import compiled, compiled_inline
 from rescheduler.routing.inputs import RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -20,11 +19,21 @@ __all__ = [
     "power_of_d",
     "random_choice",
     "round_robin",
+    "splitmix64",
 ]
 
 
 MOST_SEED = 2**53
 """Seeds travel among the kernel's numbers, which are exact below this."""
+
+
+@compiled_inline
+def splitmix64(number: np.uint64) -> np.uint64:
+    """Return the output of SplitMix64 that follows the state ``number`` (Steele et al. 2014)."""
+    mixed = number + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled

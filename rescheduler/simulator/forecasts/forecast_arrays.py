@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
 from predictor.forecasts.curve import add_load, aged_mean, aged_survival
-from rescheduler.cluster.splitmix import splitmix64
+from rescheduler.routing.heuristics.random_choice import splitmix64
 
 __all__ = [
     "CURVE",

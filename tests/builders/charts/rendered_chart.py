@@ -10,7 +10,7 @@ import yaml
 
 from rescheduler.engines.deployment import Deployment
 
-__all__ = ["CHART", "REQUIRED", "VALUES", "Rendered", "render", "rendered"]
+__all__ = ["CHART", "REQUIRED", "VALUES", "Object", "Rendered", "render", "rendered"]
 
 CHART = Path(__file__).parents[3] / "charts" / "headway"
 REQUIRED: dict[str, Any] = {"image": {"repository": "registry.example/headway"}, "model": "me/mine"}
@@ -121,6 +121,33 @@ class Rendered:
         """Return the one container of a component's pods."""
         (container,) = self.pod(component)["spec"]["containers"]
         return container
+
+    def volumes(self, component: str) -> dict[str, Object]:
+        """Return the volumes of a component's pods by their names."""
+        return {volume["name"]: volume for volume in self.pod(component)["spec"]["volumes"]}
+
+    def variables(self, component: str) -> dict[str, Object]:
+        """Return the environment of a component's container by the variables' names."""
+        return {variable["name"]: variable for variable in self.container(component)["env"]}
+
+    def reaching(self, rule: Object) -> set[str]:
+        """Return the components that a rule of a NetworkPolicy lets in, which lets in no others."""
+        assert all(list(peer) == ["podSelector"] for peer in rule["from"])
+        return set().union(*(self.selected(peer["podSelector"]) for peer in rule["from"]))
+
+    def check_engines_are_called_like_their_pods(self) -> None:
+        """A proxy finds an engine by the name of its pod and of its Service."""
+        for instance in self.deployment.instances:
+            workload = self.workloads[instance.role]
+            name, _, number = instance.name.rpartition("-")
+            assert (name, number.isdigit()) == (workload["metadata"]["name"], True)
+            service = workload["spec"]["serviceName"]
+            assert instance.host == f"{instance.name}.{service}.prod.svc.cluster.local"
+            selector = self.of_kind("Service")[service]["spec"]["selector"]
+            assert self.selected({"matchLabels": selector}) == {instance.role}
+        for component in self.workloads:
+            config = self.volumes(component)["deployment"]["configMap"]
+            assert config["name"] in self.of_kind("ConfigMap")
 
     def selected(self, selector: Object) -> set[str]:
         """Return the components whose pods a label selector selects."""

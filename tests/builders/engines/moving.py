@@ -10,7 +10,7 @@ import aiohttp
 from metrics import metric, metric_by
 
 from rescheduler.engines.deployment import Instance
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozenError
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.page.expectations import expectations, remaining_interval
+from rescheduler.page.expectations import foreseen
 from rescheduler.page.snapshot import (
+    UNKNOWN,
     About,
     Accuracy,
     Instance,
@@ -151,27 +152,19 @@ class MadeUpCluster:
             waiting_forecast=None,
             waited_steps=nothing,
         )
-        interval = remaining_interval(view.forecast, n)
-        low, median, high = interval.T.tolist()
-        expected = expectations(view, interval)
-        instances = []
-        for g in range(self._n):
-            ahead, deviation, overflow = expected.of(g)
-            instances.append(
-                Instance(
-                    name=f"decode-{g}",
-                    role="decode",
-                    in_service=True,
-                    draining=False,
-                    slots=64,
-                    kv_capacity=self._kv_capacity,
-                    kv_tokens=int(view.kv_load[g]),
-                    ahead=ahead,
-                    deviation=deviation,
-                    overflow=overflow,
-                    step_seconds=0.04 + 0.001 * g,
-                )
+        instances = [
+            Instance(
+                name=f"decode-{g}",
+                role="decode",
+                in_service=True,
+                draining=False,
+                slots=64,
+                kv_capacity=self._kv_capacity,
+                kv_tokens=0,
+                step_seconds=0.04 + 0.001 * g,
             )
+            for g in range(self._n)
+        ]
         moving, target = self._going or (None, -1)
         phases = [
             Phase.MOVING
@@ -181,10 +174,10 @@ class MadeUpCluster:
             else Phase.PLACED
             for one in self._requests
         ]
-        return Snapshot(
+        snapshot = Snapshot(
             time=0.5 * self.looks,
             step_seconds=0.041,
-            points=expected.points.tolist(),
+            points=[],
             instances=instances,
             requests=Requests(
                 number=[one.number for one in self._requests],
@@ -194,11 +187,12 @@ class MadeUpCluster:
                 target=[target if one is moving else -1 for one in self._requests],
                 prompt=prompt.tolist(),
                 generated=generated.tolist(),
-                low=low,
-                median=median,
-                high=high,
+                low=[UNKNOWN] * n,
+                median=[UNKNOWN] * n,
+                high=[UNKNOWN] * n,
             ),
             moves=self._moves[-20:],
             accuracy=self._accuracy,
             joules=None if self._joules is None else self._joules * self.looks,
         )
+        return foreseen(snapshot, view, [one.name for one in instances])

@@ -19,7 +19,7 @@ from running_deployment import RunningDeployment
 
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 from rescheduler.serving.admin_client import admin_token
 from rescheduler.transfer.control_client import ControlClient
 

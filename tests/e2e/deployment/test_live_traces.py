@@ -10,7 +10,7 @@ from proxying import COMPLETIONS, Client, served
 from running_deployment import RunningDeployment
 
 from rescheduler.engines.deployment import TraceOptions
-from rescheduler.openai.event_stream import read_events
+from rescheduler.openai.openai_stream import read_events
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -7,7 +7,7 @@ from typing import Any
 import kubernetes_validate
 import msgspec
 import pytest
-from rendered_chart import REQUIRED, VALUES, Rendered, render, rendered
+from rendered_chart import REQUIRED, VALUES, Object, Rendered, render, rendered
 
 from rescheduler.engines.deployment import EngineOptions, ProxyOptions
 from rescheduler.engines.engine_command import engine_command
@@ -28,34 +28,23 @@ def test_kubernetes_knows_every_field(release: Rendered, version: str) -> None:
 
 
 def test_every_pod_starts_the_instance_of_its_name(release: Rendered) -> None:
-    pods = {}
-    for role in ("prefill", "decode"):
-        if role in release.workloads:
-            workload = release.workloads[role]
-            for i in range(workload["spec"]["replicas"]):
-                pods[f"{workload['metadata']['name']}-{i}"] = (
-                    role,
-                    workload["spec"]["serviceName"],
-                )
-    assert [instance.name for instance in release.deployment.instances] == list(pods)
+    pods = [
+        f"{release.workloads[role]['metadata']['name']}-{i}"
+        for role in ("prefill", "decode")
+        if role in release.workloads
+        for i in range(release.workloads[role]["spec"]["replicas"])
+    ]
+    assert [instance.name for instance in release.deployment.instances] == pods
+    release.check_engines_are_called_like_their_pods()
     for instance in release.deployment.instances:
-        role, service = pods[instance.name]
-        assert instance.role == role
-        assert instance.host == f"{instance.name}.{service}.prod.svc.cluster.local"
+        service = release.workloads[instance.role]["spec"]["serviceName"]
         headless = release.of_kind("Service")[service]["spec"]
-        assert headless["clusterIP"] == "None"
-        assert headless["publishNotReadyAddresses"] is True
-        assert release.selected({"matchLabels": headless["selector"]}) == {role}
-        container = release.container(role)
+        assert (headless["clusterIP"], headless["publishNotReadyAddresses"]) == ("None", True)
+        container = release.container(instance.role)
         assert container["command"] == ["headway", "launch"]
-        arguments = container["args"]
-        assert arguments[arguments.index("--only") + 1] == "$(POD_NAME)"
+        assert option(container, "--only") == "$(POD_NAME)"
         name = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
         assert name in container["env"], "before what refers to it"
-
-
-def test_engines_listen_where_the_pods_say(release: Rendered) -> None:
-    for instance in release.deployment.instances:
         ports = {"http": instance.port}
         for kind in ("control", "telemetry"):
             endpoint = getattr(instance, kind)
@@ -63,7 +52,7 @@ def test_engines_listen_where_the_pods_say(release: Rendered) -> None:
                 host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
                 assert host == instance.host
                 ports[kind] = int(port)
-        assert container_ports(release.container(instance.role)) == ports
+        assert container_ports(container) == ports
 
 
 def test_an_engine_binds_its_pod_s_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +70,17 @@ def test_an_engine_binds_its_pod_s_address(monkeypatch: pytest.MonkeyPatch) -> N
     assert bound.telemetry == "tcp://10.1.2.3:8102"
 
 
-def test_engines_can_be_commanded_with_keys_only() -> None:
-    for instance in rendered("defaults").deployment.instances:
-        assert instance.control is None
-        assert instance.telemetry is None
-    for instance in rendered("keys without forecasts").deployment.instances:
-        assert instance.control is not None
-        assert instance.telemetry is None
-    for instance in rendered("everything").deployment.instances:
-        assert instance.control is not None
-        assert instance.telemetry is not None
+@pytest.mark.parametrize(
+    ("which", "heard"),
+    [
+        ("defaults", (False, False)),
+        ("keys without forecasts", (True, False)),
+        ("everything", (True, True)),
+    ],
+)
+def test_engines_can_be_commanded_with_keys_only(which: str, heard: tuple[bool, bool]) -> None:
+    for instance in rendered(which).deployment.instances:
+        assert (instance.control is not None, instance.telemetry is not None) == heard
 
 
 def test_options_reach_the_deployment_file() -> None:
@@ -111,12 +101,9 @@ def test_an_engine_has_its_gpus_and_uses_them() -> None:
         assert limits == {"memory": "32Gi", "nvidia.com/gpu": gpus}
     (prefill, *_), (decode, *_) = release.deployment.prefill, release.deployment.decode
     assert prefill.arguments == []
-    command = engine_command(release.deployment, decode, "me/mine", None).arguments
-    assert command[-4:] == ["--tensor-parallel-size", "2", "--swap-space", "0"]
-    assert (
-        "CUDA_VISIBLE_DEVICES"
-        not in engine_command(release.deployment, decode, "me/mine", None).environment
-    ), "the pod sees its own only"
+    command = engine_command(release.deployment, decode, "me/mine", None)
+    assert command.arguments[-4:] == ["--tensor-parallel-size", "2", "--swap-space", "0"]
+    assert "CUDA_VISIBLE_DEVICES" not in command.environment, "the pod sees its own only"
     slices = rendered("defaults", engines={"gpuResource": "nvidia.com/mig-3g.40gb"})
     assert slices.container("decode")["resources"]["limits"]["nvidia.com/mig-3g.40gb"] == 1
     assert "nvidia.com/gpu" not in json.dumps(slices.objects)
@@ -141,15 +128,10 @@ def test_without_prefill_engines_nothing_is_left_of_them() -> None:
 
 def test_each_side_has_its_own_secret_key_only() -> None:
     release = rendered("proxies")
-    for component, own, other in [
-        ("prefill", "engine", "watcher"),
-        ("decode", "engine", "watcher"),
-        ("proxy", "watcher", "engine"),
-        ("coordinator", "watcher", "engine"),
-    ]:
-        (secret,) = [
-            v["secret"] for v in release.pod(component)["spec"]["volumes"] if "secret" in v
-        ]
+    for component in release.workloads:
+        sides = ("engine", "watcher")
+        own, other = sides if component in ("prefill", "decode") else sides[::-1]
+        secret = release.volumes(component)["keys"]["secret"]
         assert secret["secretName"] == "headway-keys"
         assert {item["path"] for item in secret["items"]} == {f"{own}.key_secret", f"{other}.key"}
         mounts = {m["name"]: m["mountPath"] for m in release.container(component)["volumeMounts"]}
@@ -158,8 +140,8 @@ def test_each_side_has_its_own_secret_key_only() -> None:
 
 def test_engines_and_proxy_know_the_api_key() -> None:
     release = rendered("everything")
-    for component in ("prefill", "decode", "proxy"):
-        variables = {v["name"]: v for v in release.container(component)["env"]}
+    for component in release.workloads:
+        variables = release.variables(component)
         reference = variables["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": "headway-api-key", "key": "api-key"}
         assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "hf"}
@@ -173,16 +155,14 @@ def test_probes_ask_what_is_there(release: Rendered) -> None:
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container[kind]["httpGet"]
             assert asked["port"] in container_ports(container)
-            expected = ready if kind == "readinessProbe" else "/health"
-            assert asked["path"] == expected
+            assert asked["path"] == (ready if kind == "readinessProbe" else "/health")
 
 
-def test_an_engine_may_load_as_long_as_it_is_given() -> None:
-    for seconds in (1800, 45, 11):
-        probe = rendered("defaults", engines={"startupSeconds": seconds}).container("decode")[
-            "startupProbe"
-        ]
-        assert seconds <= probe["failureThreshold"] * probe["periodSeconds"] < seconds + 10
+@pytest.mark.parametrize("seconds", [1800, 45, 11])
+def test_an_engine_may_load_as_long_as_it_is_given(seconds: int) -> None:
+    container = rendered("defaults", engines={"startupSeconds": seconds}).container("decode")
+    probe = container["startupProbe"]
+    assert seconds <= probe["failureThreshold"] * probe["periodSeconds"] < seconds + 10
 
 
 def test_the_proxy_is_reached_and_has_time_to_end_its_streams(release: Rendered) -> None:
@@ -220,65 +200,58 @@ def test_several_proxies_find_their_coordinator() -> None:
     assert release.selected({"matchLabels": headless["selector"]}) == {"coordinator"}
 
 
+HTTP = [{"protocol": "TCP", "port": "http"}]
+
+
+def test_engines_are_reached_by_this_release_only() -> None:
+    for which in ("defaults", "everything", "proxies"):
+        release = rendered(which)
+        engines = release.of_kind("NetworkPolicy")["headway-engines"]["spec"]
+        assert release.selected(engines["podSelector"]) == {"prefill", "decode"}
+        proxy, peers, *monitoring = engines["ingress"]
+        assert release.reaching(proxy) == {"proxy", "coordinator"} & set(release.workloads)
+        assert release.reaching(peers) == {"prefill", "decode"}
+        used = set(container_ports(release.container("decode")))
+        assert {port["port"] for port in proxy["ports"]} == used
+        assert "ports" not in peers, "NIXL takes free ones"
+        monitored = [HTTP] if which == "everything" else []
+        assert [rule["ports"] for rule in monitoring] == monitored
+        other = render(REQUIRED, name="other")
+        assert other.selected(engines["podSelector"]) == other.reaching(proxy) == set()
+
+
+def test_the_proxy_is_reached_by_chosen_clients_only() -> None:
+    def policy(clients: list[Object] | None = None) -> Object:
+        values = {} if clients is None else {"networkPolicy": {"clients": clients}}
+        release = rendered("defaults", **values)
+        spec: Object = release.of_kind("NetworkPolicy")["headway-proxy"]["spec"]
+        assert release.selected(spec["podSelector"]) == {"proxy"}
+        assert spec["policyTypes"] == ["Ingress"]
+        return spec
+
+    chosen = {"podSelector": {"matchLabels": {"headway-client": "true"}}}
+    assert policy()["ingress"] == [{"from": [chosen], "ports": HTTP}]
+    gateway = {"namespaceSelector": {"matchLabels": {"name": "gateway"}}}
+    assert policy([gateway])["ingress"] == [{"from": [gateway], "ports": HTTP}]
+    assert policy([]).get("ingress", []) == []
+    assert rendered("open").of_kind("NetworkPolicy") == {}
+
+
 def test_the_coordinator_is_reached_by_its_proxies_and_they_by_each_other() -> None:
     release = rendered("proxies")
     policies = release.of_kind("NetworkPolicy")
     coordinator = policies["headway-coordinator"]["spec"]
     assert release.selected(coordinator["podSelector"]) == {"coordinator"}
     proxies, clients = coordinator["ingress"]
-    assert [release.selected(peer["podSelector"]) for peer in proxies["from"]] == [{"proxy"}]
+    assert release.reaching(proxies) == {"proxy"}
     assert proxies["ports"] == [{"protocol": "TCP", "port": "coordination"}]
     chosen, each_other = policies["headway-proxy"]["spec"]["ingress"]
     assert clients == chosen
-    assert [release.selected(peer["podSelector"]) for peer in each_other["from"]] == [{"proxy"}]
+    assert release.reaching(each_other) == {"proxy"}
     assert "ports" not in each_other
-    engines = policies["headway-engines"]["spec"]["ingress"][0]
-    (peer,) = engines["from"]
-    assert release.selected(peer["podSelector"]) == {"proxy", "coordinator"}
     nobody = rendered("proxies", networkPolicy={"clients": []}).of_kind("NetworkPolicy")
     assert nobody["headway-proxy"]["spec"]["ingress"] == [each_other]
     assert nobody["headway-coordinator"]["spec"]["ingress"] == [proxies]
-
-
-def test_engines_are_reached_by_this_release_only() -> None:
-    for which in ("defaults", "everything"):
-        release = rendered(which)
-        policies = release.of_kind("NetworkPolicy")
-        engines = policies["headway-engines"]["spec"]
-        assert release.selected(engines["podSelector"]) == {"prefill", "decode"}
-        proxy, peers, *monitoring = engines["ingress"]
-        assert [release.selected(peer["podSelector"]) for peer in proxy["from"]] == [{"proxy"}]
-        assert [release.selected(peer["podSelector"]) for peer in peers["from"]] == [
-            {"prefill", "decode"}
-        ]
-        assert all(list(peer) == ["podSelector"] for peer in (*proxy["from"], *peers["from"]))
-        used = set(container_ports(release.container("decode")))
-        assert {port["port"] for port in proxy["ports"]} == used
-        assert "ports" not in peers, "NIXL takes free ones"
-        if which == "defaults":
-            assert monitoring == []
-        else:
-            assert [rule["ports"] for rule in monitoring] == [[{"protocol": "TCP", "port": "http"}]]
-        other = render(REQUIRED, name="other")
-        assert other.selected(engines["podSelector"]) == set()
-        assert all(other.selected(peer["podSelector"]) == set() for peer in proxy["from"])
-
-
-def test_the_proxy_is_reached_by_chosen_clients_only() -> None:
-    policy = rendered("defaults").of_kind("NetworkPolicy")["headway-proxy"]["spec"]
-    release = rendered("defaults")
-    assert release.selected(policy["podSelector"]) == {"proxy"}
-    (rule,) = policy["ingress"]
-    assert rule["from"] == [{"podSelector": {"matchLabels": {"headway-client": "true"}}}]
-    assert rule["ports"] == [{"protocol": "TCP", "port": "http"}]
-    gateway = {"namespaceSelector": {"matchLabels": {"name": "gateway"}}}
-    mine = rendered("defaults", networkPolicy={"clients": [gateway]})
-    (rule,) = mine.of_kind("NetworkPolicy")["headway-proxy"]["spec"]["ingress"]
-    assert rule["from"] == [gateway]
-    nobody = rendered("defaults", networkPolicy={"clients": []})
-    closed = nobody.of_kind("NetworkPolicy")["headway-proxy"]["spec"]
-    assert (closed["policyTypes"], closed.get("ingress", [])) == (["Ingress"], [])
-    assert rendered("open").of_kind("NetworkPolicy") == {}
 
 
 def test_budgets_hold_for_the_pods_of_their_component() -> None:
@@ -304,58 +277,59 @@ def test_pods_have_no_more_rights_than_they_need(release: Rendered) -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-            volumes = {volume["name"] for volume in spec["volumes"]}
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= set(release.volumes(component))
 
 
 def test_what_is_written_has_a_place() -> None:
     """The root file system is read-only."""
     release = rendered("everything")
     for component in release.workloads:
-        container = release.container(component)
-        mounts = {m["mountPath"]: m for m in container["volumeMounts"] if not m.get("readOnly")}
-        variables = {v["name"]: v.get("value") for v in container["env"]}
-        assert variables["HOME"] in mounts
-        assert variables["HF_HOME"].startswith("/models/")
-        assert {"/models", "/tmp"} <= set(mounts)
-    arguments = release.container("decode")["args"]
-    mounts = {m["mountPath"] for m in release.container("decode")["volumeMounts"]}
-    assert {arguments[arguments.index("--logs") + 1], "/dev/shm"} <= mounts
-    for component in release.workloads:
-        volumes = {v["name"]: v for v in release.pod(component)["spec"]["volumes"]}
-        assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "models"}
+        container, variables = release.container(component), release.variables(component)
+        mounts = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
+        assert {variables["HOME"]["value"], "/models", "/tmp"} <= mounts
+        assert variables["HF_HOME"]["value"].startswith("/models/")
+        models = release.volumes(component)["models"]
+        assert models["persistentVolumeClaim"] == {"claimName": "models"}
+    decode = release.container("decode")
+    mounts = {mount["mountPath"] for mount in decode["volumeMounts"]}
+    assert {option(decode, "--logs"), "/dev/shm"} <= mounts
 
 
-def test_more_engines_do_not_restart_those_that_run() -> None:
-    def templates(**values: Any) -> dict[str, Any]:
-        release = rendered("keys without forecasts", **values)
-        return {component: release.pod(component) for component in release.workloads}
-
-    one = templates()
-    several = templates(proxy={"replicas": 2})
-    assert several["decode"] == one["decode"]
-    more = templates(decode={"replicas": 5}, prefill={"replicas": 2})
-    assert more["decode"] == one["decode"]
-    assert more["prefill"] == one["prefill"]
-    assert more["proxy"] != one["proxy"], "it reads the file when it starts"
-    routed = templates(routing={"name": "max_capacity"}, migration={"name": "star"})
-    assert routed["decode"] == one["decode"]
-    assert routed["proxy"] != one["proxy"]
-    longer = templates(engine={"max_model_len": 4096})
-    assert all(longer[component] != one[component] for component in one)
-    flagged = templates(decode={"arguments": ["--swap-space", "0"]})
-    assert flagged["decode"] != one["decode"]
-    assert flagged["prefill"] == one["prefill"]
+@pytest.mark.parametrize(
+    ("values", "restarted"),
+    [
+        ({"proxy": {"replicas": 2}}, {"proxy"}),
+        ({"decode": {"replicas": 5}, "prefill": {"replicas": 2}}, {"proxy"}),
+        ({"routing": {"name": "max_capacity"}, "migration": {"name": "star"}}, {"proxy"}),
+        ({"engine": {"max_model_len": 4096}}, {"prefill", "decode", "proxy"}),
+        ({"decode": {"arguments": ["--swap-space", "0"]}}, {"decode", "proxy"}),
+    ],
+    ids=str,
+)
+def test_more_engines_do_not_restart_those_that_run(
+    values: dict[str, Any], restarted: set[str]
+) -> None:
+    """A proxy reads the deployment file when it starts, an engine gets its options."""
+    before, after = (rendered("keys without forecasts", **v) for v in ({}, values))
+    changed = {one for one in before.workloads if after.pod(one) != before.pod(one)}
+    assert changed == restarted
 
 
-@pytest.mark.parametrize("name", ["a", "headway", "x" * 53])
-def test_long_names_of_releases_still_fit(name: str) -> None:
-    release = render({**REQUIRED, "decode": {"replicas": 101}}, name=name)
-    for instance in release.deployment.instances:
-        assert all(len(label) <= 63 for label in instance.host.split("."))
-    for workload in release.of_kind("StatefulSet"):
-        assert len(workload) <= 52, "the controller adds a hash to make a label"
+def test_engines_restart_when_they_are_to_send_traces_elsewhere_and_only_then() -> None:
+    def checksum(**traces: Any) -> Any:
+        values = {"proxy": {"options": {"traces": traces}}} if traces else {}
+        return render(REQUIRED | values).pod("decode")["metadata"]["annotations"]["checksum/engine"]
+
+    here = checksum(endpoint="http://here:4317")
+    assert here not in (checksum(), checksum(endpoint="http://there:4317"))
+    assert here == checksum(endpoint="http://here:4317", sample=1)
 
 
-def container_ports(container: dict[str, Any]) -> dict[str, int]:
+def container_ports(container: Object) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def option(container: Object, name: str) -> str:
+    arguments: list[str] = container["args"]
+    return arguments[arguments.index(name) + 1]

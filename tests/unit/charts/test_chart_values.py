@@ -25,10 +25,8 @@ from rescheduler.engines.deployment import (
         ({}, "model: a Hugging Face id"),
         ({"model": "m"}, "image.repository: there is no published image"),
         ({"decode": {"replicas": 0}}, "at '/decode/replicas': minimum: got 0, want 1"),
-        ({"decode": {"replicas": "two"}}, "at '/decode/replicas': got string, want integer"),
         ({"modle": "m"}, "additional properties 'modle' not allowed"),
         ({"engine": {"max_len": 1}}, "at '/engine': additional properties 'max_len' not allowed"),
-        ({"engine": {"k": 0}}, "at '/engine/k': minimum: got 0, want 1"),
         ({"proxy": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
         ({"routing": None}, "missing property 'routing'"),
         ({"routing": {"reserve": 0.1}}, "at '/routing': missing property 'name'"),
@@ -42,11 +40,9 @@ from rescheduler.engines.deployment import (
             {"engines": {"extraEnv": [{"name": "A", "value": 1}]}},
             "at '/engines/extraEnv/0/value': got number, want string",
         ),
-        ({"engines": {"extraEnv": [{"name": 1}]}}, "at '/engines/extraEnv/0/name'"),
         ({"proxy": {"extraEnv": [{"name": "A", "valeu": ""}]}}, "additional properties 'valeu'"),
         ({**REQUIRED, "migration": {"name": "star"}}, "migration: .* keys.existingSecret"),
         ({**REQUIRED, "proxy": {"replicas": 2}}, "proxy.replicas: .* keys.existingSecret"),
-        ({"proxy": {"replicas": 0}}, "at '/proxy/replicas': minimum: got 0, want 1"),
         ({"coordinator": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
         (
             {**REQUIRED, "engine": {"batching": {"admission": True}}},
@@ -61,8 +57,7 @@ def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
 
 
 def test_the_chart_s_own_variables_cannot_be_set_twice() -> None:
-    parts = [("decode", "engines"), ("proxy", "proxy"), ("coordinator", "coordinator")]
-    for component, part in parts:
+    for component, part in [("decode", "engines"), ("proxy", "proxy"), ("coordinator",) * 2]:
         which = "proxies" if component == "coordinator" else "everything"
         release, extra = rendered(which), VALUES[which][part]["extraEnv"]
         own = [v for v in release.container(component)["env"] if v not in extra]
@@ -128,14 +123,3 @@ def test_the_notes_say_what_is_missing() -> None:
     for missing in ("keys.existingSecret", "apiKey.existingSecret"):
         assert missing in defaults
         assert missing not in all_set
-
-
-def test_engines_restart_when_they_are_to_send_traces_elsewhere_and_only_then() -> None:
-    def checksum(**traces: Any) -> Any:
-        values = {"proxy": {"options": {"traces": traces}}} if traces else {}
-        return render(REQUIRED | values).pod("decode")["metadata"]["annotations"]["checksum/engine"]
-
-    here = checksum(endpoint="http://here:4317")
-    assert here != checksum()
-    assert here != checksum(endpoint="http://there:4317")
-    assert here == checksum(endpoint="http://here:4317", sample=1)

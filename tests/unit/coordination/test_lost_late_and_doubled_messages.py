@@ -22,7 +22,8 @@ from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest, read_request
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest

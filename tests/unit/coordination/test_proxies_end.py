@@ -24,7 +24,8 @@ from rescheduler.coordination.messages import (
     encode,
 )
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest

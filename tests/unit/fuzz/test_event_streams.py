@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, ClientRequest, read_request
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, ClientRequest
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import (
     EventReader,
@@ -22,6 +22,7 @@ from rescheduler.openai.openai_stream import (
     read_chunk,
     read_signs,
 )
+from rescheduler.openai.request_reader import read_request
 
 PROMPT = [1504, 282, 253]
 USAGE = {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3}

@@ -20,7 +20,7 @@ from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
-from rescheduler.monitoring.forecast_quality import ForecastQuality
+from rescheduler.monitoring.forecast_quality import ForecastFigures, ForecastQuality
 from rescheduler.monitoring.quality_exporter import QualityExporter
 from rescheduler.monitoring.recalibrate import recalibrate
 from rescheduler.telemetry.telemetry_view import (
@@ -74,21 +74,26 @@ def finished_requests(
     return requests
 
 
-def quality_of(requests: list[FinishedForecasts]) -> ForecastQuality:
-    quality = ForecastQuality()
+def quality_of(requests: list[FinishedForecasts], **window: int) -> ForecastQuality:
+    quality = ForecastQuality(**window)
     for request in requests:
         quality.add(request)
     return quality
 
 
+def figures_of(quality: ForecastQuality) -> ForecastFigures:
+    figures = quality.figures()
+    assert figures is not None
+    return figures
+
+
 def test_calibrated_forecasts_cover_what_they_say() -> None:
     quality = quality_of(finished_requests(500))
-    coverage = quality.coverage()
-    assert coverage is not None
-    for level, share in coverage.items():
+    figures = figures_of(quality)
+    for level, share in figures.coverage().items():
         assert share == pytest.approx(level / 100, abs=0.05)
     assert quality.alarm() is None
-    assert (quality.scored, quality.unscored, quality.in_window) == (500, 0, 500)
+    assert (quality.scored, quality.unscored, figures.requests) == (500, 0, 500)
 
 
 @pytest.mark.parametrize("wrong_by", [4.0, 0.25])
@@ -100,18 +105,17 @@ def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
     assert alarm is not None
     assert "headway recalibrate" in alarm
     assert "too narrow" in alarm
-    bias = quality.bias_by_age()
+    bias = figures_of(quality).bias_by_age()
     assert all((tokens > 0) == (wrong_by > 1) for tokens in bias.values())
 
 
 def test_the_figures_are_of_the_window() -> None:
-    quality = ForecastQuality(window=60, min_requests=50)
-    for request in [*finished_requests(200, wrong_by=5.0), *finished_requests(60, seed=3)]:
-        quality.add(request)
-    fresh = quality_of(finished_requests(60, seed=3))
-    assert quality.coverage() == fresh.coverage()
-    assert quality.mae() == fresh.mae()
-    assert (quality.scored, quality.in_window) == (260, 60)
+    requests = [*finished_requests(200, wrong_by=5.0), *finished_requests(60, seed=3)]
+    quality = quality_of(requests, window=60, min_requests=50)
+    figures, fresh = figures_of(quality), figures_of(quality_of(finished_requests(60, seed=3)))
+    assert figures.coverage() == fresh.coverage()
+    assert figures.mae() == fresh.mae()
+    assert (quality.scored, figures.requests) == (260, 60)
 
 
 def test_errors_are_of_the_capped_median_by_age() -> None:
@@ -125,8 +129,9 @@ def test_errors_are_of_the_capped_median_by_age() -> None:
     np.testing.assert_allclose(scored.medians, [100, 70], atol=0.1)  # the second is capped
     np.testing.assert_allclose(scored.remaining, [150, 20])
     np.testing.assert_allclose(scored.levels, [0.5 + 0.5 * 49.5 / 900, 0.5 * 0.195], atol=1e-4)
-    assert quality.bias_by_age() == pytest.approx({"0": -50, "128-511": 50}, abs=0.1)
-    assert quality.mae() == pytest.approx(50, abs=0.1)
+    figures = figures_of(quality)
+    assert figures.bias_by_age() == pytest.approx({"0": -50, "128-511": 50}, abs=0.1)
+    assert figures.mae() == pytest.approx(50, abs=0.1)
 
 
 def test_only_requests_that_ran_to_their_end_are_scored() -> None:
@@ -135,8 +140,7 @@ def test_only_requests_that_ran_to_their_end_are_scored() -> None:
     never_forecast.forecasts.clear()
     assert quality.add(never_forecast) is None
     assert (quality.scored, quality.unscored) == (0, 6)
-    assert (quality.mae(), quality.coverage(), quality.alarm()) == (None, None, None)
-    assert quality.bias_by_age() == {}
+    assert quality.figures() is quality.alarm() is None
 
 
 @pytest.mark.parametrize("wrong", [{"window": 10}, {"min_requests": 0}, {"band": 0.0}])
@@ -231,9 +235,7 @@ def survival_checkpoint(folder: Path) -> Path:
 def coverage_80_of(recalibration: Recalibration, wrong_by: float) -> float:
     """Return the coverage on requests that nothing was fitted to."""
     fresh = finished_requests(500, wrong_by, seed=99, served_with=recalibration)
-    coverage = quality_of(fresh).coverage()
-    assert coverage is not None
-    return coverage[80]
+    return figures_of(quality_of(fresh)).coverage()[80]
 
 
 def test_recalibrating_mends_the_coverage(
@@ -315,12 +317,15 @@ def test_prometheus_reads_what_is_watched() -> None:
         view.receive(frames(message), 10.0)
     view.receive([b"junk"], 10.0)
     exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
-    with closing(exporter.serve(0)) as server:
-        with pytest.raises(ValueError, match=rf"127.0.0.1:{server.port}: the port is in use"):
-            exporter.serve(server.port)
+    with exporter.served(0) as port:
+        with (
+            pytest.raises(ValueError, match=rf"127.0.0.1:{port}: the port is in use"),
+            exporter.served(port),
+        ):
+            pass
 
         def scrape() -> dict[str, float]:
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 families = text_string_to_metric_families(answer.read().decode())
                 samples = [sample for family in families for sample in family.samples]
             return {f"{s.name}{list(s.labels.values()) or ''}": s.value for s in samples}
@@ -329,11 +334,10 @@ def test_prometheus_reads_what_is_watched() -> None:
         view.receive(frames(published[1]), 10.0)  # late, no longer lost
         now[0] = 14.0
         second = scrape()
-    coverage = quality.coverage()
-    assert coverage is not None
-    assert first["headway_forecast_mae_tokens"] == quality.mae()
-    assert first["headway_forecast_coverage_ratio['0.8']"] == coverage[80]
-    assert first["headway_forecast_bias_tokens['1-127']"] == quality.bias_by_age()["1-127"]
+    figures = figures_of(quality)
+    assert first["headway_forecast_mae_tokens"] == figures.mae()
+    assert first["headway_forecast_coverage_ratio['0.8']"] == figures.coverage()[80]
+    assert first["headway_forecast_bias_tokens['1-127']"] == figures.bias_by_age()["1-127"]
     assert first["headway_forecast_miscalibrated"] == 1
     assert first["headway_forecast_scored_requests_total"] == 60
     messages = [

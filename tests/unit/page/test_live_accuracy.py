@@ -138,7 +138,7 @@ async def test_the_page_is_sent_both(tokenizer: Tokenizer) -> None:
     with publisher(bind=True) as sender:
         async with cluster(tokenizer, telemetry={"decode-0": endpoint_of(sender)}) as it:
             accuracy, took = None, dict[str, float | None]()
-            with it.listeners.feed.watching() as watcher:
+            with it.listeners.feed.watching() as following:
                 async with asyncio.timeout(60):
                     while accuracy is None or took["decode-0"] is None:
                         for message in (engine.start(), engine.snapshot()):
@@ -146,7 +146,7 @@ async def test_the_page_is_sent_both(tokenizer: Tokenizer) -> None:
                         engine.decode(10)
                         if len(engine.running) > 2:
                             sender.send_multipart(frames(engine.finish()))
-                        line = await watcher.next()
+                        line = await following()
                         assert line is not None
                         seen = msgspec.json.decode(line, type=Snapshot)
                         accuracy = seen.accuracy

@@ -108,8 +108,8 @@ async def test_nothing_is_done_while_nobody_watches() -> None:
     feed = SnapshotFeed(source)
     assert source.looks == 0
     for _ in range(2):
-        with feed.watching() as watcher:
-            assert await watcher.next() is not None
+        with feed.watching() as following:
+            assert await following() is not None
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
         assert feed.watchers == 0
 
@@ -117,12 +117,12 @@ async def test_nothing_is_done_while_nobody_watches() -> None:
 async def test_all_watchers_share_what_is_made() -> None:
     feed = SnapshotFeed(MadeUpCluster(2, 3, 4096, seconds=0.001))
     with feed.watching() as one, feed.watching() as other:
-        first, second = await asyncio.gather(one.next(), other.next())
+        first, second = await asyncio.gather(one(), other())
         assert first is second
         assert first is not None
     feed.close()
     with feed.watching() as late:
-        assert await late.next() is None
+        assert await late() is None
 
 
 async def test_a_stream_ends_with_its_client(tokenizer: Tokenizer) -> None:

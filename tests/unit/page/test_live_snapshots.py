@@ -5,7 +5,7 @@ import numpy as np
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.page.live_snapshots import Look
-from rescheduler.page.snapshot import UNKNOWN, Instance, Phase, Requests
+from rescheduler.page.snapshot import UNKNOWN, Instance, Phase, Requests, Snapshot
 
 
 def instance(name: str, role: str, kv_capacity: int, kv_tokens: int) -> Instance:
@@ -54,7 +54,15 @@ def test_forecasts_and_loads_are_put_where_they_belong() -> None:
         instance("prefill-0", "prefill", UNKNOWN, 60),
         instance("decode-1", "decode", 500, 0),
     ]
-    seen = Look(view, ["decode-0", "decode-1"], instances, requests, 12.5, 2, []).snapshot()
+    unforeseen = Snapshot(
+        time=12.5,
+        step_seconds=0.04,
+        points=[],
+        instances=instances,
+        requests=requests,
+        further_waiting=2,
+    )
+    seen = Look(view, ["decode-0", "decode-1"], unforeseen).snapshot()
     assert (seen.time, seen.step_seconds, seen.further_waiting) == (12.5, 0.04, 2)
     assert seen.requests.low == [109, 2, 10, UNKNOWN]
     assert seen.requests.median == [505, 10, 50, UNKNOWN]

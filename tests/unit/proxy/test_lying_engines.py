@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import Gauges
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.guarded_policy import PrefillBudgets

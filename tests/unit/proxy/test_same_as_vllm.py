@@ -16,13 +16,8 @@ from tokenizers import Tokenizer
 from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import Difference
 from benchmarks.equality.reasons import REASONS, explained, table
-from rescheduler.openai.openai_request import (
-    CHAT,
-    COMPLETIONS,
-    RequestRefusedError,
-    read_forwarded,
-    read_request,
-)
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
+from rescheduler.openai.request_reader import read_forwarded, read_request
 
 ROOT = Path(__file__).parents[3]
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}

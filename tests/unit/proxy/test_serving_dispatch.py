@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest

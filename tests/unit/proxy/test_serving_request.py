@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.openai import openai_request
+from rescheduler.openai import request_reader
 from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import (
-    CHAT,
-    COMPLETIONS,
-    RequestRefusedError,
-    read_request,
-)
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
+from rescheduler.openai.request_reader import read_request
 
 BODIES = EngineBodies()
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
@@ -217,7 +213,7 @@ def test_a_large_body_is_read_as_a_small_one_is(fields: list[tuple[str, Any]], w
     fields.insert(min(where, len(fields)), ("messages", "a" * 300_000))
     listed = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields]
     raw = ("{" + ", ".join(listed) + "}").encode()
-    read = openai_request._fields_of(raw)
+    read = request_reader._fields_of(raw)
     assert {name: json.loads(bytes(value)) for name, value in read.items()} == dict(fields)
 
 

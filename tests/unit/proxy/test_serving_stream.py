@@ -10,9 +10,10 @@ from serving_streams import engine_stream, whole_text
 from tokenizers import Tokenizer
 
 from rescheduler.openai.continued_text import ContinuedText, TextRules
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, read_request
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import EventReader, StreamSplicer, event, read_chunk
+from rescheduler.openai.request_reader import read_request
 
 PROMPT = "Tell me"
 texts = st.text(st.sampled_from("ab c🤦🏽é漢\n"), min_size=1, max_size=30)

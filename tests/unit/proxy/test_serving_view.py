@@ -24,7 +24,8 @@ from predictor.live.telemetry_messages import (
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.guarded_policy import PrefillBudgets, crowded_view
 from rescheduler.placement.instance_state import InstanceState

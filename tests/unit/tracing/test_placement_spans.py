@@ -12,14 +12,16 @@ from tokenizers.models import WordLevel
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions, TraceOptions
-from rescheduler.openai.openai_request import COMPLETIONS, read_request
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQ
 from rescheduler.routing.policy import RoutingPolicy
-from rescheduler.tracing.otlp_tracer import OtlpTracer
+from rescheduler.tracing.exporter import otlp_provider
+from rescheduler.tracing.span import RequestTracer
 
 CLIENT = read_request(COMPLETIONS, b'{"model": "m", "prompt": "a"}')
 TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
@@ -33,7 +35,8 @@ class Broken(JSQ):
 async def said_of_a_place(policy: RoutingPolicy | None) -> Mapping[str, Any]:
     """The attributes of a placement on one of two instances, the first of which runs a request."""
     exporter = InMemorySpanExporter()
-    tracer = OtlpTracer(TraceOptions(endpoint="http://127.0.0.1:1", sample=1.0), exporter)
+    traces = TraceOptions(endpoint="http://127.0.0.1:1", sample=1.0)
+    tracer = RequestTracer(traces, otlp_provider(exporter), exporter)
     options, placements = ProxyOptions(), Placements[LiveRequest]()
     states = [
         InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
