@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.support.report import arguments, report
-from rescheduler.demo.demo_phase import proxy_running
+from rescheduler.demo.demo import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment

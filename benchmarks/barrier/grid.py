@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.barrier.engines import Engines
 from benchmarks.barrier.steps import read_steps
 from benchmarks.barrier.streams import LONGEST, SEQUENCES, Ask, Stream, read, session
-from rescheduler.demo.demo_figures import metric_total
+from rescheduler.demo.demo_load import metric_total
 
 __all__ = ["POINTS", "Load", "Measured", "Point", "fill_caches", "measured"]
 

@@ -16,8 +16,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.support.move_log import read_moves, read_placements, with_overflows
-from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.demo.demo_load import (
+    LoadRequest,
+    LoadRun,
+    Objectives,
+    ServedRequest,
+    load_figures,
+    metric_total,
+    preemptions,
+)
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_local import write_deployment

@@ -105,7 +105,7 @@ class Desk:
     def check_file(self, how: How) -> None:
         """Check that the verb that a file is for reads it."""
         name, _, verb = how.text.partition(" for ")
-        check_words(["headway", verb or "launch", "--config", name])
+        check_words(["headway", *(verb or "launch").split(), "--config", name])
 
     def run(self, command: Shown, beside: ExitStack) -> str:
         """Run a command as a shell does, and return what it printed.

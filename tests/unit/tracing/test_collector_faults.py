@@ -101,7 +101,7 @@ async def test_without_traces_a_client_s_headers_go_to_the_engines_as_they_are(
 
 def test_without_traces_opentelemetry_is_not_imported() -> None:
     loads = (
-        "import sys, rescheduler.serving.serve, rescheduler.launching.launch; "
+        "import sys, rescheduler.serving.serve, rescheduler.engines.launch_engines; "
         "from rescheduler.tracing.create_tracer import create_tracer; create_tracer(None); "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
