@@ -10,7 +10,7 @@ import inspect
 import typing
 from argparse import SUPPRESS
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from types import NoneType
 from typing import Any
 
@@ -48,10 +48,10 @@ def command_arguments(
     keywords = {name: made[name] for name in parameters if name != "config"}
     if "config" in parameters:
         kind, optional = _config_type(function)
-        if is_dataclass(kind):
-            keywords["config"] = kind(**{key.name: made[key.name] for key in fields(kind)})
-        else:
+        if _is_struct(kind):
             keywords["config"] = _struct_of(kind, parser, given, optional)
+        else:
+            keywords["config"] = kind(**{key.name: made[key.name] for key in fields(kind)})
     return keywords
 
 
@@ -71,10 +71,10 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
         skipped = first | {"config"}
         parser.add_function_arguments(function, as_positional=False, skip=skipped, **options)
         kind, optional = _config_type(function)
-        if is_dataclass(kind):
-            parser.add_class_arguments(kind, as_group=False)
-        else:
+        if _is_struct(kind):
             _add_struct(parser, kind, hidden=optional)
+        else:
+            parser.add_class_arguments(kind, as_group=False)
     positionals = [action.dest for action in parser._actions if not action.option_strings]
     parser.usage = " ".join([prog, *map(str.upper, positionals), "[options]"])
     return parser

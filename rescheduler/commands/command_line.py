@@ -24,105 +24,70 @@ class Verb(NamedTuple):
     text: str
 
 
+_DATASET = "data_collection.dataset"
 _LIGHTNING = "rescheduler.commands.train:train"
+_RAY = "rescheduler.on_ray"
 _STUDY = "rescheduler.simulator.studies.study"
 
 VERBS = {
     "model": Verb("data_collection.models:model", "prepare the embedded model"),
     "collect": Verb("data_collection.workload.collect:collect", "collect a dataset from vLLM"),
     "dataset": Verb("", "inspect, validate, merge or export datasets"),
-    "dataset inspect": Verb(
-        "data_collection.dataset.inspect_dataset:inspect",
-        "print counts and length distributions, and plot them",
-    ),
-    "dataset validate": Verb(
-        "data_collection.dataset.validate_dataset:validate",
-        "check everything that training relies on",
-    ),
-    "dataset merge": Verb(
-        "data_collection.dataset.merge_datasets:merge", "merge datasets into a new one"
-    ),
+    "dataset inspect": Verb(f"{_DATASET}.inspect_dataset:inspect", "print and plot its lengths"),
+    "dataset validate": Verb(f"{_DATASET}.validate_dataset:validate", "check it for training"),
+    "dataset merge": Verb(f"{_DATASET}.merge_datasets:merge", "merge datasets into a new one"),
     "dataset transcripts": Verb(
-        "data_collection.dataset.export_transcripts:export_transcripts",
-        "keep a dataset as its prompts and answers, to collect it again from",
+        f"{_DATASET}.export_transcripts:export_transcripts",
+        "keep prompts and answers, to collect again",
     ),
     "train": Verb("", "train a predictor, or search its hyperparameters"),
     "train fit": Verb(_LIGHTNING, "train a predictor with Lightning"),
     "train validate": Verb(_LIGHTNING, "measure a training on the validation part"),
     "train test": Verb(_LIGHTNING, "measure a training on the test part"),
     "train tune": Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
-    "evaluate": Verb(
-        "predictor.evaluation.evaluate:evaluate", "compare a predictor with baselines"
-    ),
+    "evaluate": Verb("predictor.evaluation.evaluate:evaluate", "compare with other predictors"),
     "evaluate recalibrate": Verb(
-        "rescheduler.monitoring.recalibrate:recalibrate",
-        "recalibrate a predictor on served requests",
+        "rescheduler.monitoring.recalibrate:recalibrate", "recalibrate it on served requests"
     ),
     "launch": Verb("rescheduler.engines.launch_engines:launch", "start a deployment's engines"),
     "serve": Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
     "coordinator": Verb(
-        "rescheduler.coordinator.coordinator_command:coordinator",
-        "decide for many proxies of a deployment",
+        "rescheduler.coordinator.coordinator_command:coordinator", "decide for many proxies"
     ),
-    "picker": Verb(
-        "rescheduler.gateway.picker_command:picker",
-        "pick engines for an Envoy gateway, by a routing policy",
-    ),
+    "picker": Verb("rescheduler.gateway.picker_command:picker", "pick engines for Envoy"),
     "replay": Verb("rescheduler.serving.replay:replay", "show a recorded log, or two of them"),
     "drain": Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
     "ray": Verb("", "launch, see, restart or stop a deployment on a Ray cluster"),
-    "ray launch": Verb("rescheduler.on_ray.launch_on_ray:launch", "start it"),
-    "ray status": Verb("rescheduler.on_ray.operate:status", "show what runs"),
-    "ray restart": Verb("rescheduler.on_ray.operate:restart", "restart its engines, one by one"),
-    "ray stop": Verb("rescheduler.on_ray.operate:stop", "stop it"),
-    "watch": Verb("rescheduler.monitoring.watch:watch", "show forecasts of the running requests"),
-    "profile": Verb(
-        "rescheduler.profiling.profile_command:profile", "measure an engine's step times"
-    ),
+    "ray launch": Verb(f"{_RAY}.launch_on_ray:launch", "start it"),
+    "ray status": Verb(f"{_RAY}.operate:status", "show what runs"),
+    "ray restart": Verb(f"{_RAY}.operate:restart", "restart its engines, one by one"),
+    "ray stop": Verb(f"{_RAY}.operate:stop", "stop it"),
+    "watch": Verb("rescheduler.monitoring.watch:watch", "show forecasts of running requests"),
+    "profile": Verb("rescheduler.profiling.profile_command:profile", "measure step times"),
     "keys": Verb("predictor.live.curve_keys:keys", "create keys for telemetry between machines"),
     "demo": Verb("rescheduler.demo.demo:demo", "compare a load with and without moves"),
-    "advise": Verb(
-        "rescheduler.simulator.advice.advise:advise",
-        "estimate how much forecasting would help on a trace",
-    ),
-    "simulate": Verb(
-        "rescheduler.simulator.simulate:simulate", "compare routing policies in many settings"
-    ),
+    "advise": Verb("rescheduler.simulator.advice.advise:advise", "tell what a trace would gain"),
+    "simulate": Verb("rescheduler.simulator.simulate:simulate", "compare policies and settings"),
     "record": Verb(
         "rescheduler.simulator.forecasts.record_forecasts:record",
-        "record a predictor's forecasts of a dataset, for simulations",
+        "record forecasts to simulate with",
     ),
     "papers": Verb("", "reproduce the papers' figures, tables and models"),
-    "papers scaling": Verb(
-        f"{_STUDY}:scaling_study", "how imbalance grows with workers and batches (BF-IO's theorems)"
-    ),
-    "papers barrier-tax": Verb(
-        f"{_STUDY}:barrier_tax_study", "what routing gains under several step-time models"
-    ),
-    "papers rescheduling": Verb(
-        f"{_STUDY}:rescheduling_study", "migration planners in several cases (STAR's figures)"
-    ),
-    "papers fairbatching": Verb(
-        f"{_STUDY}:fairbatching_study", "requests served in time, by load (FairBatching)"
-    ),
+    "papers scaling": Verb(f"{_STUDY}:scaling_study", "imbalance by workers and batches (BF-IO)"),
+    "papers barrier-tax": Verb(f"{_STUDY}:barrier_tax_study", "routing by models of a step's time"),
+    "papers rescheduling": Verb(f"{_STUDY}:rescheduling_study", "migration planners (STAR)"),
+    "papers fairbatching": Verb(f"{_STUDY}:fairbatching_study", "requests in time (FairBatching)"),
     "papers train-router": Verb(
-        "rescheduler.learned_router.train_router:train_routers",
-        "train routers by reinforcement learning, and compare them",
+        "rescheduler.learned_router.train_router:train_routers", "train routers, and compare them"
     ),
     "papers train-length": Verb(
-        "predictor.prompt_length.train_length:train_length",
-        "train predictors of answer lengths that read the prompt",
+        "predictor.prompt_length.train_length:train_length", "predict lengths from prompts"
     ),
     "doctor": Verb("rescheduler.commands.doctor:doctor", "check the installation"),
 }
 """What ``headway`` does: verbs, and verbs with a name that follows them."""
 
-_TITLES = {
-    "model": "Collect and train",
-    "launch": "Serve",
-    "advise": "Simulate",
-    "doctor": "Check",
-}
+_TITLES = {"model": "Collect and train", "launch": "Serve", "advise": "Simulate", "doctor": "Check"}
 """What the help says above a verb."""
 
 _MOVED = {

@@ -98,7 +98,7 @@ def resolved(parser: Any, typed: str) -> tuple[str, Any]:
 
 
 def _config(parser: Any, given: str) -> str:
-    if _INLINE.search(given):
+    if _INLINE.search(given) or Path(given).expanduser().exists():
         return given
     try:
         return str(find_config(given))

@@ -126,7 +126,7 @@ async def _compared(deployment: Deployment, load: list[LoadRequest]) -> Table:
     token = secrets.token_urlsafe(32)  # one for all phases, so that the page finds each
     _say(f"See it in a browser: {still.admin_url}/ui#token={token}")
     objectives = await _objectives(still, token)
-    columns = []
+    columns: list[dict[str, float]] = []
     for title, serves in zip(_PHASES, (still, moving), strict=True):
         _say(f"{len(columns) + 1} of 2: {title}")
         preempted = await asyncio.to_thread(preemptions, serves)

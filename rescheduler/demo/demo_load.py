@@ -85,6 +85,11 @@ class ServedRequest:
         times = [piece.time for piece in self.chunks]
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
+    @property
+    def text(self) -> str:
+        """All that came."""
+        return "".join(piece.text for piece in self.chunks)
+
 
 class LoadRun:
     """Sends a load to a server, each request when its time comes, whatever the others do.

@@ -33,9 +33,15 @@ def local_deployment(
     proxy = ProxyOptions(port=next(ports), admin_port=next(ports))
     counts: dict[Literal["prefill", "decode"], int] = {"prefill": prefill, "decode": decode}
     instances = [
-        Instance(f"{role}-{i}", role, url(next(ports)), *(endpoint(next(ports)) for _ in "ct"))
+        Instance(
+            f"{role}-{number}",
+            role,
+            url(next(ports)),
+            control=endpoint(next(ports)),
+            telemetry=endpoint(next(ports)),
+        )
         for role, count in counts.items()
-        for i in range(count)
+        for number in range(count)
     ]
     deployment = Deployment(
         model=model,

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rescheduler.commands.event_loop import ending_signals_held
-from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import LaunchError
 from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_process import START_SECONDS
@@ -104,8 +103,7 @@ def restart(
     address, namespace = cluster_of(config)
     with connected(address, namespace) as cluster:
         _running(cluster, namespace)
-        deployment: Deployment = _asked(cluster, COORDINATOR, "deployment")
-        known = [instance.name for instance in deployment.instances]
+        known = [one.name for one in _asked(cluster, COORDINATOR, "coordinate")]
         unknown = [name for name in only if name not in known]
         if unknown:
             raise LaunchError(f"no engine {unknown[0]!r}; there are {', '.join(known)}")
@@ -117,7 +115,8 @@ def _restart(cluster: RayCluster, name: str, drain_seconds: float) -> None:
     coordinate = partial(_asked, cluster, COORDINATOR, "coordinate")
 
     def listed() -> Listed:
-        return next(one for one in coordinate() if one.name == name)
+        found: list[Listed] = coordinate()
+        return next(one for one in found if one.name == name)
 
     def is_back() -> bool:
         state: ServerState = _asked(cluster, name, "state")

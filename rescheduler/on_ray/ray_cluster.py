@@ -277,7 +277,7 @@ class RayCluster:
             actor = self._ray.get_actor(name)
         except ValueError:  # it is gone
             return False
-        return all(hasattr(actor, method) for method in ("state", "deployment", "coordinate"))
+        return all(hasattr(actor, method) for method in ("state", "restart", "coordinate"))
 
     def _on(self, node: str) -> Any:
         strategies = self._ray.util.scheduling_strategies

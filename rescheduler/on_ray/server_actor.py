@@ -137,12 +137,11 @@ class KeptServer:
 
 @dataclass(frozen=True)
 class ServerState:
-    """How a server is, and where on its node its log is."""
+    """How a server is."""
 
     server: Server
     stage: Stage
     past: Past
-    log: str
 
 
 class ServerActor:
@@ -150,17 +149,16 @@ class ServerActor:
 
     def __init__(self, server: Server, deployment: Deployment, logs: str) -> None:
         self._server, self._deployment = server, deployment
-        folder = Path(logs)
-        self._log = folder / f"{server.name}.log"
-        self._file = folder / f"{server.name}.yaml"
+        path = Path(logs) / server.name
+        self._file, past = path.with_suffix(".yaml"), path.with_suffix(".past")
         command = _command(server, deployment, self._file)
-        process = ServerProcess(server.name, command, server.url, self._log, tethered=True)
+        log = path.with_suffix(".log")
+        process = ServerProcess(server.name, command, server.url, log, tethered=True)
         grace = GRACE_SECONDS
         if server.role == "proxy":
             grace += deployment.proxy.shutdown_seconds
         ray = importlib.import_module("ray")
         self._address = ray.util.get_node_ip_address()
-        past = folder / f"{server.name}.past"
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             with suppress(OSError):
                 past.unlink()  # of an earlier deployment
@@ -168,11 +166,7 @@ class ServerActor:
 
     def state(self) -> ServerState:
         """Return how its server is."""
-        return ServerState(self._server, self._kept.stage, self._kept.past, str(self._log))
-
-    def deployment(self) -> Deployment:
-        """Return the deployment."""
-        return self._deployment
+        return ServerState(self._server, self._kept.stage, self._kept.past)
 
     def restart(self) -> int:
         """Stop the server and start it again; return how often it was started before."""

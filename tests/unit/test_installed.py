@@ -75,7 +75,11 @@ def test_what_is_imported_is_the_installed_package(run: Run, installed: Path) ->
         (f"simulate --config configs/simulate/replay.yaml {BRIEF.format('bfio')}", "| bfio |"),
         ("serve --config local-pd --print-config", "checkpoint: checkpoints/smollm2-135m-instruct"),
         ("demo --help", "--pairs"),
-        ("advise trace.csv --requests 120 --seeds 2", "forecast"),
+        (
+            "advise trace.csv --requests 1200 --seeds 2 --clock barrier "
+            "--recording recordings/smollm2-135m-instruct.parquet",
+            "RECOMMENDATION",
+        ),
     ],
 )
 def test_commands_find_what_they_name(

@@ -29,13 +29,7 @@ VLLM = "vllm.entrypoints.openai.api_server"
 
 
 def programs_of(command: str, folder: Path) -> list[list[str]]:
-    """Return the programs that a shell starts for a command, and their arguments.
-
-    Nothing is started: each program writes down what it is given.
-
-    Raises:
-        AssertionError: a program of another name.
-    """
+    """Return the programs, with arguments, that a shell would start for a command."""
     programs, log = folder / "programs", folder / "started"
     if not programs.exists():
         programs.mkdir()
@@ -60,11 +54,7 @@ def programs_of(command: str, folder: Path) -> list[list[str]]:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Check one program and its arguments, in a folder with the files that they name.
-
-    Raises:
-        AssertionError: it would refuse them.
-    """
+    """Check one program and its arguments, in a folder with the files that they name."""
     program, rest = words[0], list(words[1:])
     if program == "headway":
         _check_headway(rest)
@@ -81,11 +71,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_mention(words: Sequence[str]) -> None:
-    """Check a command of which a text shows a part: its verb and the options it names.
-
-    Raises:
-        AssertionError: there is no such verb or option.
-    """
+    """Check a command of which a text shows a part: its verb and the options it names."""
     if words[0] != "headway":
         partial = words[0] == "python" and words[2].startswith("benchmarks.")
         if not partial:
