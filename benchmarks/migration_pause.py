@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
 from benchmarks.support.stream_client import Stream, read_stream, session
-from rescheduler.demo.demo_phase import proxy_running
+from rescheduler.demo.demo import proxy_running
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.placement.cluster_state import running_requests

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.barrier.engines import Engines, read_steps
 from benchmarks.support.stream_client import Stream, read_stream, session
-from rescheduler.demo.demo_figures import metric_total
+from rescheduler.demo.demo_load import metric_total
 
 Pair = Annotated[list[float], msgspec.Meta(min_length=2, max_length=2)]
 

@@ -16,8 +16,15 @@ import numpy as np
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
 from data_collection.workload.prompts import load_prompts
-from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total, preemptions
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.demo.demo_load import (
+    LoadRequest,
+    LoadRun,
+    Objectives,
+    ServedRequest,
+    load_figures,
+    metric_total,
+    preemptions,
+)
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.transfer.control_client import ControlClient

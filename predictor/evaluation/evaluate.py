@@ -82,6 +82,8 @@ def evaluate(
     all requests of another dataset are measured in place of the test part, such as those
     collected after the last choice was made; the comparators still train on ``dataset``.
 
+    ``headway evaluate recalibrate`` refits a predictor's probabilities to served requests.
+
     Args:
         dataset: folder of the dataset.
         checkpoint: folder or Hugging Face id of a survival model or a regressor.

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.shipped_files import find_shipped
 from data_collection.text_file import read_text
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
@@ -25,7 +26,7 @@ _KINDS: dict[str, type[HiddenStateMLP]] = {
 
 
 def load_predictor(checkpoint: str) -> HiddenStateMLP:
-    """Load a checkpoint from a folder or the Hugging Face hub, ready to predict.
+    """Load a checkpoint from a folder, a shipped one, or the Hugging Face hub, ready to predict.
 
     Returns:
         A `SurvivalMLP` or a `RemainingLengthMLP`, by the ``kind`` its ``config.json`` names.
@@ -33,7 +34,7 @@ def load_predictor(checkpoint: str) -> HiddenStateMLP:
     Raises:
         CheckpointError: the folder lacks its files, or they are damaged or of no known kind.
     """
-    folder = Path(checkpoint)
+    folder = find_shipped(checkpoint)
     local = folder.exists()
     if not local:
         try:
@@ -51,7 +52,9 @@ def load_predictor(checkpoint: str) -> HiddenStateMLP:
         )
     try:
         with redirect_stdout(StringIO()):  # the hub prints where it loads from
-            loaded: HiddenStateMLP = _KINDS[kind].from_pretrained(checkpoint, strict=True)
+            loaded: HiddenStateMLP = _KINDS[kind].from_pretrained(
+                str(folder) if local else checkpoint, strict=True
+            )
     except Exception as error:  # safetensors, torch and the hub each raise their own
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {error}") from error
     return loaded.eval()

@@ -1,4 +1,4 @@
-"""`headway train-length`: predict answers' lengths from prompts, beside the hidden state."""
+"""`headway papers train-length`: predict answers' lengths from prompts, beside the hidden state."""
 
 from collections.abc import Mapping
 from pathlib import Path

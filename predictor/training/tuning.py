@@ -1,4 +1,4 @@
-"""`headway tune`: search a predictor's shape and training with Optuna (STAR §4.4)."""
+"""`headway train tune`: search a predictor's shape and training with Optuna (STAR §4.4)."""
 
 import logging
 import warnings

@@ -1,26 +1,29 @@
 """A verb's command line, made from the signature and the docstring of its function.
 
 Every parameter is an option, or a positional argument when it has no default. A parameter named
-``config`` is a whole configuration: each of its keys is an option of the verb and a key of the
-verb's YAML file. What is required and comes after ``config`` is an option.
+``config`` is a whole configuration, a dataclass or a msgspec struct: each of its keys is an option
+of the verb and a key of the verb's YAML file. What is required and comes after ``config`` is an
+option.
 """
 
 import inspect
 import typing
+from argparse import SUPPRESS
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from types import NoneType
 from typing import Any
 
 import msgspec
+from docstring_parser import parse as parse_docstring
+from jsonargparse import Namespace
 
 from rescheduler.commands.command_parser import CommandParser
-from rescheduler.commands.struct_arguments import add_struct_arguments, struct_of
 
 __all__ = ["command_arguments", "command_parser", "run_command"]
 
-_CONFIG_HELP = "YAML file of these options; what follows it overrides it."
-_VERBOSE_HELP = "Also show the messages of the libraries that are used."
+_CONFIG_HELP = "YAML file of these options, or the name of a shipped one; what follows overrides it"
+_VERBOSE_HELP = "also show the messages of the libraries that are used"
 _SECTIONS = ("Args:", "Returns:", "Raises:")
 
 
@@ -45,8 +48,8 @@ def command_arguments(
     keywords = {name: made[name] for name in parameters if name != "config"}
     if "config" in parameters:
         kind, optional = _config_type(function)
-        if issubclass(kind, msgspec.Struct):
-            keywords["config"] = struct_of(kind, parser, given, optional)
+        if _is_struct(kind):
+            keywords["config"] = _struct_of(kind, parser, given, optional)
         else:
             keywords["config"] = kind(**{key.name: made[key.name] for key in fields(kind)})
     return keywords
@@ -68,10 +71,10 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
         skipped = first | {"config"}
         parser.add_function_arguments(function, as_positional=False, skip=skipped, **options)
         kind, optional = _config_type(function)
-        if is_dataclass(kind):
-            parser.add_class_arguments(kind, as_group=False)
+        if _is_struct(kind):
+            _add_struct(parser, kind, hidden=optional)
         else:
-            add_struct_arguments(parser, kind, hidden=optional)
+            parser.add_class_arguments(kind, as_group=False)
     positionals = [action.dest for action in parser._actions if not action.option_strings]
     parser.usage = " ".join([prog, *map(str.upper, positionals), "[options]"])
     return parser
@@ -91,3 +94,64 @@ def _description(function: Callable[..., Any]) -> str:
             break
         paragraphs.append(" ".join(paragraph.split()))
     return "\n\n".join(paragraphs)
+
+
+def _add_struct(parser: CommandParser, struct: Any, prefix: str = "", hidden: bool = False) -> None:
+    """Add an option for each key of a struct and of the structs in it, as its docstring says.
+
+    Required keys become options without a default: `_struct_of` reports what is missing.
+    """
+    hints = typing.get_type_hints(struct)
+    docs = [parse_docstring(one.__doc__ or "").params for one in reversed(struct.__mro__)]
+    described = {key.arg_name: key.description for params in docs for key in params}
+    for field in msgspec.structs.fields(struct):
+        kind = hints[field.name]
+        if _is_struct(kind):
+            _add_struct(parser, kind, f"{prefix}{field.name}.", hidden)
+            continue
+        if any(map(_is_struct, typing.get_args(kind))):
+            one = dict[str, Any]
+            kind = list[one] if typing.get_origin(kind) is list else one | None
+        default: Any = None
+        if field.default is not msgspec.NODEFAULT:
+            default = field.default
+        elif field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        else:
+            kind = kind | None
+        text = SUPPRESS if hidden else " ".join((described.get(field.name) or "").split())
+        parser.add_argument(f"--{prefix}{field.name}", type=kind, default=default, help=text)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _struct_of(struct: Any, parser: CommandParser, given: Namespace, optional: bool) -> Any:
+    """Return the struct that a parsed command line describes, by its ``from_values``.
+
+    Args:
+        struct: its type.
+        parser: reports that a required key is missing.
+        given: what it parsed.
+        optional: None stands for a struct whose required keys were not given.
+
+    Raises:
+        ValueError: names the file and the field, and what the field should be.
+    """
+    values = {field.name: given.get(field.name) for field in msgspec.structs.fields(struct)}
+    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
+    missing = [name for name in required if values[name] is None]
+    if len(missing) == len(required) and optional:
+        return None
+    if missing:
+        parser.error(f"--config FILE.yaml is required, with {' and '.join(missing)}")
+    plain = {
+        name: value.as_dict() if isinstance(value, Namespace) else value
+        for name, value in values.items()
+    }
+    try:
+        return struct.from_values(plain)
+    except ValueError as error:
+        files = ", ".join(str(path) for path in given.get("config") or [])
+        raise type(error)(f"{files}: {error}" if files else str(error)) from error

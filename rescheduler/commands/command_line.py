@@ -2,151 +2,107 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from rescheduler.commands.log_format import escaped, quieten, quieten_loggers
 
-__all__ = ["main"]
+__all__ = ["VERBS", "Verb", "load_function", "main", "split_verb"]
 
 
-class _Verb(NamedTuple):
+class Verb(NamedTuple):
     """A verb.
 
     Attributes:
-        function: ``module:name``, loaded when the verb is used.
+        function: ``module:name``, loaded when the verb is used, or empty where a name must follow.
         text: what it does, in the imperative.
-        members: names that follow the verb -> functions and texts, where it has several.
     """
 
     function: str
     text: str
-    members: Mapping[str, tuple[str, str]] = {}
 
 
-_DATASET = {
-    "inspect": (
-        "data_collection.dataset.inspect_dataset:inspect",
-        "print counts and length distributions, and plot them",
+_DATASET = "data_collection.dataset"
+_LIGHTNING = "rescheduler.commands.train:train"
+_RAY = "rescheduler.on_ray"
+_STUDY = "rescheduler.simulator.studies.study"
+
+VERBS = {
+    "model": Verb("data_collection.models:model", "prepare the embedded model"),
+    "collect": Verb("data_collection.workload.collect:collect", "collect a dataset from vLLM"),
+    "dataset": Verb("", "inspect, validate, merge or export datasets"),
+    "dataset inspect": Verb(f"{_DATASET}.inspect_dataset:inspect", "print and plot its lengths"),
+    "dataset validate": Verb(f"{_DATASET}.validate_dataset:validate", "check it for training"),
+    "dataset merge": Verb(f"{_DATASET}.merge_datasets:merge", "merge datasets into a new one"),
+    "dataset transcripts": Verb(
+        f"{_DATASET}.export_transcripts:export_transcripts",
+        "keep prompts and answers, to collect again",
     ),
-    "validate": (
-        "data_collection.dataset.validate_dataset:validate",
-        "check everything that training relies on",
+    "train": Verb("", "train a predictor, or search its hyperparameters"),
+    "train fit": Verb(_LIGHTNING, "train a predictor with Lightning"),
+    "train validate": Verb(_LIGHTNING, "measure a training on the validation part"),
+    "train test": Verb(_LIGHTNING, "measure a training on the test part"),
+    "train tune": Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
+    "evaluate": Verb("predictor.evaluation.evaluate:evaluate", "compare with other predictors"),
+    "evaluate recalibrate": Verb(
+        "rescheduler.monitoring.recalibrate:recalibrate", "recalibrate it on served requests"
     ),
-    "merge": ("data_collection.dataset.merge_datasets:merge", "merge datasets into a new one"),
-    "transcripts": (
-        "data_collection.dataset.export_transcripts:export_transcripts",
-        "keep a dataset as its prompts and answers, to collect it again from",
+    "launch": Verb("rescheduler.engines.launch_engines:launch", "start a deployment's engines"),
+    "serve": Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
+    "coordinator": Verb(
+        "rescheduler.coordinator.coordinator_command:coordinator", "decide for many proxies"
     ),
+    "picker": Verb("rescheduler.gateway.picker_command:picker", "pick engines for Envoy"),
+    "replay": Verb("rescheduler.serving.replay:replay", "show a recorded log, or two of them"),
+    "drain": Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
+    "ray": Verb("", "launch, see, restart or stop a deployment on a Ray cluster"),
+    "ray launch": Verb(f"{_RAY}.launch_on_ray:launch", "start it"),
+    "ray status": Verb(f"{_RAY}.operate:status", "show what runs"),
+    "ray restart": Verb(f"{_RAY}.operate:restart", "restart its engines, one by one"),
+    "ray stop": Verb(f"{_RAY}.operate:stop", "stop it"),
+    "watch": Verb("rescheduler.monitoring.watch:watch", "show forecasts of running requests"),
+    "profile": Verb("rescheduler.profiling.profile_command:profile", "measure step times"),
+    "keys": Verb("predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"),
+    "demo": Verb("rescheduler.demo.demo:demo", "compare a load with and without moves"),
+    "advise": Verb("rescheduler.simulator.advice.advise:advise", "tell what a trace would gain"),
+    "simulate": Verb("rescheduler.simulator.simulate:simulate", "compare policies and settings"),
+    "record": Verb(
+        "rescheduler.simulator.forecasts.record_forecasts:record",
+        "record forecasts to simulate with",
+    ),
+    "papers": Verb("", "reproduce the papers' figures, tables and models"),
+    "papers scaling": Verb(f"{_STUDY}:scaling_study", "imbalance by workers and batches (BF-IO)"),
+    "papers barrier-tax": Verb(f"{_STUDY}:barrier_tax_study", "routing by models of a step's time"),
+    "papers rescheduling": Verb(f"{_STUDY}:rescheduling_study", "migration planners (STAR)"),
+    "papers fairbatching": Verb(f"{_STUDY}:fairbatching_study", "requests in time (FairBatching)"),
+    "papers train-router": Verb(
+        "rescheduler.learned_router.train_router:train_routers", "train routers, and compare them"
+    ),
+    "papers train-length": Verb(
+        "predictor.prompt_length.train_length:train_length", "predict lengths from prompts"
+    ),
+    "doctor": Verb("rescheduler.commands.doctor:doctor", "check the installation"),
 }
+"""What ``headway`` does: verbs, and verbs with a name that follows them."""
 
-_STUDIES = {
-    "scaling": (
-        "rescheduler.simulator.studies.study:scaling_study",
-        "how imbalance grows with workers and batches (BF-IO's theorems)",
-    ),
-    "barrier-tax": (
-        "rescheduler.simulator.studies.study:barrier_tax_study",
-        "what routing gains under several step-time models",
-    ),
-    "rescheduling": (
-        "rescheduler.simulator.studies.study:rescheduling_study",
-        "migration planners in several cases (STAR's figures)",
-    ),
-    "fairbatching": (
-        "rescheduler.simulator.studies.study:fairbatching_study",
-        "requests served in time, by load (FairBatching)",
-    ),
+_TITLES = {"model": "Collect and train", "launch": "Serve", "advise": "Simulate", "doctor": "Check"}
+"""What the help says above a verb."""
+
+_MOVED = {
+    "recalibrate": "evaluate recalibrate",
+    "study": "papers",
+    "sweep": "simulate --vary",
+    "train-length": "papers train-length",
+    "train-router": "papers train-router",
+    "tune": "train tune",
+    **{name: f"ray {name}" for name in ("restart", "status", "stop")},
 }
-
-_GROUPS: dict[str, dict[str, _Verb]] = {
-    "Collect and train": {
-        "model": _Verb("data_collection.models:model", "prepare the embedded model"),
-        "collect": _Verb(
-            "data_collection.workload.collect:collect", "collect a dataset from a model in vLLM"
-        ),
-        "dataset": _Verb("", "inspect, validate, merge or export datasets", _DATASET),
-        "train": _Verb("rescheduler.commands.train:train", "train a predictor with Lightning"),
-        "train-length": _Verb(
-            "predictor.prompt_length.train_length:train_length",
-            "train predictors of answer lengths that read the prompt",
-        ),
-        "tune": _Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
-        "evaluate": _Verb(
-            "predictor.evaluation.evaluate:evaluate", "compare a predictor with baselines"
-        ),
-        "recalibrate": _Verb(
-            "rescheduler.monitoring.recalibrate:recalibrate",
-            "recalibrate a predictor on served requests",
-        ),
-    },
-    "Serve": {
-        "launch": _Verb("rescheduler.launching.launch:launch", "start a deployment's engines"),
-        "serve": _Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
-        "coordinator": _Verb(
-            "rescheduler.coordinator.coordinator_command:coordinator",
-            "decide for many proxies of a deployment",
-        ),
-        "picker": _Verb(
-            "rescheduler.gateway.picker_command:picker",
-            "pick engines for an Envoy gateway, by a routing policy",
-        ),
-        "replay": _Verb(
-            "rescheduler.serving.replay:replay", "show a recorded log on a page, or two of them"
-        ),
-        "drain": _Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
-        "status": _Verb("rescheduler.on_ray.operate:status", "show a deployment on a Ray cluster"),
-        "restart": _Verb(
-            "rescheduler.on_ray.operate:restart", "restart its engines, one after another"
-        ),
-        "stop": _Verb("rescheduler.on_ray.operate:stop", "stop it"),
-        "watch": _Verb(
-            "rescheduler.monitoring.watch:watch", "show forecasts of the running requests"
-        ),
-        "profile": _Verb(
-            "rescheduler.profiling.profile_command:profile", "measure an engine's step times"
-        ),
-        "keys": _Verb(
-            "predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"
-        ),
-        "demo": _Verb("rescheduler.demo.demo:demo", "watch requests move between engines"),
-    },
-    "Simulate": {
-        "advise": _Verb(
-            "rescheduler.simulator.advice.advise:advise",
-            "estimate how much forecasting would help on a trace",
-        ),
-        "simulate": _Verb("rescheduler.simulator.simulate:simulate", "compare routing policies"),
-        "sweep": _Verb(
-            "rescheduler.simulator.experiments.sweep:sweep",
-            "simulate many combinations of settings",
-        ),
-        "study": _Verb("", "reproduce a paper's figure or table", _STUDIES),
-        "record": _Verb(
-            "rescheduler.simulator.forecasts.record_forecasts:record",
-            "record a predictor's forecasts of a dataset, for simulations",
-        ),
-        "train-router": _Verb(
-            "rescheduler.learned_router.train_router:train_routers",
-            "train routers by reinforcement learning, and compare them",
-        ),
-    },
-    "Check": {
-        "doctor": _Verb(
-            "rescheduler.commands.doctor:doctor", "check the installation, and suggest remedies"
-        ),
-    },
-}
-
-_VERBS = {name: verb for group in _GROUPS.values() for name, verb in group.items()}
+"""Verbs of earlier versions, and what they are now."""
 
 _HELP = ("-h", "--help", "help")
 _VERSION = ("-V", "--version")
-
-_OWN_COMMAND_LINES = ("train",)
-"""Verbs whose functions take the command line: Lightning builds its parser."""
 
 _USAGE = """\
 usage: headway VERB [options]
@@ -157,12 +113,12 @@ Forecast how many tokens every running LLM request still has to generate.
 
 A first round, on the embedded model:
   headway collect runs/demo --config configs/collect/quick.yaml
-  headway train fit --config configs/predictor/survival.yaml --data.dataset runs/demo
+  headway train fit --config survival --data.dataset runs/demo
   headway evaluate runs/demo runs/survival
 
 Routing policies on a simulated cluster:
   headway advise my_trace.csv
-  headway simulate --config configs/papers/bfio_table1.yaml
+  headway simulate --config bfio_table1
 
 Forecasts of a vLLM server that runs with Headway's worker (docs/watch.md):
   headway watch --connect tcp://127.0.0.1:5557
@@ -182,8 +138,12 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    if verb not in (*_HELP, *_VERSION, *_VERBS):
-        return _unknown("headway", "verb", verb, _VERBS)
+    moved = "ray launch" if [verb, *rest[:1]] == ["launch", "--on"] else _MOVED.get(verb)
+    if moved:
+        print(f"headway {verb} is now: headway {moved}", file=sys.stderr)
+        return 2
+    if verb not in (*_HELP, *_VERSION, *_following("")):
+        return _unknown("headway", "verb", verb, _following(""))
     quieten(verbose="--verbose" in rest)
     try:
         result = _printed(verb, rest)
@@ -200,11 +160,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    groups = [
-        "\n".join([f"{title}:", *(f"  {name:<14}{verb.text}" for name, verb in verbs.items())])
-        for title, verbs in _GROUPS.items()
-    ]
-    return _USAGE.format(verbs="\n\n".join(groups))
+    lines = []
+    for name, verb in _following("").items():
+        lines += ["", f"{_TITLES[name]}:"] if name in _TITLES else []
+        lines.append(f"  {name:<14}{verb.text}")
+    return _USAGE.format(verbs="\n".join(lines[1:]))
+
+
+def _following(name: str) -> dict[str, Verb]:
+    """Return the verbs, or those that may follow one."""
+    start = f"{name} " if name else ""
+    rest = {key.removeprefix(start): verb for key, verb in VERBS.items() if key.startswith(start)}
+    return {key: verb for key, verb in rest.items() if " " not in key}
 
 
 def _printed(verb: str, rest: list[str]) -> Any:
@@ -234,26 +201,28 @@ def _run(verb: str, rest: list[str]) -> Any:
     if verb in _VERSION:
         print(f"headway {metadata.version('headway')}")
         return 0
-    found = _VERBS[verb]
-    if verb in _OWN_COMMAND_LINES:
-        run = _load(found.function)
-        quieten_loggers(verbose="--verbose" in rest)
-        return run(rest)
-    function, prog = found.function, f"headway {verb}"
-    if found.members:
-        name, rest = (rest[0], rest[1:]) if rest else ("--help", [])
-        if name in ("-h", "--help"):
-            lines = [f"  {known:<14}{text}" for known, (_, text) in found.members.items()]
-            print("\n".join([f"usage: {prog} NAME [options]", "", *lines]))
-            return 0
-        if name not in found.members:
-            return _unknown(prog, "name", name, found.members)
-        function, prog = found.members[name][0], f"{prog} {name}"
+    name, rest = split_verb([verb, *rest])
+    function, prog = VERBS[name].function, f"headway {name}"
+    if not function:
+        members = _following(name)
+        if rest and rest[0] not in _HELP:
+            return _unknown(prog, "name", rest[0], members)
+        lines = [f"  {member:<14}{one.text}" for member, one in members.items()]
+        print("\n".join([f"usage: {prog} NAME [options]", "", *lines]))
+        return 0
+    loaded = load_function(function)
+    quieten_loggers(verbose="--verbose" in rest)
+    if function == _LIGHTNING:  # which makes its own parser
+        return loaded([name.removeprefix("train "), *rest])
     from rescheduler.commands.command import run_command
 
-    loaded = _load(function)
-    quieten_loggers(verbose="--verbose" in rest)
     return run_command(loaded, rest, prog)
+
+
+def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the key of `VERBS` that a command line begins with, and what follows it."""
+    length = 2 if " ".join(words[:2]) in VERBS else 1
+    return " ".join(words[:length]), list(words[length:])
 
 
 def _unknown(prog: str, what: str, given: str, known: Mapping[str, Any]) -> int:
@@ -264,6 +233,7 @@ def _unknown(prog: str, what: str, given: str, known: Mapping[str, Any]) -> int:
     return 2
 
 
-def _load(target: str) -> Callable[..., Any]:
+def load_function(target: str) -> Callable[..., Any]:
+    """Return what ``module:name`` names."""
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]

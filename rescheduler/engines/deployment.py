@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -18,6 +18,7 @@ __all__ = [
     "Instance",
     "ProxyOptions",
     "TraceOptions",
+    "check_policies",
     "read_deployment",
 ]
 
@@ -247,8 +248,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             `headway serve` places and moves by itself, and must be the only proxy.
         proxy: options of `headway serve`.
         engine: options of `headway launch`.
-        ray: of a deployment that `headway launch --on ray` starts, with counts in place of
-            addresses.
+        ray: of a deployment that `headway ray launch` starts, with counts in place of addresses.
     """
 
     model: str
@@ -284,19 +284,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """
         if self.ray is not None:
             raise DeploymentError(
-                "ray: this deployment has counts, not addresses: `headway launch --on ray` starts "
-                "its engines, proxies and coordinator"
+                "ray: this deployment has counts, not addresses: `headway ray launch` starts its "
+                "engines, proxies and coordinator"
             )
         _check_addresses(self)
-        self.check_policies()
-
-    def check_policies(self) -> None:
-        """Refuse policies and batches that the types allow and no deployment can have.
-
-        Raises:
-            DeploymentError: names the field, and what it should be.
-        """
-        _check_policies(self)
+        check_policies(self)
 
     @property
     def served_name(self) -> str:
@@ -336,9 +328,8 @@ def read_deployment(path: Path | str) -> Deployment:
     Raises:
         DeploymentError: names the file, the field and what it should be.
     """
-    path = Path(path)
     try:
-        values = read_yaml(path)
+        values = read_yaml(Path(path))
     except ValueError as error:
         raise DeploymentError(str(error)) from error
     try:
@@ -354,12 +345,14 @@ def _check_addresses(deployment: Deployment) -> None:
         if not instance.name or set(instance.name) & set("/?#%") or not instance.name.isprintable():
             raise DeploymentError(f"{where}.name: {instance.name!r} cannot be part of a URL")
         for field in ("name", "url", "control", "telemetry"):
-            value = getattr(instance, field)
-            if value is not None and seen.setdefault(value, f"{where}.{field}") != (
-                f"{where}.{field}"
-            ):
-                raise DeploymentError(f"{where}.{field}: {value} is also {seen[value]}")
-        _check_url(f"{where}.url", instance.url)
+            value, key = getattr(instance, field), f"{where}.{field}"
+            if value is not None and seen.setdefault(value, key) != key:
+                raise DeploymentError(f"{key}: {value} is also {seen[value]}")
+        url = _parts(instance.url)
+        if url is None or url.scheme not in ("http", "https") or url.port == 0 or _rest(url):
+            raise DeploymentError(
+                f"{where}.url: {instance.url!r} is not like http://127.0.0.1:8100"
+            )
         for field in ("control", "telemetry"):
             endpoint = getattr(instance, field)
             if endpoint is not None:
@@ -372,7 +365,12 @@ def _check_addresses(deployment: Deployment) -> None:
         raise DeploymentError("instances: at least one must have the role decode")
 
 
-def _check_policies(deployment: Deployment) -> None:
+def check_policies(deployment: Deployment) -> None:
+    """Refuse policies and batches that the types allow and no deployment can have.
+
+    Raises:
+        DeploymentError: names the field, and what it should be.
+    """
     if deployment.engine.batching is not None:
         _check_batching(deployment)
     for field in ("routing", "migration"):
@@ -399,26 +397,16 @@ def _check_endpoint(deployment: Deployment, where: str, endpoint: str) -> None:
 
 
 def _check_coordinator(deployment: Deployment, coordinator: CoordinatorOptions) -> None:
-    where = "coordinator.endpoint"
-    try:
-        parts = urlsplit(coordinator.endpoint)
-        rest = parts.path or parts.query or parts.fragment
-        usable = parts.scheme == "tcp" and parts.hostname and parts.port and not rest
-    except ValueError:
-        usable = False
-    if not usable:
+    where, parts = "coordinator.endpoint", _parts(coordinator.endpoint)
+    if parts is None or parts.scheme != "tcp" or not parts.port or parts.path or _rest(parts):
         raise DeploymentError(f"{where}: {coordinator.endpoint!r} is not like tcp://127.0.0.1:5700")
     _check_endpoint(deployment, where, coordinator.endpoint)
 
 
 def _check_traces(deployment: Deployment, traces: TraceOptions) -> None:
-    where = "proxy.traces.endpoint"
-    try:
-        parts = urlsplit(traces.endpoint)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port
-    except ValueError:
-        usable = False
-    if not usable or not traces.endpoint.isprintable():
+    where, parts = "proxy.traces.endpoint", _parts(traces.endpoint)
+    usable = parts is not None and parts.scheme in ("http", "https") and parts.port
+    if parts is None or not usable or not traces.endpoint.isprintable():
         raise DeploymentError(
             f"{where}: {traces.endpoint!r} is not like http://127.0.0.1:4317, or "
             "http://127.0.0.1:4318/v1/traces for OTLP over HTTP"
@@ -449,14 +437,17 @@ def _check_batching(deployment: Deployment) -> None:
         raise DeploymentError(f"engine.{where}") from error
 
 
-def _check_url(where: str, url: str) -> None:
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of a URL, or None if it has no host or no number as its port."""
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise DeploymentError(f"{where}: {url!r} is not like http://127.0.0.1:8100")
+        return parts if parts.hostname and parts.port != -1 else None
+    except ValueError:  # its port is no number
+        return None
+
+
+def _rest(url: SplitResult) -> str:
+    return ("" if url.path == "/" else url.path) or url.query or url.fragment
 
 
 def _with_path_first(message: str) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
 from predictor.live.zmq_sockets import is_loopback
-from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, TraceOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 
 __all__ = [
     "IN_PROCESS",
@@ -56,12 +56,7 @@ _KEPT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How an engine is started.
-
-    Attributes:
-        arguments: the program and its arguments.
-        environment: what is set beyond the caller's own environment.
-    """
+    """A program and its arguments, and what is set beyond the caller's own environment."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -85,7 +80,7 @@ def engine_command(
 
     Args:
         deployment: that the instance belongs to.
-        instance: one of its instances.
+        instance: that is started.
         model: what vLLM loads, see `data_collection.models.resolve_model`.
         python: interpreter whose vLLM is the CPU build; None: vLLM runs on GPUs, where its own
             command starts it. (The CPU build's does not find its version.)
@@ -122,12 +117,8 @@ def lone_engine_command(
 ) -> EngineCommand:
     """Return the command of an engine that both prefills and decodes.
 
-    Args:
-        options: the further flags say everything beyond what all engines have.
-        model: what vLLM loads, see `data_collection.models.resolve_model`.
-        served_name: what clients call the model.
-        url: of its HTTP server.
-        python: as in `engine_command`.
+    Its further flags say everything beyond what all engines have; the rest is as of
+    `engine_command`.
     """
     where = urlsplit(url)
     arguments = _flags(options, model, served_name, where.hostname or "", where.port or 80, python)
@@ -149,8 +140,7 @@ def _flags(
         arguments = ["vllm", "serve", model]
     else:
         arguments = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    arguments += ["--served-model-name", served_name]
-    arguments += ["--host", host, "--port", str(port)]
+    arguments += ["--served-model-name", served_name, "--host", host, "--port", str(port)]
     arguments += ["--dtype", options.dtype]
     if options.max_model_len is not None:
         arguments += ["--max-model-len", str(options.max_model_len)]
@@ -184,7 +174,7 @@ def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:
     """
     headway: dict[str, Any] = {"keys": deployment.keys, "time_to_live": _KEPT_SECONDS}
     if instance.control is not None:
-        headway = {"control": _without_rank(instance.control, instance), **headway}
+        headway["control"] = _without_rank(instance.control, instance)
     return {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": _CONNECTOR,
@@ -199,13 +189,11 @@ def _forecasts(deployment: Deployment, instance: Instance, checkpoint: str) -> d
 
     Prefill instances forecast as well, so that a request has a forecast when it is placed.
     """
-    telemetry = None
-    if instance.telemetry is not None:
-        telemetry = {
-            "bind": _without_rank(instance.telemetry, instance),
-            "instance": instance.name,
-            "keys": deployment.keys,
-        }
+    telemetry = instance.telemetry and {
+        "bind": _without_rank(instance.telemetry, instance),
+        "instance": instance.name,
+        "keys": deployment.keys,
+    }
     return {
         "k": deployment.engine.k,
         "forecast": {"checkpoint": checkpoint, "telemetry": telemetry},
@@ -226,20 +214,13 @@ def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> di
     elif instance.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.devices))
     if deployment.proxy.traces is not None:
-        environment |= _trace_environment(deployment.proxy.traces, instance)
+        environment |= {
+            "OTEL_SERVICE_NAME": instance.name,
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": deployment.proxy.traces.protocol,
+            # What the proxy records: no probe, and nothing that came past the proxy.
+            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        }
     return environment | options.environment
-
-
-def _trace_environment(traces: TraceOptions, instance: Instance) -> dict[str, str]:
-    """Return what vLLM's OpenTelemetry reads.
-
-    It records what the proxy records: no probe, and nothing that came past the proxy.
-    """
-    return {
-        "OTEL_SERVICE_NAME": instance.name,
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": traces.protocol,
-        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
-    }
 
 
 def _cpu_environment(options: EngineOptions) -> dict[str, str]:
@@ -295,12 +276,7 @@ def check_versions() -> None:
 
 
 def check_ports(deployment: Deployment, instances: Sequence[Instance], serve: bool) -> None:
-    """Refuse ports that something else listens on, all in one message.
-
-    Args:
-        deployment: that the instances belong to.
-        instances: those that will be started here.
-        serve: whether the proxy will be started too.
+    """Refuse ports that something else listens on, of instances and perhaps of the proxy.
 
     Raises:
         LaunchError: names every port that is unavailable, and whose it would be.

@@ -1,14 +1,13 @@
-"""The engines of a deployment as processes on this machine: start, watch, stop."""
+"""`headway launch`: start a deployment's engines on this machine, and stop them cleanly."""
 
-import ipaddress
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -36,24 +35,22 @@ __all__ = [
     "Launched",
     "bound_address",
     "chosen",
+    "launch",
     "launched",
     "with_bound_addresses",
 ]
 
 
-_NAMED = re.compile(r"((?:https?|tcp)://)([^/:\[\]]+)(.*)")
+_NAMED = re.compile(r"((?:https?|tcp)://)(?!(?:\d+\.){3}\d+(?![^:/]))([^/:\[\]]+)(.*)")
+"""An endpoint with the name of a host, in place of an address."""
 
 
 def with_bound_addresses(deployment: Deployment, instances: Sequence[Instance]) -> Deployment:
-    """Return a deployment in which these instances have addresses where they had host names.
+    """Return a deployment in which the instances that start here have addresses, and no host names.
 
     An engine binds an address: ZMQ sockets do not bind names, and whoever pulls a KV cache
     connects to what the engine says of itself. The proxy and the other engines keep the names,
     behind which an address may change. Names of other instances are not looked up.
-
-    Args:
-        deployment: that the instances belong to.
-        instances: those that will be started here.
 
     Raises:
         DeploymentError: a name has no IPv4 address here, or one that other machines cannot reach.
@@ -68,36 +65,28 @@ def with_bound_addresses(deployment: Deployment, instances: Sequence[Instance]) 
 
 
 def _bound(instance: Instance, where: str) -> Instance:
-    found = {
-        field: bound_address(endpoint, f"{where}.{field}")
-        for field in ("url", "control", "telemetry")
-        if (endpoint := getattr(instance, field)) is not None
-    }
-    return replace(instance, **found)
+    endpoints = {field: getattr(instance, field) for field in ("url", "control", "telemetry")}
+    return replace(
+        instance,
+        **{
+            field: bound_address(endpoint, f"{where}.{field}")
+            for field, endpoint in endpoints.items()
+            if endpoint is not None
+        },
+    )
 
 
 def bound_address(endpoint: str, where: str) -> str:
     """Return an endpoint with the address of its host; one without a host name as it is.
 
-    Args:
-        endpoint: to be bound on this machine.
-        where: the deployment's field, for errors.
-
     Raises:
-        DeploymentError: the name has no IPv4 address here, or one that others cannot reach.
+        DeploymentError: the name, in the deployment's field ``where``, has no IPv4 address here, or
+            one that other machines cannot reach.
     """
     named = _NAMED.fullmatch(endpoint)
     if named is None:
         return endpoint
     scheme, host, rest = named.groups()
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return f"{scheme}{_address(host, where)}{rest}"
-    return endpoint
-
-
-def _address(host: str, where: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -106,16 +95,16 @@ def _address(host: str, where: str) -> str:
             "Of instances, start only this machine's, with --only NAME"
         ) from error
     addresses = [str(address[0]) for *_, address in found]
+    reached = [one for one in addresses if not is_loopback(f"tcp://{one}:1")]
     if is_loopback(f"tcp://{host}:1"):
-        return addresses[0]
-    for address in addresses:
-        if not is_loopback(f"tcp://{address}:1"):
-            return address
-    raise DeploymentError(
-        f"{where}: {host} is {addresses[0]} on this machine, which no other one reaches: change "
-        "its line in /etc/hosts, give an address, or use localhost if only this machine is to "
-        "reach it"
-    )
+        reached = addresses
+    if not reached:
+        raise DeploymentError(
+            f"{where}: {host} is {addresses[0]} on this machine, which no other one reaches: "
+            "change its line in /etc/hosts, give an address, or use localhost if only this machine "
+            "is to reach it"
+        )
+    return f"{scheme}{reached[0]}{rest}"
 
 
 _PROXY = "proxy"
@@ -123,12 +112,7 @@ _FILE = "deployment.yaml"
 
 
 class Launched(ServerGroup):
-    """Engines, and perhaps a proxy, that were started here; the proxy is called ``proxy``.
-
-    Attributes:
-        deployment: what they are.
-        logs: folder of their logs, one per server, and of ``deployment.yaml``.
-    """
+    """Engines and perhaps the server ``proxy``, started here, with their logs in ``logs``."""
 
     def __init__(
         self,
@@ -140,11 +124,6 @@ class Launched(ServerGroup):
         super().__init__(servers, report)
         self.deployment = deployment
         self.logs = logs
-
-    @property
-    def file(self) -> Path:
-        """The deployment with all its defaults, for `headway serve`."""
-        return self.logs / _FILE
 
     def close(self) -> None:
         """Stop all servers, the proxy before the engines, and wait until they are gone."""
@@ -222,21 +201,17 @@ def chosen(deployment: Deployment, only: Sequence[str]) -> list[Instance]:
 
 
 _READ_AT_END = 2_000
+_WATCH_SECONDS = 0.5
 
 
-@dataclass
-class _Row:
+class _Row(NamedTuple):
     stage: Stage
     since: float
-    seconds: float = 0.0
+    seconds: float
 
 
 class LaunchProgress:
-    """Shows the stage of each server on standard error.
-
-    Args:
-        logs: folder of the servers' logs; their last lines are shown while they load.
-    """
+    """Shows on standard error the stage of each server, and the end of its log while it loads."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -244,11 +219,9 @@ class LaunchProgress:
         console = Console(stderr=True)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(
-                console=console, get_renderable=self._table, refresh_per_second=2, transient=False
-            )
+            self._live = Live(console=console, get_renderable=self._table, refresh_per_second=2)
 
-    def __enter__(self) -> "LaunchProgress":
+    def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
@@ -264,9 +237,8 @@ class LaunchProgress:
 
     def report(self, name: str, stage: Stage) -> None:
         """Record that a server has reached a stage."""
-        row = self._rows.get(name)
         now = time.monotonic()
-        took = now - row.since if row else 0.0
+        took = now - self._rows[name].since if name in self._rows else 0.0
         self._rows[name] = _Row(stage, now, took)
         if self._live is None:
             after = f" after {took:.0f} s" if stage in ("ready", "stopped") else ""
@@ -274,18 +246,15 @@ class LaunchProgress:
             print(f"{time.strftime('%H:%M:%S')} {name} {stage}{after}{where}", file=sys.stderr)
 
     def _table(self) -> Table:
-        table = Table(
-            box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True
-        )
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         for width in (max(map(len, self._rows), default=0), len("starting"), len("9999 s")):
             table.add_column(no_wrap=True, min_width=width)
-        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        for name, row in self._rows.items():
-            loading = row.stage == "starting"
-            seconds = time.monotonic() - row.since if loading else row.seconds
-            last = Text(self._last_line(name), style="dim") if loading else Text()
-            style = "green" if row.stage == "ready" else ""
-            table.add_row(name, Text(row.stage, style=style), f"{seconds:.0f} s", last)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1, style="dim")
+        for name, (stage, since, seconds) in self._rows.items():
+            style, last = ("green" if stage == "ready" else ""), ""
+            if stage == "starting":
+                seconds, last = time.monotonic() - since, self._last_line(name)
+            table.add_row(name, Text(stage, style=style), f"{seconds:.0f} s", Text(last))
         return table
 
     def _last_line(self, name: str) -> str:
@@ -295,5 +264,94 @@ class LaunchProgress:
                 lines = log.read().decode(errors="replace").split("\n")
         except OSError:
             return ""
-        written = [line for line in lines if line.strip()]
-        return "".join(letter for letter in written[-1] if letter.isprintable()) if written else ""
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return "".join(letter for letter in last if letter.isprintable())
+
+
+def launch(
+    config: Deployment,
+    print: bool = False,
+    logs: Path = Path("runs/launch"),
+    serve: bool = False,
+    only: Sequence[str] = (),
+    at_once: int | None = None,
+) -> int:
+    """Start the engines of a deployment on this machine and stay in the foreground.
+
+    Each engine runs in a process group of its own and writes a log. Ctrl-C, SIGTERM and a closed
+    terminal stop them all. An engine that exits on its own is reported, and the others keep
+    running. Exit status: 0 stopped as asked, 130 the same while engines still load, 1 an engine
+    exited. On a Ray cluster, `headway ray launch` starts them.
+
+    Args:
+        config: the deployment.
+        print: print the engines' commands, start nothing.
+        logs: folder of the logs and of ``deployment.yaml``, the deployment with all its defaults.
+        serve: start the proxy too.
+        only: names of the instances to start; all when not given.
+        at_once: engines that load at the same time; all when not given.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: an option is out of its range.
+        DeploymentError: a host name does not lead to this machine.
+        LaunchError: an engine cannot be started, or all have exited.
+    """
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"--at-once must be a positive number, not {at_once}")
+    if print:
+        sys.stdout.write(_commands(config, only) + "\n")
+        return 0
+    with ExitStack() as stack:
+        progress = stack.enter_context(LaunchProgress(logs))
+        running = stack.enter_context(launched(config, logs, only, serve, progress.report, at_once))
+        progress.finish()
+        sys.stdout.write(_summary(running, serve) + "\n")
+        sys.stdout.flush()
+        return _watch(running)
+
+
+def _commands(deployment: Deployment, only: Sequence[str]) -> str:
+    model, python = resolve_model(deployment.model), cpu_interpreter()
+    here = with_bound_addresses(deployment, chosen(deployment, only))
+    return "\n\n".join(
+        f"# {instance.name}, {instance.role}\n"
+        + engine_command(here, instance, model, python).shell()
+        for instance in chosen(here, only)
+    )
+
+
+def _summary(running: Launched, serve: bool) -> str:
+    deployment = running.deployment
+    if serve:
+        body = f'{{"model": "{deployment.served_name}", "prompt": "Once", "max_tokens": 32}}'
+        how = (
+            f"clients use {deployment.proxy_url}/v1, for example:\n"
+            f"  curl {deployment.proxy_url}/v1/completions \\\n"
+            f"    -H 'Content-Type: application/json' -d '{body}'\n"
+            f"see it live: {deployment.admin_url}/ui (its token: see {running.logs}/proxy.log)"
+        )
+    else:
+        how = f"start the proxy with: headway serve --config {running.logs / _FILE}"
+    return f"{', '.join(running.servers)}: ready, logs in {running.logs}\n{how}\nCtrl-C stops them"
+
+
+def _watch(running: Launched) -> int:
+    """Report what ends until all has, or until asked to stop; return the exit status.
+
+    Raises:
+        LaunchError: the proxy or the last engine ended.
+    """
+    status = 0
+    try:
+        while True:
+            for server in running.take_ended():
+                status = 1
+                if server.name == "proxy" or not running.is_running:
+                    raise LaunchError(server.why_it_ended())
+                print(f"headway launch: {server.why_it_ended()}", file=sys.stderr, flush=True)
+            time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return status

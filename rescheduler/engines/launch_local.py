@@ -27,23 +27,11 @@ def local_deployment(
     routing: dict[str, Any] | None = None,
     migration: dict[str, Any] | None = None,
 ) -> Deployment:
-    """Return prefill and decode instances, all with telemetry.
-
-    Args:
-        model: see `Deployment`.
-        engine: options of the engines; the side channels' port is replaced.
-        decode: how many decode instances.
-        prefill: how many prefill instances; 0: the others do that themselves.
-        routing: see `Deployment`; None: its default.
-        migration: see `Deployment`.
-    """
+    """Return prefill and decode instances, all with telemetry; the rest is as of `Deployment`."""
     ports = iter(free_ports(2 + 4 * (prefill + decode)))
     url, endpoint = f"http://{_HOST}:{{}}".format, f"tcp://{_HOST}:{{}}".format
     proxy = ProxyOptions(port=next(ports), admin_port=next(ports))
-    roles: list[tuple[Literal["prefill", "decode"], int]] = [
-        *(("prefill", number) for number in range(prefill)),
-        *(("decode", number) for number in range(decode)),
-    ]
+    counts: dict[Literal["prefill", "decode"], int] = {"prefill": prefill, "decode": decode}
     instances = [
         Instance(
             f"{role}-{number}",
@@ -52,7 +40,8 @@ def local_deployment(
             control=endpoint(next(ports)),
             telemetry=endpoint(next(ports)),
         )
-        for role, number in roles
+        for role, count in counts.items()
+        for number in range(count)
     ]
     deployment = Deployment(
         model=model,
@@ -87,12 +76,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_blocks(host: str, count: int) -> Iterator[int]:
-    """Yield where as many adjacent ports begin that nothing listens on now.
-
-    Args:
-        host: address of this machine.
-        count: how many ports.
-    """
+    """Yield where as many adjacent ports of an address begin that nothing listens on now."""
     places = (_END - _FIRST) // _APART
     for place in range(places):
         first = _FIRST + _APART * ((os.getpid() + place) % places)

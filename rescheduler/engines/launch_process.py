@@ -16,9 +16,11 @@ from urllib.parse import urlsplit
 from rescheduler.commands.event_loop import ending_signals_held
 from rescheduler.engines.engine_command import EngineCommand, LaunchError
 
-__all__ = ["GRACE_SECONDS", "ServerGroup", "ServerProcess", "Stage"]
+__all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage"]
 
 
+START_SECONDS = 1800.0
+"""Time a server has to be ready: large models take that long to load."""
 _POLL_SECONDS = 0.1
 _HEALTH_SECONDS = 2.0
 _KILLED_SECONDS = 10.0
@@ -32,14 +34,7 @@ class ServerProcess:
     """A server that answers ``/health`` once it is ready.
 
     It leads a session of its own: a Ctrl-C in the terminal does not reach it, and whatever it
-    starts ends with it.
-
-    Args:
-        name: what messages call it.
-        command: that starts it.
-        url: of its HTTP server.
-        log: file its output is appended to.
-        tethered: it ends with this process, however this one ends.
+    starts ends with it. If ``tethered``, it ends with this process, however this one ends.
     """
 
     def __init__(
@@ -50,12 +45,12 @@ class ServerProcess:
         self.log = log
         self._command, self._tethered = command, tethered
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
+        self._log_start, self._started = 0, 0.0
         self._is_gone = True  # the system may give a group's number to another one then
 
     @property
     def pid(self) -> int | None:
-        """Process id of its leader, also that of its group; None before its first start."""
+        """Process id of its leader, and of its group; None before its first start."""
         return self._process.pid if self._process else None
 
     @property
@@ -67,6 +62,20 @@ class ServerProcess:
     def is_running(self) -> bool:
         """Whether its leader runs."""
         return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Return whether it is healthy after its start.
+
+        Raises:
+            LaunchError: it has ended, or takes too long; shows the end of its log.
+        """
+        if not self.is_running:
+            raise LaunchError(self.why_it_ended())
+        if self.is_healthy():
+            return True
+        if time.monotonic() - self._started > START_SECONDS:
+            raise LaunchError(f"not ready after {START_SECONDS:.0f} s: {self.why_it_ended()}")
+        return False
 
     def start(self) -> None:
         """Start it; it is not ready yet."""
@@ -84,7 +93,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._is_gone = False
+        self._is_gone, self._started = False, time.monotonic()
 
     def is_healthy(self) -> bool:
         """Return whether it answers ``/health`` with success now."""
@@ -110,11 +119,7 @@ class ServerProcess:
         self._wait_until_gone(_KILLED_SECONDS)
 
     def end_by(self, deadline: float) -> None:
-        """Wait until all of its processes are gone, and kill those that are not in time.
-
-        Args:
-            deadline: seconds on the monotonic clock.
-        """
+        """Wait until all of its processes are gone; at this monotonic time, kill them."""
         if not self._wait_until_gone(deadline - time.monotonic()):
             self.kill()
 
@@ -176,19 +181,10 @@ Stage = Literal["starting", "ready", "stopping", "stopped"]
 GRACE_SECONDS = 15.0
 """Time an engine has to exit after SIGTERM."""
 _WATCH_SECONDS = 0.25
-_START_SECONDS = 1800.0  # large models take that long to load
 
 
 class ServerGroup:
-    """Servers, by name.
-
-    Attributes:
-        servers: by name, in the order they were given.
-
-    Args:
-        servers: none of which runs yet.
-        report: called with a server's name at each of its stages.
-    """
+    """Servers, none of which runs yet, by name; each of their stages is reported."""
 
     def __init__(
         self, servers: Sequence[ServerProcess], report: Callable[[str, Stage], None]
@@ -198,16 +194,12 @@ class ServerGroup:
         self._wanted: set[str] = set()
 
     def start(self, names: Sequence[str], at_once: int | None = None) -> None:
-        """Start servers and wait until all are ready.
-
-        Args:
-            names: of them, in order.
-            at_once: how many load at the same time; None: all.
+        """Start servers, so many at the same time, and wait until all are ready.
 
         Raises:
             LaunchError: one ended, or was not ready in time; shows the end of its log.
         """
-        waiting, loading = list(names), dict[str, float]()
+        waiting, loading = list(names), list[str]()
         while waiting or loading:
             while waiting and len(loading) < (at_once or len(names)):
                 name = waiting.pop(0)
@@ -215,19 +207,16 @@ class ServerGroup:
                 self._wanted.add(name)
                 with ending_signals_held():  # what runs is known, so that it can be stopped
                     self.servers[name].start()
-                loading[name] = time.monotonic()
-            for name, began in list(loading.items()):
-                server = self.servers[name]
-                if not server.is_running:
+                loading.append(name)
+            for name in loading[:]:
+                try:
+                    is_ready = self.servers[name].is_ready()
+                except LaunchError:
                     self._wanted.discard(name)
-                    raise LaunchError(server.why_it_ended())
-                if server.is_healthy():
-                    del loading[name]
+                    raise
+                if is_ready:
+                    loading.remove(name)
                     self._report(name, "ready")
-                elif time.monotonic() - began > _START_SECONDS:
-                    raise LaunchError(
-                        f"not ready after {_START_SECONDS:.0f} s: {server.why_it_ended()}"
-                    )
             if loading:
                 time.sleep(_WATCH_SECONDS)
 

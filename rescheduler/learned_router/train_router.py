@@ -1,4 +1,4 @@
-"""`headway train-router`: train routers, and measure them beside other policies."""
+"""`headway papers train-router`: train routers, and measure them beside other policies."""
 
 import hashlib
 import sys
@@ -88,7 +88,7 @@ def train_routers(
     if workers is not None and workers < 1:
         raise ValueError(f"workers: must be at least 1, not {workers}")
     if not (out / "training").is_dir():
-        refuse_foreign_folder(out, "train-router", "study.json", overwrite=False)
+        refuse_foreign_folder(out, "papers train-router", "study.json", overwrite=False)
     learned_in = {
         title: changed_config(config, changes, f"train_on.{title}")
         for title, changes in (train_on or {"": {}}).items()
@@ -103,8 +103,8 @@ def train_routers(
     shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
     refuse_study(learned_in, asked, taking_part, labels, shown)
     used = [*learned_in.values(), *asked.values()]
-    notes = about("train-router", config)
-    notes |= announce_traces("train-router", [each.trace for each in used])
+    notes = about("papers train-router", config)
+    notes |= announce_traces("papers train-router", [each.trace for each in used])
     compile_notice()
     began = time.monotonic()
     jobs = [

@@ -101,8 +101,8 @@ class ForecastFigures(NamedTuple):
         return (
             f"the 80% intervals are too {wrong}: they held {share:.0%} of the ends of the last "
             f"{self.requests} requests. The model, the prompts or the sampling have changed "
-            "since the predictor was trained; `headway recalibrate` mends it from a log of "
-            "finished requests"
+            "since the predictor was trained; `headway evaluate recalibrate` mends it from a log "
+            "of finished requests"
         )
 
 

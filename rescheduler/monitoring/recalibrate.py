@@ -1,4 +1,4 @@
-"""`headway recalibrate`: recalibrate a predictor on served requests."""
+"""`headway evaluate recalibrate`: recalibrate a predictor on served requests."""
 
 import shutil
 from collections import deque

@@ -53,7 +53,7 @@ def watch(
         bind: endpoint to bind instead, which engines connect to.
         keys: folder of keys created by `headway keys`, needed off the loopback.
         log: append every finished request and its forecasts to this file, for
-            `headway recalibrate`.
+            `headway evaluate recalibrate`.
         prometheus_port: also serve metrics for Prometheus on this port.
         prometheus_host: address the metrics are served on.
         headless: print lines also in a terminal.

@@ -1,61 +1,78 @@
-"""Bring a deployment up on a Ray cluster, and take it down."""
+"""`headway ray launch`: bring a deployment up on a Ray cluster; and take it down."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from data_collection.models import resolve_model
+from data_collection.shipped_files import find_shipped
+from data_collection.versions import installed_version, vllm_version
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
-from rescheduler.engines.deployment import DeploymentError
-from rescheduler.engines.engine_command import LaunchError
-from rescheduler.engines.launch_local import write_deployment
+from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.engine_command import LaunchError, check_versions, why_port_is_not_free
+from rescheduler.engines.launch_engines import LaunchProgress
+from rescheduler.engines.launch_local import free_blocks, write_deployment
 from rescheduler.engines.launch_process import GRACE_SECONDS, Stage
-from rescheduler.on_ray.composition import (
-    COORDINATOR,
-    Composition,
+from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected
+from rescheduler.on_ray.ray_deployment import (
     Place,
+    RayDeployment,
     Server,
     compose,
+    fixed_proxy_ports,
     places,
     ports_needed,
 )
-from rescheduler.on_ray.node_survey import Survey, questions, survey, versions_differ
-from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected
-from rescheduler.on_ray.ray_deployment import RayDeployment
 from rescheduler.on_ray.server_actor import ServerState
 
-__all__ = ["ACTOR_SECONDS", "launch_on_ray", "take_down"]
+__all__ = ["Survey", "launch", "survey", "take_down", "versions_differ"]
 
-ACTOR_SECONDS = 120.0
+_ACTOR_SECONDS = 120.0
 """Time that a new actor has to begin, and to answer."""
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 600.0
+_LOOPBACK = "127.0.0.1"
 
 Report = Callable[[str, Stage], None]
 
 
-def launch_on_ray(deployment: RayDeployment, logs: Path, report: Report) -> Composition:
-    """Start a deployment's engines, coordinator and proxies; return once all are ready.
+def launch(config: RayDeployment, logs: Path = Path("runs/launch")) -> None:
+    """Start a deployment's engines, coordinator and proxies on a running Ray cluster.
 
-    They go on when this process ends. If anything fails, or at a Ctrl-C, nothing stays behind.
+    It ends once all are ready and leaves them running: see `headway ray status`, `headway ray
+    restart` and `headway ray stop`. If anything fails, or at a Ctrl-C, nothing stays behind.
 
     Args:
-        deployment: with a section ``ray``.
-        logs: folder on every node for its logs; here also for ``deployment.yaml``.
-        report: called with a server's name at each of its stages.
+        config: the deployment, with a section ``ray``.
+        logs: folder of the logs on every node; here also of ``deployment.yaml``, the deployment
+            with its addresses and all its defaults.
 
     Raises:
         DeploymentError: there is no section ``ray``.
         LaunchError: there is no cluster, not enough of it, or a server that cannot start.
     """
+    logs = logs.expanduser().absolute()
+    with LaunchProgress(logs) as progress:
+        servers = _launched(config, logs, progress.report)
+    width = max(len(server.name) for server in servers)
+    for server in servers:
+        print(f"{server.name:<{width}}  {server.url}")
+    proxy = next(server.url for server in servers if server.role == "proxy")
+    print(f"clients use {proxy}/v1 or another proxy; logs in {logs} on each node")
+    print("it runs until `headway ray stop`; `headway ray status` shows how it is")
+
+
+def _launched(deployment: RayDeployment, logs: Path, report: Report) -> list[Server]:
     options = deployment.ray
     if options is None:
         raise DeploymentError(
-            "ray: --on ray needs this section, with the counts of instances: see docs/deploy-ray.md"
+            "ray: a Ray cluster needs this section, with the counts of instances: see "
+            "docs/deploy-ray.md"
         )
-    logs = logs.expanduser().absolute()
     deployment = _with_absolute_paths(deployment)
     with connected(options.address, options.namespace) as cluster, ending_signals_raised():
         where = places(options)
@@ -67,20 +84,26 @@ def launch_on_ray(deployment: RayDeployment, logs: Path, report: Report) -> Comp
                 cluster.reserve(options, bundles)
                 ours = True  # before, there may be another's
             nodes = cluster.where_reserved(options, bundles)
-            composed = _composed(cluster, deployment, where, nodes)
+            composed, servers = _composed(cluster, deployment, where, nodes)
             logs.mkdir(parents=True, exist_ok=True)
-            write_deployment(composed.deployment, logs / "deployment.yaml")
-            _start(cluster, composed, str(logs), report)
+            write_deployment(composed, logs / "deployment.yaml")
+            for roles in (("prefill", "decode"), ("coordinator",), ("proxy",)):
+                started = {n: one for n, one in enumerate(servers) if one.role in roles}
+                for n, server in started.items():
+                    report(server.name, "starting")
+                    place = n if n < len(where) else None
+                    cluster.start(server, composed, str(logs), place)
+                _until_ready(cluster, list(started.values()), report)
         except BaseException:
             if ours:
                 with ending_signals_held():  # an impatient Ctrl-C would leave engines behind
                     take_down(cluster, report)
             raise
-    return composed
+    return servers
 
 
-def take_down(cluster: RayCluster, report: Report) -> list[str]:
-    """Stop what runs, the proxies first, and give back its resources; return whom it was.
+def take_down(cluster: RayCluster, report: Report) -> None:
+    """Stop what runs, the proxies first, and give back its resources.
 
     Raises:
         LaunchError: something does not end.
@@ -98,14 +121,15 @@ def take_down(cluster: RayCluster, report: Report) -> list[str]:
         for name in group:
             report(name, "stopped")
     cluster.release()
-    return names
 
 
 def _with_absolute_paths(deployment: RayDeployment) -> RayDeployment:
     """Let relative paths mean the same on every node: they are of this process's folder."""
 
     def absolute(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().absolute())
+        if path is None or find_shipped(path) != Path(path):  # which every node has
+            return path
+        return str(Path(path).expanduser().absolute())
 
     replace = msgspec.structs.replace
     engine, proxy, model = deployment.engine, deployment.proxy, deployment.model
@@ -122,17 +146,17 @@ def _with_absolute_paths(deployment: RayDeployment) -> RayDeployment:
 
 def _composed(
     cluster: RayCluster, deployment: RayDeployment, where: Sequence[Place], at: Sequence[str]
-) -> Composition:
+) -> tuple[Deployment, list[Server]]:
     """Ask the nodes of the places what is there, and make one deployment of it."""
     nodes, here = cluster.nodes(), cluster.here
     gone = {*at, here} - set(nodes)
     if gone:
         raise LaunchError(f"the cluster has just lost the node {gone.pop()}: launch again")
-    addresses = [nodes[node].address for node in at]
-    ids = {nodes[here].address: here, **dict(zip(addresses, at, strict=True))}
-    asked = questions(deployment, where, addresses, nodes[here].address)
-    begun = {node: cluster.on_node(ids[node], survey, one) for node, one in asked.items()}
-    surveys: dict[str, Survey] = cluster.answers(begun)
+    addresses, at_here = [nodes[node].address for node in at], nodes[here].address
+    ids = {at_here: here, **dict(zip(addresses, at, strict=True))}
+    surveys: dict[str, Survey] = cluster.on_nodes(
+        ids, survey, deployment, where, addresses, at_here
+    )
     problems = [
         f"node {address}: {problem}" for address, one in surveys.items() for problem in one.problems
     ] + versions_differ(surveys)
@@ -143,24 +167,7 @@ def _composed(
     if not free:
         raise LaunchError(f"no {count} adjacent ports are free on all nodes")
     ports = range(min(free), min(free) + count)
-    return compose(deployment, where, addresses, nodes[here].address, ports)
-
-
-def _start(cluster: RayCluster, composed: Composition, logs: str, report: Report) -> None:
-    """Start all servers: the engines first, which the others need."""
-    engines = [n for n, server in enumerate(composed.servers) if server.role != "proxy"]
-    for n in engines:
-        report(composed.servers[n].name, "starting")
-        cluster.start(composed.servers[n], composed.deployment, logs, place=n)
-    _until_ready(cluster, [composed.servers[n] for n in engines], report)
-    report(COORDINATOR, "starting")
-    cluster.start(composed.coordinator, composed.deployment, logs)
-    _until_ready(cluster, [composed.coordinator], report)
-    proxies = range(len(engines), len(composed.servers))
-    for n in proxies:
-        report(composed.servers[n].name, "starting")
-        cluster.start(composed.servers[n], composed.deployment, logs, place=n)
-    _until_ready(cluster, [composed.servers[n] for n in proxies], report)
+    return compose(deployment, where, addresses, at_here, ports)
 
 
 def _until_ready(cluster: RayCluster, servers: Sequence[Server], report: Report) -> None:
@@ -178,12 +185,12 @@ def _until_ready(cluster: RayCluster, servers: Sequence[Server], report: Report)
         now = time.monotonic()
         for name, state in states.items():
             heard[name] = now
-            if state.failures:
-                raise LaunchError(f"{state.why}\n(on node {state.server.address})")
+            if state.past.failures:
+                raise LaunchError(f"{state.past.why}\n(on node {state.server.address})")
             if state.stage == "ready":
                 del waiting[name]
                 report(name, "ready")
-        silent = [name for name in waiting if now - heard[name] > ACTOR_SECONDS]
+        silent = [name for name in waiting if now - heard[name] > _ACTOR_SECONDS]
         if silent:
             raise LaunchError(_why_silent(cluster, silent[0], waiting[silent[0]].address))
         time.sleep(_POLL_SECONDS)
@@ -194,4 +201,87 @@ def _why_silent(cluster: RayCluster, name: str, address: str) -> str:
         cluster.ask_one(name, "state", seconds=_ANSWER_SECONDS)
     except NoAnswerError as error:
         return f"the actor on node {address} does not answer: {error}"
-    return f"{name} on node {address} answers too slowly, after {ACTOR_SECONDS:g} s: launch again"
+    return f"{name} on node {address} answers too slowly, after {_ACTOR_SECONDS:g} s: launch again"
+
+
+class Survey(NamedTuple):
+    """What was found on a node.
+
+    Attributes:
+        versions: of what has to be the same everywhere.
+        free: where adjacent free ports begin.
+        problems: what prevents a start, in words.
+    """
+
+    versions: dict[str, str | None]
+    free: set[int]
+    problems: list[str]
+
+
+def survey(
+    address: str,
+    deployment: RayDeployment,
+    where: Sequence[Place],
+    addresses: Sequence[str],
+    here: str,
+) -> Survey:
+    """Look at this node.
+
+    Args:
+        address: of the node.
+        deployment: that is to run.
+        where: its engines and proxies.
+        addresses: of their nodes.
+        here: address of the coordinator's node.
+    """
+    proxy, first = deployment.proxy, sum(place.role != "proxy" for place in where)
+    engines = address in addresses[:first]
+    needed = {"keys": deployment.keys, "proxy.engine_key_file": proxy.engine_key_file}
+    versions, problems = {"Headway": installed_version("headway")}, []
+    if engines:
+        needed["engine.checkpoint"] = deployment.engine.checkpoint
+        nixl = installed_version("nixl") or installed_version("nixl-cu12")
+        versions |= {"vLLM": vllm_version(), "NIXL": nixl}
+        try:
+            check_versions()
+        except LaunchError as error:
+            problems.append(str(error))
+    wanted: list[tuple[str, str, int]] = []
+    if proxy.port:
+        fixed = fixed_proxy_ports(proxy.port, addresses[first:])
+        proxies = zip(where[first:], addresses[first:], fixed, strict=True)
+        wanted += [
+            (f"{one.name} (proxy.port)", at, port) for one, at, port in proxies if at == address
+        ]
+    if proxy.admin_port and address == here:
+        wanted.append(("proxy.admin_port", _LOOPBACK, proxy.admin_port))
+    for key, host, port in wanted:
+        taken = why_port_is_not_free(host, port)
+        if taken:
+            problems.append(f"{key}: {host}:{port} {taken}")
+    for key, path in needed.items():
+        if path is not None and not find_shipped(path).exists():
+            problems.append(f"{key}: {path} does not exist")
+    try:
+        if address in addresses:
+            resolve_model(deployment.model)
+    except (ValueError, OSError, RuntimeError) as error:
+        problems.append(f"model: {error}")
+    count = ports_needed(where)
+    free = set(free_blocks(address, count))
+    free &= set(free_blocks(_LOOPBACK, count))  # where the coordinator is operated
+    return Survey(versions, free, problems)
+
+
+def versions_differ(surveys: Mapping[str, Survey]) -> list[str]:
+    """Return which versions are not the same on all nodes, which are given by their addresses."""
+    differing = []
+    for what in ("Headway", "vLLM", "NIXL"):
+        found: dict[str | None, list[str]] = {}
+        for address, one in surveys.items():
+            if what in one.versions:
+                found.setdefault(one.versions[what], []).append(address)
+        if len(found) > 1:
+            said = ", ".join(f"{version or 'none'} on {at[0]}" for version, at in found.items())
+            differing.append(f"{what} must be the same on all nodes: {said}")
+    return differing

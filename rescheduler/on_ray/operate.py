@@ -1,8 +1,9 @@
-"""See, restart and stop what runs on a Ray cluster."""
+"""`headway ray status`, `restart` and `stop`: a deployment that runs on a Ray cluster."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,22 @@ from rich.console import Console
 from rich.table import Table
 
 from rescheduler.commands.event_loop import ending_signals_held
-from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import LaunchError
 from rescheduler.engines.launch_engines import LaunchProgress
-from rescheduler.on_ray.composition import COORDINATOR
+from rescheduler.engines.launch_process import START_SECONDS
 from rescheduler.on_ray.launch_on_ray import take_down
-from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected
-from rescheduler.on_ray.ray_deployment import RayDeployment, cluster_of
+from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected, wait_until
+from rescheduler.on_ray.ray_deployment import COORDINATOR, RayDeployment, cluster_of
 from rescheduler.on_ray.server_actor import ServerState
 from rescheduler.serving.admin_client import Listed
 
 __all__ = ["restart", "status", "stop"]
 
-
 _STATUS_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0
+_AWAY_SECONDS = 300.0
+_POLL_SECONDS = 0.5
+_READY_SECONDS = START_SECONDS + _AWAY_SECONDS
 
 
 def status(config: RayDeployment | None = None) -> int:
@@ -45,52 +48,37 @@ def status(config: RayDeployment | None = None) -> int:
     """
     address, namespace = cluster_of(config)
     with connected(address, namespace) as cluster:
-        names = cluster.names()
-        if not names:
-            raise LaunchError(
-                f"no deployment runs in namespace {namespace!r}: `headway launch --on ray`"
-            )
-        states: dict[str, ServerState] = cluster.ask(names, "state", seconds=_STATUS_SECONDS)
-        listed = {one.name: one for one in _instances(cluster)}
+        names = _running(cluster, namespace)
+        states: dict[str, ServerState] = cluster.ask(names, "state", _STATUS_SECONDS)
+        instances: list[Listed] = []
+        if COORDINATOR in states:
+            asked = cluster.ask([COORDINATOR], "coordinate", _STATUS_SECONDS)
+            instances = asked.get(COORDINATOR, [])
+    listed = {one.name: one for one in instances}
     rows = [_row(name, states.get(name), listed.get(name)) for name in names]
-    table = Table(box=box.SIMPLE)
-    for title in ("name", "state", "address", "restarts", "requests"):
-        table.add_column(title, no_wrap=True)
+    table = Table("name", "state", "address", "restarts", "requests", box=box.SIMPLE)
+    for column in table.columns:
+        column.no_wrap = True
     for row in rows:
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
     for name, state in states.items():
-        if state.why and state.stage != "ready":
-            print(f"{name}, on {state.server.address}: {state.why}")
+        if state.past.why and state.stage != "ready":
+            print(f"{name}, on {state.server.address}: {state.past.why}")
     return 0 if all(row[1] == "ready" for row in rows) else 1
-
-
-def _instances(cluster: RayCluster) -> Sequence[Listed]:
-    try:
-        found: Sequence[Listed] = cluster.ask_one(COORDINATOR, "instances", seconds=_STATUS_SECONDS)
-    except NoAnswerError:
-        return []
-    return found
 
 
 def _row(name: str, state: ServerState | None, listed: Listed | None) -> tuple[str, ...]:
     if state is None:
         return name, "no answer", "", "", ""
-    requests = str(listed.requests) if listed is not None else ""
     stage: str = state.stage
     if stage == "ready" and listed is not None:
         if listed.draining:
             stage = "draining"
         elif listed.state != "closed":
             stage = "out of service"
-    return name, stage, state.server.url, str(max(0, state.starts - 1)), requests
-
-
-_ANSWER_SECONDS = 30.0
-_POLL_SECONDS = 0.5
-_AWAY_SECONDS = 300.0
-_READY_SECONDS = 2000.0
+    requests = str(listed.requests) if listed is not None else ""
+    return name, stage, state.server.url, str(max(0, state.past.starts - 1)), requests
 
 
 def restart(
@@ -101,11 +89,10 @@ def restart(
     Clients notice nothing where requests can move: see docs/serve.md for those that cannot.
     Each is drained first: its requests move to others, and those that cannot move finish. Once it
     is empty it is restarted, receives requests again, and the next one follows. Ctrl-C leaves the
-    engine that is being restarted drained: `headway restart --only` that one goes on.
+    engine that is being restarted drained: `headway ray restart --only` that one goes on.
 
     Args:
-        config: the deployment, for the address of its cluster and its namespace; without it, the
-            cluster that this machine belongs to, and ``headway``.
+        config: the deployment, as of `headway ray status`.
         only: names of the engines; all when not given.
         drain_seconds: longest time for an engine to become empty.
 
@@ -115,10 +102,8 @@ def restart(
     """
     address, namespace = cluster_of(config)
     with connected(address, namespace) as cluster:
-        if COORDINATOR not in cluster.names():
-            raise LaunchError(f"no deployment runs in namespace {namespace!r}")
-        deployment: Deployment = _asked(cluster, COORDINATOR, "deployment")
-        known = [instance.name for instance in deployment.instances]
+        _running(cluster, namespace)
+        known = [one.name for one in _asked(cluster, COORDINATOR, "coordinate")]
         unknown = [name for name in only if name not in known]
         if unknown:
             raise LaunchError(f"no engine {unknown[0]!r}; there are {', '.join(known)}")
@@ -127,33 +112,33 @@ def restart(
 
 
 def _restart(cluster: RayCluster, name: str, drain_seconds: float) -> None:
-    def is_empty() -> bool:
-        return not _listed(cluster, name).requests
+    coordinate = partial(_asked, cluster, COORDINATOR, "coordinate")
+
+    def listed() -> Listed:
+        found: list[Listed] = coordinate()
+        return next(one for one in found if one.name == name)
 
     def is_back() -> bool:
         state: ServerState = _asked(cluster, name, "state")
-        if state.failures:
-            raise LaunchError(f"{state.why}\n(on node {state.server.address}; it stays drained)")
-        return state.starts > before and state.stage == "ready"
+        if state.past.failures:
+            where = f"on node {state.server.address}; it stays drained"
+            raise LaunchError(f"{state.past.why}\n({where})")
+        return state.past.starts > before and state.stage == "ready"
 
-    def is_in_service() -> bool:
-        return _listed(cluster, name).state == "closed"
+    def say(what: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {name} {what}", flush=True)
 
-    _say(f"{name} drains")
-    _asked(cluster, COORDINATOR, "drain", name)
-    _wait_until(is_empty, drain_seconds, f"{name} is not empty, and stays drained")
+    say("drains")
+    coordinate("drain", name)
+    unready = f"{name} is not empty, and stays drained"
+    wait_until(lambda: not listed().requests, drain_seconds, unready)
     before: int = _asked(cluster, name, "restart")
-    _say(f"{name} restarts")
-    _wait_until(is_back, _READY_SECONDS, f"{name} is not ready, and stays drained")
-    _wait_until(is_in_service, _READY_SECONDS, f"{name} does not come into service")
-    _asked(cluster, COORDINATOR, "undrain", name)
-    _say(f"{name} is in service again")
-
-
-def _listed(cluster: RayCluster, name: str) -> Listed:
-    """How the coordinator sees an engine."""
-    listed: list[Listed] = _asked(cluster, COORDINATOR, "instances")
-    return next(one for one in listed if one.name == name)
+    say("restarts")
+    wait_until(is_back, _READY_SECONDS, f"{name} is not ready, and stays drained")
+    unready = f"{name} does not come into service"
+    wait_until(lambda: listed().state == "closed", _READY_SECONDS, unready)
+    coordinate("undrain", name)
+    say("is in service again")
 
 
 def _asked(cluster: RayCluster, name: str, method: str, *arguments: str) -> Any:
@@ -172,16 +157,11 @@ def _asked(cluster: RayCluster, name: str, method: str, *arguments: str) -> Any:
         time.sleep(_POLL_SECONDS)
 
 
-def _wait_until(holds: Callable[[], bool], seconds: float, complaint: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            raise LaunchError(f"{complaint}, after {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+def _running(cluster: RayCluster, namespace: str) -> list[str]:
+    names = cluster.names()
+    if not names:
+        raise LaunchError(f"no deployment runs in namespace {namespace!r}: `headway ray launch`")
+    return names
 
 
 def stop(config: RayDeployment | None = None) -> None:
@@ -190,15 +170,14 @@ def stop(config: RayDeployment | None = None) -> None:
     The proxies go first: running requests have `proxy.shutdown_seconds` to finish.
 
     Args:
-        config: the deployment, for the address of its cluster and its namespace; without it, the
-            cluster that this machine belongs to, and ``headway``.
+        config: the deployment, as of `headway ray status`.
 
     Raises:
         LaunchError: there is no such cluster, or no such deployment in it.
     """
     address, namespace = cluster_of(config)
     with connected(address, namespace) as cluster:
-        if not cluster.names() and not cluster.reserved():
-            raise LaunchError(f"no deployment runs in namespace {namespace!r}")
+        if not cluster.reserved():
+            _running(cluster, namespace)
         with LaunchProgress(Path()) as progress, ending_signals_held():
             take_down(cluster, progress.report)

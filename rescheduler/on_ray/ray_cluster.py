@@ -7,49 +7,35 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import LaunchError
-from rescheduler.on_ray.composition import Server
-from rescheduler.on_ray.ray_deployment import RayOptions
+from rescheduler.on_ray.ray_deployment import RayOptions, Server
 from rescheduler.on_ray.server_actor import ServerActor
 
-__all__ = ["NoAnswerError", "Node", "RayCluster", "connected"]
+__all__ = ["NoAnswerError", "Node", "RayCluster", "connected", "wait_until"]
 
 _PLACES = "headway"
 _CONNECT_SECONDS = 5.0
-_POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 60.0
+_POLL_SECONDS = 0.25
+_GONE_SECONDS = 60.0
 
 
 class NoAnswerError(RuntimeError):
     """An actor that did not answer, or failed to."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of the cluster.
+class Node(NamedTuple):
+    """The address on which others reach a node, and all that it has."""
 
-    Attributes:
-        id: Ray's.
-        address: on which others reach it.
-        resources: all that it has.
-    """
-
-    id: str
     address: str
     resources: dict[str, float]
 
 
 @contextmanager
 def connected(address: str, namespace: str) -> Iterator["RayCluster"]:
-    """Connect to a cluster, and leave it in the end; detached actors stay.
-
-    Args:
-        address: HOST:PORT, or ``auto``.
-        namespace: of the deployment.
+    """Connect to a cluster, HOST:PORT or ``auto``, and leave it; detached actors stay.
 
     Raises:
         LaunchError: Ray is not installed, or there is no such cluster.
@@ -63,15 +49,10 @@ def connected(address: str, namespace: str) -> Iterator["RayCluster"]:
             f"Ray cannot be imported ({error}): pip install 'headway[ray]', on every node"
         ) from error
     _refuse_silent(ray, address)
-    ending = (signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        handlers = {number: signal.getsignal(number) for number in ending}
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        ray.init(address=address, namespace=namespace, **quiet)
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray puts its own there
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -95,13 +76,21 @@ def _refuse_silent(ray: Any, address: str) -> None:
         ) from error
 
 
-class RayCluster:
-    """A cluster that this process is connected to, and one deployment's actors in it.
+def wait_until(holds: Callable[[], bool], seconds: float, complaint: str) -> None:
+    """Wait until something holds.
 
-    Args:
-        ray: the module.
-        namespace: of the deployment.
+    Raises:
+        LaunchError: it does not, in time.
     """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{complaint}, after {seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+class RayCluster:
+    """A cluster that this process is connected to, and the deployment of one namespace in it."""
 
     def __init__(self, ray: Any, namespace: str) -> None:
         self._ray, self._namespace = ray, namespace
@@ -113,29 +102,19 @@ class RayCluster:
 
     def nodes(self) -> dict[str, Node]:
         """Return the nodes that are alive, by id."""
-        return {
-            one["NodeID"]: Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"])
-            for one in self._ray.nodes()
-            if one["Alive"]
-        }
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        return {one["NodeID"]: Node(one["NodeManagerAddress"], one["Resources"]) for one in alive}
 
     def reserve(self, options: RayOptions, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Ask for resources for as long as the deployment is there; `where_reserved` waits.
-
-        Args:
-            options: how they are to be spread.
-            bundles: each of one node.
+        """Ask for bundles of resources, each of one node; `where_reserved` waits for them.
 
         Raises:
             LaunchError: a deployment of this namespace has some already.
         """
+        wanted = [dict(bundle) for bundle in bundles]
+        kept = {"name": _PLACES, "lifetime": "detached"}
         try:
-            self._ray.util.placement_group(
-                [dict(bundle) for bundle in bundles],
-                strategy=options.strategy,
-                name=_PLACES,
-                lifetime="detached",
-            )
+            self._ray.util.placement_group(wanted, strategy=options.strategy, **kept)
         except (ValueError, self._ray.exceptions.RayError) as error:
             raise LaunchError(self._taken()) from error
 
@@ -158,32 +137,36 @@ class RayCluster:
         return self._places() is not None
 
     def refuse_running(self) -> None:
-        """Refuse to start a second deployment beside one.
+        """Refuse to start a second deployment beside one, or beside what is left of one.
 
         Raises:
-            LaunchError: one runs, or what is left of one.
+            LaunchError: there is one.
         """
         if self.reserved() or self.names():
             raise LaunchError(self._taken())
 
-    def on_node(self, node: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Begin a function on a node; `answers` waits for what it returns."""
-        task = self._ray.remote(num_cpus=0, max_retries=0)(work)
-        return task.options(scheduling_strategy=self._on(node)).remote(*arguments)
-
-    def answers(self, begun: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what functions on nodes return.
+    def on_nodes(
+        self, nodes: Mapping[str, str], work: Callable[..., Any], *arguments: Any
+    ) -> dict[str, Any]:
+        """Call a function on nodes, first with their address; return what each returns.
 
         Args:
-            begun: by the node's address.
+            nodes: address -> id.
+            work: the function.
+            *arguments: of the function, after the address.
 
         Raises:
-            LaunchError: one failed, as where Headway is not installed.
+            LaunchError: it failed, as where Headway is not installed.
         """
+        task = self._ray.remote(num_cpus=0, max_retries=0)(work)
+        begun = {
+            address: task.options(scheduling_strategy=self._on(node)).remote(address, *arguments)
+            for address, node in nodes.items()
+        }
         found = {}
         for address, reference in begun.items():
             try:
-                found[address] = self._ray.get(reference, timeout=_ANSWER_SECONDS)
+                found[address] = self._ray.get(reference, timeout=_GONE_SECONDS)
             except self._ray.exceptions.RayError as error:
                 raise LaunchError(
                     f"node {address}: {_last_line(error)}: is Headway installed there, the same "
@@ -191,9 +174,7 @@ class RayCluster:
                 ) from error
         return found
 
-    def start(
-        self, server: Server, deployment: Deployment, logs: str, place: int | None = None
-    ) -> None:
+    def start(self, server: Server, deployment: Deployment, logs: str, place: int | None) -> None:
         """Start a server's actor, which outlives this process.
 
         Args:
@@ -218,16 +199,12 @@ class RayCluster:
                     placement_group=group, placement_group_bundle_index=place
                 ),
             }
-        actor = self._ray.remote(ServerActor).options(
-            name=server.name,
-            namespace=self._namespace,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=8,
-            **options,
-        )
+        options |= {"name": server.name, "namespace": self._namespace, "lifetime": "detached"}
+        actor = self._ray.remote(ServerActor)
         try:
-            actor.remote(server, deployment, logs)
+            actor.options(max_restarts=-1, max_concurrency=8, **options).remote(
+                server, deployment, logs
+            )
         except ValueError as error:
             raise LaunchError(
                 f"another actor in namespace {self._namespace!r} is called {server.name}: give "
@@ -238,22 +215,14 @@ class RayCluster:
         """Return the names of the deployment's actors; others of its namespace are not its."""
         return sorted(filter(self._is_ours, self._ray.util.list_named_actors()))
 
-    def ask(self, names: Sequence[str], method: str, *arguments: Any, seconds: float) -> Any:
-        """Call a method of several actors; return what those that answer in time return.
-
-        Args:
-            names: of the actors.
-            method: of `ServerActor`.
-            arguments: of the method.
-            seconds: to wait.
-        """
+    def ask(self, names: Sequence[str], method: str, seconds: float) -> dict[str, Any]:
+        """Call a method of several actors; return what those that answer in time return."""
         asked = {}
         for name in names:
             try:
-                actor = self._ray.get_actor(name)
+                asked[getattr(self._ray.get_actor(name), method).remote()] = name
             except ValueError:  # it is gone
                 continue
-            asked[getattr(actor, method).remote(*arguments)] = name
         done, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         found = {}
         for reference in done:
@@ -288,10 +257,11 @@ class RayCluster:
                 self._ray.kill(self._ray.get_actor(name), no_restart=True)
             except ValueError:  # it is gone
                 continue
-        self._wait_until(lambda: not set(names) & set(self.names()), f"{names} do not end")
+        gone = f"{', '.join(names)} do not end"
+        wait_until(lambda: not set(names) & set(self.names()), _GONE_SECONDS, gone)
 
     def release(self) -> None:
-        """Give back what was reserved; nothing happens if nothing was.
+        """Give back what was reserved, if anything was.
 
         Raises:
             LaunchError: Ray keeps it.
@@ -299,14 +269,15 @@ class RayCluster:
         group = self._places()
         if group is not None:
             self._ray.util.remove_placement_group(group)
-            self._wait_until(lambda: not self.reserved(), "what was reserved is not given back")
+            kept = "what was reserved is not given back"
+            wait_until(lambda: not self.reserved(), _GONE_SECONDS, kept)
 
     def _is_ours(self, name: str) -> bool:
         try:
             actor = self._ray.get_actor(name)
         except ValueError:  # it is gone
             return False
-        return all(hasattr(actor, method) for method in ("state", "deployment", "undrain"))
+        return all(hasattr(actor, method) for method in ("state", "restart", "coordinate"))
 
     def _on(self, node: str) -> Any:
         strategies = self._ray.util.scheduling_strategies
@@ -320,15 +291,14 @@ class RayCluster:
 
     def _taken(self) -> str:
         return (
-            f"a deployment runs in namespace {self._namespace!r} already: see `headway status`, "
-            "stop it with `headway stop`, or give this one another ray.namespace"
+            f"a deployment runs in namespace {self._namespace!r} already: see `headway ray "
+            "status`, stop it with `headway ray stop`, or give this one another ray.namespace"
         )
 
     def _missing(self, bundles: Sequence[Mapping[str, float]], seconds: float) -> str:
-        free, wanted = self._ray.available_resources(), dict[str, float]()
-        for bundle in bundles:
-            for name, amount in bundle.items():
-                wanted[name] = wanted.get(name, 0) + amount
+        free = self._ray.available_resources()
+        names = dict.fromkeys(name for bundle in bundles for name in bundle)
+        wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
         short = [
             f"{amount:g} {name} are needed, {free.get(name, 0):g} are free"
             for name, amount in wanted.items()
@@ -337,30 +307,19 @@ class RayCluster:
         if not short:
             largest = max(bundles, key=lambda bundle: sum(bundle.values()))
             short = [f"no node has enough at once, of which one takes {_amounts(largest)}"]
-        nodes = "".join(
-            f"\n  {node.address} has {_amounts(node.resources)}" for node in self.nodes().values()
-        )
+        nodes = [f"\n  {at} has {_amounts(resources)}" for at, resources in self.nodes().values()]
         return (
             f"the cluster has not enough resources, after {seconds:g} s (ray.reserve_seconds): "
-            f"{'; '.join(short)}{nodes}"
+            f"{'; '.join(short)}{''.join(nodes)}"
         )
-
-    def _wait_until(self, holds: Callable[[], bool], complaint: str) -> None:
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while not holds():
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{complaint}, after {_ANSWER_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    shown = (
-        f"{amount:g} {name}"
-        for name, amount in resources.items()
-        if name not in ("memory", "object_store_memory")
-        and not name.startswith(("node:", "accelerator_type:"))
+    hidden = ("memory", "object_store_memory", "node:", "accelerator_type:")
+    return (
+        ", ".join(f"{n:g} {name}" for name, n in resources.items() if not name.startswith(hidden))
+        or "nothing"
     )
-    return ", ".join(shown) or "nothing"
 
 
 def _last_line(error: Exception) -> str:

@@ -1,14 +1,39 @@
-"""A deployment for Ray: counts and resources in place of addresses."""
+"""A deployment for Ray: counts and resources, and the addresses that a cluster makes of them."""
 
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.deployment import (
+    CoordinatorOptions,
+    Deployment,
+    DeploymentError,
+    check_policies,
+)
+from rescheduler.serving.connection import url_of
 
-__all__ = ["RayDeployment", "RayInstances", "RayOptions", "cluster_of"]
+__all__ = [
+    "COORDINATOR",
+    "Place",
+    "RayDeployment",
+    "RayInstances",
+    "RayOptions",
+    "Server",
+    "cluster_of",
+    "compose",
+    "fixed_proxy_ports",
+    "places",
+    "ports_needed",
+]
 
+COORDINATOR = "coordinator"
 _ADDRESS, _NAMESPACE = "auto", "headway"
+_PROXY_STEP = 10
+_ENGINE_PORTS = 4  # HTTP, control, telemetry, NIXL's side channel
+_COORDINATOR_PORTS = 3
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -66,21 +91,11 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RayDeployment(Deployment, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A deployment that either has addresses, or is to get them on a Ray cluster.
+    """A deployment that is to get its addresses on a Ray cluster.
 
     Attributes:
-        model: an embedded model's name, a folder, or a Hugging Face id.
-        instances: with their addresses; none if ``ray`` says how many to start.
-        served_model_name: what clients call it; empty: ``model``.
-        keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
-        routing: name and options of a routing policy.
-        migration: name, ``interval_seconds`` and options of a migration policy; None: requests
-            only move away from instances that drain or die.
-        coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
-            `headway serve` places and moves by itself, and must be the only proxy.
-        proxy: options of `headway serve`.
-        engine: options of `headway launch`.
-        ray: how much to start on which Ray cluster, for ``--on ray``.
+        instances: none: ``ray`` says how many to start.
+        ray: how much to start on which Ray cluster.
     """
 
     ray: RayOptions | None = None
@@ -103,7 +118,7 @@ class RayDeployment(Deployment, frozen=True, forbid_unknown_fields=True, kw_only
         for i, group in enumerate(self.ray.instances):
             if not group.bundle:
                 raise DeploymentError(f"ray.instances[{i}]: must reserve something")
-        self.check_policies()
+        check_policies(self)
 
 
 def cluster_of(deployment: RayDeployment | None) -> tuple[str, str]:
@@ -117,3 +132,120 @@ def cluster_of(deployment: RayDeployment | None) -> tuple[str, str]:
     if deployment.ray is None:
         raise DeploymentError("ray: the deployment has no such section: see docs/deploy-ray.md")
     return deployment.ray.address, deployment.ray.namespace
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an engine or a proxy reserves of a node, and further flags for an engine's vLLM."""
+
+    name: str
+    role: Literal["prefill", "decode", "proxy"]
+    bundle: dict[str, float]
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that an actor of its name runs.
+
+    Attributes:
+        name: also of the actor.
+        role: what it is.
+        address: of its node, which it listens on.
+        url: of its HTTP server.
+    """
+
+    name: str
+    role: Literal["prefill", "decode", "proxy", "coordinator"]
+    address: str
+    url: str
+
+
+def places(options: RayOptions) -> list[Place]:
+    """Return what is reserved: for the engines, then for the proxies."""
+    found, numbers = [], Counter[str]()
+    for group in options.instances:
+        for _ in range(group.replicas):
+            name = f"{group.role}-{numbers[group.role]}"
+            found.append(Place(name, group.role, group.bundle, tuple(group.arguments)))
+            numbers[group.role] += 1
+    cpus = {"CPU": options.proxy_cpus}
+    return found + [Place(f"proxy-{i}", "proxy", cpus) for i in range(options.proxies)]
+
+
+def ports_needed(where: Sequence[Place]) -> int:
+    """Return how many free ports `compose` takes, at most."""
+    engines = sum(place.role != "proxy" for place in where)
+    return _COORDINATOR_PORTS + _ENGINE_PORTS * engines + (len(where) - engines)
+
+
+def fixed_proxy_ports(first: int, addresses: Sequence[str]) -> list[int]:
+    """Return the proxies' ports by their nodes' addresses: 8000, then 8010 on the same node."""
+    seen = Counter[str]()
+    ports = []
+    for address in addresses:
+        ports.append(first + _PROXY_STEP * seen[address])
+        seen[address] += 1
+    return ports
+
+
+def compose(
+    deployment: RayDeployment,
+    where: Sequence[Place],
+    addresses: Sequence[str],
+    here: str,
+    free: Sequence[int],
+) -> tuple[Deployment, list[Server]]:
+    """Return the deployment with addresses; and its servers, the coordinator last.
+
+    Args:
+        deployment: with counts.
+        where: what was reserved, see `places`.
+        addresses: of the places' nodes.
+        here: address of the coordinator's node.
+        free: `ports_needed` adjacent ports that are free on all of these nodes.
+
+    Raises:
+        DeploymentError: the addresses leave a machine and there are no keys, or engines that
+            form batches of their own cannot be what they are to be.
+    """
+    ports = iter(free)
+    given = deployment.coordinator or CoordinatorOptions(endpoint="")
+    coordinator = msgspec.structs.replace(
+        given, endpoint=f"tcp://{here}:{next(ports)}", host=here, port=next(ports)
+    )
+    admin_port = deployment.proxy.admin_port or next(ports)
+    forecasts = deployment.engine.checkpoint is not None
+    engines = sum(place.role != "proxy" for place in where)
+    urls = []
+    instances = []
+    for place, address in zip(where[:engines], addresses[:engines], strict=True):
+        instances.append(_instance(place, address, ports, forecasts))
+        urls.append(instances[-1]["url"])
+    side_channels = [next(ports) for _ in range(engines)]
+    fixed = fixed_proxy_ports(deployment.proxy.port, addresses[engines:])
+    for address, port in zip(addresses[engines:], fixed, strict=True):
+        urls.append(url_of(address, port if deployment.proxy.port else next(ports)))
+    values = msgspec.to_builtins(deployment)
+    del values["ray"]
+    values["instances"] = instances
+    values["coordinator"] = msgspec.to_builtins(coordinator)
+    values["proxy"]["admin_port"] = admin_port
+    values["engine"]["side_channel_port"] = side_channels[0]
+    servers = [
+        Server(place.name, place.role, address, url)
+        for place, address, url in zip(where, addresses, urls, strict=True)
+    ]
+    last = Server(COORDINATOR, "coordinator", here, url_of(here, coordinator.port))
+    return Deployment.from_values(values), [*servers, last]
+
+
+def _instance(place: Place, address: str, ports: Iterator[int], forecasts: bool) -> dict[str, Any]:
+    return {
+        "name": place.name,
+        "role": place.role,
+        "url": url_of(address, next(ports)),
+        "control": f"tcp://{address}:{next(ports)}",
+        "telemetry": f"tcp://{address}:{next(ports)}" if forecasts else None,
+        "arguments": list(place.arguments),
+    }

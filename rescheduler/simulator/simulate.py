@@ -16,6 +16,7 @@ from data_collection.atomic_file import refuse_unwritable, replace_file, write_t
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather
+from rescheduler.simulator.experiments.sweep import sweep
 from rescheduler.simulator.record_run import log_paths, record_run
 from rescheduler.simulator.results.figures import (
     draw_comparison,
@@ -48,6 +49,9 @@ def simulate(
     overwrite: bool = False,
     record: Path | None = None,
     record_every: float = 1.0,
+    vary: dict[str, list[Any]] | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
 ) -> int:
     """Simulate routing policies on one cluster, and compare them.
 
@@ -55,15 +59,25 @@ def simulate(
     ``--cluster.instances 32 --trace.requests 5000``. Every policy runs with every seed. Ctrl-C
     ends it early and keeps the runs that have finished.
 
+    With --vary, or with --workers or --ray, every policy runs with every seed in every
+    combination of some settings, on all cores: ``vary: {cluster.instances: [8, 16]}`` in the
+    YAML file, or ``--vary cluster.instances=[8,16] --vary policies.bfio.horizon=[0,20,40]``.
+    Each run is kept in --out as soon as it has finished. Give the command again to resume it,
+    or to add values, policies or seeds: what is there is not computed again.
+
     Args:
         config: of the simulation.
         json: write the figures to this file.
         out: write figures, tables and pictures to this folder, and every request to
-            requests.parquet in it. A folder of an earlier simulation is replaced.
+            requests.parquet in it. A folder of an earlier simulation is replaced. With --vary,
+            of sweep.csv, sweep.json and the runs.
         overwrite: write to ``out`` whatever is in it.
         record: log the runs of the first seed to this file, for `headway replay`; of several
             policies each gets a file of its own, with its label in the name.
         record_every: simulated seconds between two snapshots of the log.
+        vary: key -> values. A policy is named by its label: policies.bfio.horizon.
+        workers: processes at once; one per core when not given.
+        ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
 
     Returns:
         The exit status.
@@ -72,6 +86,12 @@ def simulate(
         ValueError: a configuration or a trace that cannot be simulated, or a folder that must
             not be overwritten; or an interval that is not positive.
     """
+    if vary is not None or workers is not None or ray is not None:
+        if out is None:
+            raise ValueError("--vary, --workers and --ray need a folder for the runs: --out FOLDER")
+        if json is not None or record is not None:
+            raise ValueError("--json and --record are of a simulation without --vary")
+        return sweep(config, out, vary or {}, workers, ray, overwrite)
     candidates = create_candidates(run_setup(config))
     notes = about("simulate", config) | announce_traces("simulate", [config.trace])
     logs: dict[str, Path] = {}

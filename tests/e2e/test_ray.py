@@ -69,9 +69,9 @@ class OnRay:
         self._config.write_text(yaml.safe_dump(described))
 
     def begin(self, verb: str, *arguments: str) -> "subprocess.Popen[str]":
-        command = [*self._command, verb, "--config", str(self._config), *arguments]
+        command = [*self._command, "ray", verb, "--config", str(self._config), *arguments]
         if verb == "launch":
-            command += ["--on", "ray", "--logs", str(self.logs)]
+            command += ["--logs", str(self.logs)]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -91,7 +91,7 @@ class OnRay:
         return read_deployment(self.logs / "deployment.yaml")
 
     def status(self) -> dict[str, list[str]]:
-        """What `headway status` says of each server: state, address, restarts, requests."""
+        """What `headway ray status` says of each server: state, address, restarts, requests."""
         lines = [line.split() for line in self.run("status")[1].splitlines()]
         return {words[0]: words[1:] for words in lines if words and words[0] in SERVERS}
 

@@ -4,18 +4,13 @@ A pair is a command on a shelf of what the commands before it have written, or t
 that has both sides run where that takes an engine, or minutes.
 """
 
-import contextlib
-import io
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from batching_profile import profile_of
-from checked_commands import check_words
-from command_for import command_for
 from desk import exit_status
 from msgspec.structs import replace
 from recorded_dataset import new_session, record
@@ -23,7 +18,6 @@ from running_deployment import ENGINE
 from shown_commands import ROOT
 from training_runs import FEW_ROWS, QUIET, SURVIVAL
 
-from rescheduler.commands.command_line import _VERBS
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.step_time.profile import BatchTime
 
@@ -67,10 +61,10 @@ PAIRS = {
         "tests/unit/predictor/test_predictor.py::"
         "test_a_dataset_collected_later_is_measured_in_place_of_the_test_part"
     ),
-    "collect -> tune": (
-        "headway tune dataset --trials 1 --max-epochs 1 --predictor survival --out tuned"
+    "collect -> train tune": (
+        "headway train tune dataset --trials 1 --max-epochs 1 --predictor survival --out tuned"
     ),
-    "tune -> train fit": "the command that tune prints",
+    "train tune -> train fit": "the command that train tune prints",
     "collect, train fit -> record": "headway record dataset survival recorded/recording.parquet",
     "record -> simulate, as a trace": (
         f"headway simulate {BRIEF} --trace '{REPLAY}' --trace.requests 60"
@@ -88,20 +82,20 @@ PAIRS = {
         "tests/integration/test_live_forecasts.py::"
         "test_forecasts_equal_an_offline_pass_over_the_captured_vectors"
     ),
-    "train fit, watch --log -> recalibrate": (
+    "train fit, watch --log -> evaluate recalibrate": (
         "tests/unit/monitoring/test_forecast_quality.py::test_recalibrating_mends_the_coverage"
     ),
-    "recalibrate -> an engine": (
+    "evaluate recalibrate -> an engine": (
         "tests/unit/monitoring/test_forecast_quality.py::test_recalibrating_mends_the_coverage"
     ),
     "an engine -> watch --log": (
         "tests/e2e/deployment/test_watched_server.py::"
         "test_a_killed_engine_leaves_nothing_and_its_forecasts_are_scored_after_its_restart"
     ),
-    "collect -> train-length": (
+    "collect -> papers train-length": (
         "tests/unit/predictor/test_prompt_length.py::test_the_command_trains_measures_and_goes_on"
     ),
-    "train-length -> load_length_predictor": (
+    "papers train-length -> load_length_predictor": (
         "tests/unit/predictor/test_prompt_length.py::test_an_encoder_checkpoint_forecasts_the_same"
     ),
     # What `profile` writes, the function that writes it for `profile` has written here.
@@ -120,15 +114,15 @@ PAIRS = {
         "tests/integration/test_fair_batching.py::"
         "test_every_request_gets_the_tokens_that_vllm_gives_it"
     ),
-    "profile -> train-router": (
-        "headway train-router --config configs/rl/quick.yaml --out routers --variants '[]' "
+    "profile -> papers train-router": (
+        "headway papers train-router --config configs/rl/quick.yaml --out routers --variants '[]' "
         "--seeds 1 --trace.requests 30 --router.profile profile.yaml --workers 1"
     ),
-    "train-router -> simulate": (
+    "papers train-router -> simulate": (
         "headway simulate --config configs/simulate/instant.yaml --cluster.instances 4 --seeds 1 "
         "--trace.requests 60 --policies '[{name: rl, checkpoint: checkpoints/rl-router}]'"
     ),
-    "train-router -> train-router --checkpoints": (
+    "papers train-router -> papers train-router --checkpoints": (
         "tests/unit/routing/test_router_training.py::test_the_command_trains_compares_and_writes"
     ),
     "keys -> launch": "headway launch --config across.yaml --print",
@@ -149,7 +143,7 @@ PAIRS = {
         "tests/e2e/test_launch.py::"
         "test_engines_and_proxy_serve_until_one_dies_and_sigterm_stops_the_rest"
     ),
-    "launch --on ray -> drain, status, restart, stop": (
+    "ray launch -> drain, ray status, restart, stop": (
         "tests/e2e/test_ray.py::test_a_deployment_outlives_deaths_and_restarts"
     ),
     "launch -> demo": (
@@ -165,8 +159,8 @@ PAIRS = {
         "tests/unit/coordination/test_coordinator_command.py::"
         "test_it_decides_for_proxies_that_connect_and_ends_when_asked"
     ),
-    "sweep --out -> sweep": (
-        f"headway sweep {BRIEF} --vary cluster.slots=[4] --out swept --workers 1"
+    "simulate --vary --out -> simulate --vary": (
+        f"headway simulate {BRIEF} --vary cluster.slots=[4] --out swept --workers 1"
     ),
 }
 
@@ -215,12 +209,12 @@ def test_what_one_writes_another_reads(
         file, _, test = how.partition("::")
         assert re.search(rf"^def {test}\(|^async def {test}\(", (ROOT / file).read_text(), re.M)
         return
-    if pair == "tune -> train fit":
+    if pair == "train tune -> train fit":
         how = (shelf / "printed by tune").read_text()
         how = f"{how} --out tuned/best {TINY.partition(' --model')[0]}"
     assert exit_status(shlex.split(how)[1:]) == 0, capsys.readouterr()
     printed = capsys.readouterr().out
-    if pair == "collect -> tune":
+    if pair == "collect -> train tune":
         (shown,) = re.findall(r"^ *(headway train fit .*(?:\n .*)*)$", printed, re.MULTILINE)
         (shelf / "printed by tune").write_text(" ".join(shown.replace("\\\n", " ").split()))
     if pair == "keys -> launch":
@@ -229,74 +223,3 @@ def test_what_one_writes_another_reads(
         assert str(shelf / "survival") in printed
     if pair == "profile -> launch, batching":
         assert str(shelf / "profile.yaml") in printed
-
-
-REQUIRED = {
-    "model": "smollm2",
-    "collect": "out",
-    "train": "fit --model SurvivalTraining --data.dataset dataset",
-    "train-length": "dataset prompts",
-    "tune": "dataset",
-    "evaluate": "dataset checkpoint",
-    "recalibrate": "checkpoint finished out",
-    "launch": "--config configs/serve/local-pd.yaml --serve",
-    "serve": "--config configs/serve/local-pd.yaml",
-    "coordinator": "--config configs/serve/local-pd.yaml --coordinator.endpoint tcp://127.0.0.1:5",
-    "picker": "--config configs/serve/local-replicas.yaml",
-    "replay": "log",
-    "drain": "decode-0 --config configs/serve/local-pd.yaml",
-    "profile": "out",
-    "keys": "folder",
-    "advise": "trace",
-    "sweep": "--out out --vary cluster.slots=[4]",
-    "record": "dataset checkpoint out",
-    "train-router": "--out out",
-    **{f"dataset {name}": "dataset" for name in ("inspect", "validate")},
-    "dataset merge": "[a,b] merged",
-    "dataset transcripts": "dataset mine.parquet",
-    "study scaling": "--out out --config configs/papers/bfio_theory.yaml",
-    "study barrier-tax": "--out out --config configs/papers/barrier_tax.yaml",
-    "study rescheduling": "--out out --config configs/papers/star_two.yaml",
-    "study fairbatching": "--out out --config configs/papers/fairbatching_node.yaml",
-}
-COMMANDS = [
-    *(name for name, verb in _VERBS.items() if not verb.members),
-    *(f"{name} {member}" for name, verb in _VERBS.items() for member in verb.members),
-]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-
-
-def printed_by(arguments: list[str]) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        status = exit_status([*arguments, "--print-config"])
-    assert status == 0, printed.getvalue()
-    return printed.getvalue()
-
-
-def assert_read_back(arguments: list[str], verb: list[str], folder: Path) -> None:
-    """Assert that a verb reads what it prints as its configuration, and prints the same again."""
-    printed = printed_by(arguments)
-    file = folder / "printed.yaml"
-    file.write_text(printed)
-    assert yaml.safe_load(printed_by([*verb, "--config", str(file)])) == yaml.safe_load(printed)
-    check_words(["headway", *verb, "--config", str(file)])
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_verb_reads_the_configuration_that_it_prints(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    verb, required = command.split(), REQUIRED.get(command, "").split()
-    assert_read_back([*verb, *required], verb + required[:1] * (command == "train"), tmp_path)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
-def test_every_configuration_that_is_printed_is_read(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    arguments = command_for(config)
-    verb = arguments[:2] if arguments[0] in ("train", "study") else arguments[:1]
-    assert_read_back([*arguments, "--config", str(config)], verb, tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from data_collection.shipped_files import find_shipped
 from predictor.compilation import compiled
 from rescheduler.routing.inputs import RoutingInputs, place
 from rescheduler.routing.learned.router_network import (
@@ -63,7 +64,7 @@ class LearnedRouter(RoutingPolicy):
     Source: Performance Aware LLM Load Balancer (Jain et al. 2025), §4.3.
 
     Attributes:
-        checkpoint: folder that `headway train-router` wrote; or what is in one.
+        checkpoint: folder that `headway papers train-router` wrote; or what is in one.
 
     Raises:
         ValueError: the folder is no checkpoint.
@@ -80,7 +81,7 @@ class LearnedRouter(RoutingPolicy):
     def __post_init__(self) -> None:
         """Read the checkpoint."""
         given = self.checkpoint
-        loaded = given if isinstance(given, RouterCheckpoint) else load_router(Path(given))
+        loaded = given if isinstance(given, RouterCheckpoint) else load_router(find_shipped(given))
         object.__setattr__(self, "_loaded", loaded)
         parameters = np.concatenate([loaded.scales, network_parameters(loaded.layers)])
         object.__setattr__(self, "_parameters", parameters)
@@ -111,7 +112,7 @@ class LearnedRouter(RoutingPolicy):
         if n_instances != trained:
             raise ValueError(
                 f"rl: the router was trained for {trained} instances, this cluster has "
-                f"{n_instances}; train one with `headway train-router --config "
+                f"{n_instances}; train one with `headway papers train-router --config "
                 f"configs/rl/paper.yaml --cluster.instances {n_instances} --out FOLDER` and give "
                 "FOLDER/router as checkpoint"
             )

@@ -113,7 +113,8 @@ def load_router(folder: Path) -> RouterCheckpoint:
     for name in ("router.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(
-                f"{folder}: no {name}, so this is no router; train one with `headway train-router`"
+                f"{folder}: no {name}, so this is no router; train one with `headway "
+                "papers train-router`"
             )
     try:
         config = json.loads(read_text(folder / "router.json"))

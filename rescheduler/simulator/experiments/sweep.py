@@ -1,4 +1,4 @@
-"""`headway sweep`: simulations over every combination of some settings, on all cores."""
+"""`headway simulate --vary`: every combination of some settings, on all cores."""
 
 import csv
 import io
@@ -33,18 +33,15 @@ def sweep(
 ) -> int:
     """Simulate every combination of some settings with every policy and seed.
 
-    Name what varies in the YAML file, as ``vary: {cluster.instances: [8, 16]}``, or on the
-    command line, as ``--vary cluster.instances=[8,16] --vary policies.bfio.horizon=[0,20,40]``.
     Each policy with each seed in each combination is a cell of its own, kept as soon as it is
-    finished. Run it again to resume, or to add values, policies or seeds: what is there is not
-    computed again.
+    finished; what is in ``out`` already is not computed again.
 
     Args:
         config: what does not vary.
         out: folder for the cells, sweep.csv, sweep.json, and, where a horizon varies, a picture.
         vary: key -> values. A policy is named by its label: policies.bfio.horizon.
-        workers: processes at once; one per core when not given.
-        ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
+        workers: processes at once; one per core when None.
+        ray: address of a Ray cluster (auto, local, ray://...) that computes instead.
         overwrite: write to ``out`` whatever else is in it.
 
     Returns:
@@ -59,7 +56,7 @@ def sweep(
         raise ValueError(f"workers must be at least 1, not {workers}")
     create_candidates(run_setup(config))
     found = groups(config, vary or {})
-    computed = compute(found, out, "sweep", "sweep.json", overwrite, workers, ray)
+    computed = compute(found, out, "simulate", "sweep.json", overwrite, workers, ray)
     rows = computed.rows
     if rows:
         _write(computed, config, vary or {}, out)
@@ -67,10 +64,10 @@ def sweep(
         if len(rows) > _SHOWN_ROWS:
             print(f"and {len(rows) - _SHOWN_ROWS} more in {out / 'sweep.csv'}")
     for cell, what in computed.failed:
-        print(f"headway sweep: {cell.title}: {what}", file=sys.stderr)
+        print(f"headway simulate: {cell.title}: {what}", file=sys.stderr)
     if computed.missing:
         left = f"{computed.missing} of {computed.cells} cells are missing"
-        print(f"headway sweep: {left}", file=sys.stderr)
+        print(f"headway simulate: {left}", file=sys.stderr)
     return 130 if computed.interrupted else int(bool(computed.failed))
 
 
@@ -89,7 +86,7 @@ def _write(
     writer.writeheader()
     writer.writerows(flat)
     document = {
-        "_about": about("sweep", config) | computed.traces | {"vary": dict(vary)},
+        "_about": about("simulate", config) | computed.traces | {"vary": dict(vary)},
         "rows": [
             {"policy": row.group.policy, "varied": row.group.varied, **row.summary.plain}
             for row in rows

@@ -284,10 +284,10 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
     if overwrite or not folder.exists() or not any(folder.iterdir()):
         return
     try:
-        made_by = json.loads(read_text(folder / results))["_about"]["made_by"]
+        made_by = str(json.loads(read_text(folder / results))["_about"]["made_by"])
     except (ValueError, KeyError, TypeError):
-        made_by = None
-    if made_by != f"headway {verb}":
+        made_by = ""
+    if made_by.split()[-1:] != verb.split()[-1:]:  # `headway study X` is `headway papers X` now
         raise ValueError(
             f"{folder}: not empty, and not written by `headway {verb}`; "
             "choose another folder or add --overwrite"

@@ -1,4 +1,4 @@
-r"""`headway study barrier-tax`: what routing is worth, for several step-time models.
+r"""`headway papers barrier-tax`: what routing is worth, for several step-time models.
 
 The EP Barrier Tax (Li 2026) counts arrivals in decode steps: its gains for different overheads b
 differ as :math:`(\max_g L_g + b \bar L)` of the same loads does (12.0, 9.4, 8.2 and 6.2% for b = 0,

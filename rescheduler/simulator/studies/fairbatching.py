@@ -1,4 +1,4 @@
-r"""`headway study fairbatching`: how many requests a second each system serves in time.
+r"""`headway papers fairbatching`: how many requests a second each system serves in time.
 
 As in FairBatching (Lyu et al. 2025, §5): requests are offered at several loads, a system's
 effective requests per second at a load are

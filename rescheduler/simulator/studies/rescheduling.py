@@ -1,4 +1,4 @@
-"""`headway study rescheduling`: migration planners side by side, in several cases.
+"""`headway papers rescheduling`: migration planners side by side, in several cases.
 
 The figures are those of STAR's evaluation (Wang et al. 2026, §6): the variance of the decode
 instances' step times, averaged over time, P99 TPOT, goodput, preemptions and migrations.

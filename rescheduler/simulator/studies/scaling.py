@@ -1,4 +1,4 @@
-r"""`headway study scaling`: how the imbalance of FCFS and BF-IO grows with workers and batches.
+r"""`headway papers scaling`: how the imbalance of FCFS and BF-IO grows with workers and batches.
 
 Theorems 1 to 3 of A Universal Load Balancing Principle (Chen et al. 2026) say that
 

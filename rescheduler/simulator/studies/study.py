@@ -1,4 +1,4 @@
-"""`headway study`: questions of a paper that take more than one table of simulations.
+"""`headway papers`: questions of a paper that take more than one table of simulations.
 
 A study is a function that declares its cases and its report from a configuration and options of
 its own: the command line takes them from its signature, and all studies are run here.
@@ -53,7 +53,7 @@ def run_study(
     """
     if not study.cases:
         raise ValueError("cases: at least one, a name with the keys that it changes")
-    verb = f"study {name}"
+    verb = f"papers {name}"
     found = [
         group
         for case, changes in study.cases.items()

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.atomic_file import replace_file
+from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
@@ -160,11 +161,12 @@ def write_recording(recording: ForecastRecording, out: Path) -> None:
 
 
 def read_recording(path: Path) -> ForecastRecording:
-    """Read a recording of forecasts.
+    """Read a recording of forecasts, which may be a shipped one.
 
     Raises:
         ValueError: the file cannot be read, is not a recording, or does not hold together.
     """
+    path = find_shipped(path)
     try:
         table = pq.ParquetFile(path).read()
         described = json.loads((table.schema.metadata or {})[_KEY])

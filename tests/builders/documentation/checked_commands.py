@@ -15,8 +15,8 @@ from pathlib import Path
 from shown_commands import ROOT
 
 from rescheduler.commands.command import command_arguments, command_parser
-from rescheduler.commands.command_line import _VERBS, _load, main
-from rescheduler.commands.command_parser import _resolved
+from rescheduler.commands.command_line import VERBS, load_function, main, split_verb
+from rescheduler.commands.command_parser import resolved
 
 __all__ = ["UNCHECKED", "VLLM", "check_mention", "check_words", "programs_of"]
 
@@ -29,13 +29,7 @@ VLLM = "vllm.entrypoints.openai.api_server"
 
 
 def programs_of(command: str, folder: Path) -> list[list[str]]:
-    """Return the programs that a shell starts for a command, and their arguments.
-
-    Nothing is started: each program writes down what it is given.
-
-    Raises:
-        AssertionError: a program of another name.
-    """
+    """Return the programs, with arguments, that a shell would start for a command."""
     programs, log = folder / "programs", folder / "started"
     if not programs.exists():
         programs.mkdir()
@@ -60,11 +54,7 @@ def programs_of(command: str, folder: Path) -> list[list[str]]:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Check one program and its arguments, in a folder with the files that they name.
-
-    Raises:
-        AssertionError: it would refuse them.
-    """
+    """Check one program and its arguments, in a folder with the files that they name."""
     program, rest = words[0], list(words[1:])
     if program == "headway":
         _check_headway(rest)
@@ -81,11 +71,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_mention(words: Sequence[str]) -> None:
-    """Check a command of which a text shows a part: its verb and the options it names.
-
-    Raises:
-        AssertionError: there is no such verb or option.
-    """
+    """Check a command of which a text shows a part: its verb and the options it names."""
     if words[0] != "headway":
         partial = words[0] == "python" and words[2].startswith("benchmarks.")
         if not partial:
@@ -98,23 +84,19 @@ def check_mention(words: Sequence[str]) -> None:
     rest = [re.sub(r"[,.:;)]+$", "", word) for word in words[1:]]
     if not rest or rest[0].startswith("-") or rest[0] in ("X", "VERB"):
         return
-    verb, arguments = rest[0], rest[1:]
-    assert verb in _VERBS, f"there is no verb {verb}"
-    if verb == "train":
+    verb, arguments = split_verb(rest)
+    assert verb in VERBS, f"there is no verb {verb}"
+    if verb.startswith("train ") and verb != "train tune":
         if "--config" in arguments and "X" not in " ".join(arguments):
-            _check_headway([verb, *arguments, "--data.dataset", "dataset"])
+            _check_headway([*rest, "--data.dataset", "dataset"])
         return
-    found = _VERBS[verb]
-    function = found.function
-    if found.members:
-        if not arguments or not arguments[0].isidentifier():
-            return
-        assert arguments[0] in found.members, f"{verb} has no {arguments[0]}"
-        function = found.members[arguments[0]][0]
-    parser = command_parser(_load(function), verb)
+    if not VERBS[verb].function:
+        assert not arguments or not arguments[0].isidentifier(), f"{verb} has no {arguments[0]}"
+        return
+    parser = command_parser(load_function(VERBS[verb].function), verb)
     for word in arguments:
         if word.startswith("--") and word != "--":
-            option = _resolved(parser, word.partition("=")[0])[0]
+            option = resolved(parser, word.partition("=")[0])[0]
             known = any(option == one or option.startswith(f"{one}.") for one in _options(parser))
             assert known, f"headway {verb} has no option {word}"
         if re.fullmatch(r"(configs|checkpoints|docs|deploy)/\S+", word):
@@ -134,19 +116,14 @@ def _check_headway(words: list[str]) -> None:
 
 
 def _parse_headway(words: list[str]) -> None:
-    verb, rest = words[0], words[1:]
-    if verb == "train":
-        main([verb, *rest, "--print-config"])
-        return
-    assert verb in _VERBS or verb in ("--help", "--version"), f"there is no verb {verb}"
+    verb, rest = split_verb(words)
     if verb.startswith("-"):
-        return
-    function, prog = _VERBS[verb].function, f"headway {verb}"
-    members = _VERBS[verb].members
-    if members:
-        assert rest[:1] and rest[0] in members, f"{prog} has no {rest[:1]}"
-        function, prog, rest = members[rest[0]][0], f"{prog} {rest[0]}", rest[1:]
-    command_arguments(_load(function), rest, prog)
+        assert verb in ("--help", "--version"), f"headway has no option {verb}"
+    elif verb.startswith("train ") and verb != "train tune":
+        main([*words, "--print-config"])
+    else:
+        assert verb in VERBS and VERBS[verb].function, f"there is no verb {' '.join(words[:2])}"
+        command_arguments(load_function(VERBS[verb].function), rest, f"headway {verb}")
 
 
 class _ParsedError(Exception):

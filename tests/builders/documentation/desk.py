@@ -51,14 +51,7 @@ _PATIENCE = 600.0
 
 
 class Desk:
-    """A folder with what the commands of a page name.
-
-    Args:
-        folder: an empty one.
-        page: whose stand-ins and files are put there.
-        more: further stand-ins: what the page calls them -> what makes one.
-        ports: of the page's commands -> those to use in their place.
-    """
+    """A folder with what the commands of a page name, on ports of its own."""
 
     def __init__(
         self,
@@ -105,7 +98,7 @@ class Desk:
     def check_file(self, how: How) -> None:
         """Check that the verb that a file is for reads it."""
         name, _, verb = how.text.partition(" for ")
-        check_words(["headway", verb or "launch", "--config", name])
+        check_words(["headway", *(verb or "launch").split(), "--config", name])
 
     def run(self, command: Shown, beside: ExitStack) -> str:
         """Run a command as a shell does, and return what it printed.

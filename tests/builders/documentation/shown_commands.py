@@ -61,12 +61,7 @@ _SPAN = re.compile(rf"^(?:[A-Z_]+=\S+ )*(?:{_TOOLS}) (?!.*: )(?:-[\w-]|[\w./'\"{
 
 @dataclass(frozen=True)
 class How:
-    """How a command, or a block, is tested.
-
-    Attributes:
-        kind: one of the words of docs/develop.md.
-        text: what follows that word: further options, a test, a file, a reason.
-    """
+    """How a command, or a block, is tested: a word of docs/develop.md, and what follows it."""
 
     kind: str
     text: str
@@ -87,14 +82,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page.
-
-    Attributes:
-        where: the page and the block's number in it, for messages.
-        language: that the page gives it.
-        text: what is in it.
-        hows: of its commands, in their order, or one for all.
-    """
+    """A fenced block of a page; ``hows`` are its commands', in their order, or one for all."""
 
     where: str
     language: str
@@ -108,11 +96,7 @@ class Block:
 
     @cached_property
     def commands(self) -> list[Shown]:
-        """The commands in it, each with the way in which it is tested.
-
-        Raises:
-            AssertionError: the page does not say how they are tested, or of another number.
-        """
+        """The commands in it, each with the way in which it is tested."""
         if self.language in UNTESTED:
             return []
         assert self.hows, f"{self.where}: say how it is tested (docs/develop.md)"
@@ -129,14 +113,7 @@ class Block:
 
 @dataclass
 class Page:
-    """A page.
-
-    Attributes:
-        name: its path in the repository.
-        blocks: its fenced blocks, in their order.
-        stand_ins: file that a command of the page names -> what stands for it in the test.
-        prose: what is outside of the blocks.
-    """
+    """A page, and what stands for the files that its commands name."""
 
     name: str
     blocks: list[Block] = field(default_factory=list)
@@ -150,11 +127,7 @@ class Page:
 
 
 def read_page(path: Path) -> Page:
-    """Return a page's blocks and what it says of their tests.
-
-    Raises:
-        AssertionError: a comment that is not understood.
-    """
+    """Return a page's blocks and what it says of their tests."""
     page = Page(str(path.relative_to(ROOT)))
     pattern = re.compile(
         r"^ *<!-- test:(?P<said>.*?)-->\n|^ *```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^ *```$",

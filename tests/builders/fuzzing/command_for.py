@@ -12,7 +12,7 @@ def command_for(config: Path) -> list[str]:
     if config.parent.name == "collect":
         return ["collect", "out"]
     if config.parent.name == "prompt_length":
-        return ["train-length", "dataset", "prompts"]
+        return ["papers", "train-length", "dataset", "prompts"]
     if config.name.startswith("evaluate"):
         return ["evaluate", "dataset", "checkpoint"]
     if config.parent.name == "predictor":

@@ -103,7 +103,7 @@ def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
     quality.add(finished_requests(1, wrong_by, seed=7)[0])
     alarm = quality.alarm()
     assert alarm is not None
-    assert "headway recalibrate" in alarm
+    assert "headway evaluate recalibrate" in alarm
     assert "too narrow" in alarm
     bias = figures_of(quality).bias_by_age()
     assert all((tokens > 0) == (wrong_by > 1) for tokens in bias.values())

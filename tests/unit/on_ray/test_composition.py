@@ -1,13 +1,13 @@
 """What a deployment with counts becomes on the nodes of a cluster."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.on_ray.composition import compose, places, ports_needed
-from rescheduler.on_ray.node_survey import Survey, questions, survey, versions_differ
-from rescheduler.on_ray.ray_deployment import RayDeployment
+from rescheduler.on_ray.launch_on_ray import Survey, survey, versions_differ
+from rescheduler.on_ray.ray_deployment import RayDeployment, compose, places, ports_needed
 
 TWO = [{"role": "prefill"}, {"role": "decode", "replicas": 2, "num_gpus": 2}]
 
@@ -34,8 +34,7 @@ def ports_of(deployment: Deployment) -> list[str]:
 def test_replicas_are_named_by_their_role_and_listen_on_their_nodes() -> None:
     more = [*TWO, {"role": "decode", "num_gpus": 4, "arguments": ["--tensor-parallel-size", "4"]}]
     nodes = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.2", "127.0.0.2"]
-    made = composed(described(more, engine={"checkpoint": "there"}), *nodes)
-    deployment = made.deployment
+    deployment, servers = composed(described(more, engine={"checkpoint": "there"}), *nodes)
     assert [i.name for i in deployment.instances] == [
         "prefill-0",
         "decode-0",
@@ -45,17 +44,17 @@ def test_replicas_are_named_by_their_role_and_listen_on_their_nodes() -> None:
     assert [i.host for i in deployment.instances] == nodes[:4]
     assert deployment.instances[3].arguments == ["--tensor-parallel-size", "4"]
     assert deployment.coordinator.endpoint.startswith("tcp://127.0.0.1:")
-    assert [s.url for s in made.servers[4:]] == ["http://127.0.0.2:8000", "http://127.0.0.2:8010"]
-    assert made.coordinator.url == f"http://127.0.0.1:{deployment.coordinator.port}"
+    *proxies, coordinator = (server.url for server in servers[4:])
+    assert proxies == ["http://127.0.0.2:8000", "http://127.0.0.2:8010"]
+    assert coordinator == f"http://127.0.0.1:{deployment.coordinator.port}"
 
 
 def test_no_two_servers_share_a_port_wherever_they_are() -> None:
     deployment = described(proxy={"port": 0, "admin_port": 0}, engine={"checkpoint": "there"})
-    made = composed(deployment, *["127.0.0.1"] * 5)
-    ports = ports_of(made.deployment) + [s.url.rpartition(":")[2] for s in made.servers[3:]]
-    side_channel = made.deployment.engine.side_channel_port
-    ports += [str(side_channel + n) for n in range(3)]
-    ports += [str(made.deployment.proxy.admin_port), str(made.deployment.coordinator.port)]
+    made, servers = composed(deployment, *["127.0.0.1"] * 5)
+    ports = ports_of(made) + [server.url.rpartition(":")[2] for server in servers[3:]]
+    ports += [str(made.engine.side_channel_port + n) for n in range(3)]
+    ports += [str(made.proxy.admin_port)]
     assert len(set(ports)) == len(ports) == ports_needed(places(deployment.ray))  # type: ignore[arg-type]
 
 
@@ -64,7 +63,7 @@ def test_the_rest_of_the_file_stays_as_it_is() -> None:
     deployment = described(
         coordinator=coordinator, routing={"name": "headroom"}, engine={"kv_blocks": 9}
     )
-    made = composed(deployment, *["127.0.0.1"] * 5).deployment
+    made, _ = composed(deployment, *["127.0.0.1"] * 5)
     assert made.routing == {"name": "headroom"}
     assert made.engine.kv_blocks == 9
     assert made.coordinator.silent_seconds == 7.0
@@ -103,30 +102,26 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
     assert message in str(caught.value)
 
 
-def test_a_node_says_all_that_it_lacks_and_which_ports_are_free(tmp_path: Any) -> None:
-    deployment = described(keys=str(tmp_path / "keys"), engine={"checkpoint": str(tmp_path / "c")})
+def test_a_node_says_all_that_it_lacks_and_which_ports_are_free(tmp_path: Path) -> None:
+    ports = {"port": 65_530, "admin_port": 0}
+    deployment = described(
+        [{"role": "decode"}],
+        keys=str(tmp_path / "keys"),
+        engine={"checkpoint": str(tmp_path / "c")},
+        proxy=ports,
+    )
     assert deployment.ray is not None
-    where = places(deployment.ray)
-    asked = questions(deployment, where, ["127.0.0.1"] * 3 + ["127.0.0.2"] * 2, "127.0.0.3")
-    assert set(asked) == {"127.0.0.1", "127.0.0.2", "127.0.0.3"}
-    assert [port for _, _, port in asked["127.0.0.2"].ports] == [8000, 8010]
-    assert asked["127.0.0.3"].ports == [("proxy.admin_port", "127.0.0.1", 8001)]
-    assert not asked["127.0.0.2"].engines and asked["127.0.0.3"].model is None
-    found = survey(asked["127.0.0.1"])
+    asked = (deployment, places(deployment.ray), ["127.0.0.1"] * 3, "127.0.0.1")
+    found = survey("127.0.0.1", *asked)
     assert found.problems == [
+        "proxy-1 (proxy.port): 127.0.0.1:65540 is no address: ports end at 65535",
         f"keys: {tmp_path}/keys does not exist",
         f"engine.checkpoint: {tmp_path}/c does not exist",
     ]
-    assert found.free
-
-
-def test_proxies_that_leave_the_range_of_ports_are_named() -> None:
-    deployment = described([{"role": "decode"}], proxy={"port": 65_530, "admin_port": 0})
-    assert deployment.ray is not None
-    where = places(deployment.ray)
-    found = survey(questions(deployment, where, ["127.0.0.1"] * 3, "127.0.0.1")["127.0.0.1"])
-    (said,) = found.problems
-    assert said == "proxy-1 (proxy.port): 127.0.0.1:65540 is no address: ports end at 65535"
+    assert found.free and found.versions["vLLM"]
+    elsewhere = survey("127.0.0.2", *asked)
+    assert elsewhere.problems == [f"keys: {tmp_path}/keys does not exist"]
+    assert set(elsewhere.versions) == {"Headway"}, "no engine runs there"
 
 
 def test_nodes_that_differ_are_named_with_their_versions() -> None:

@@ -1,10 +1,11 @@
-"""A server that is kept running; the servers here are small."""
+"""A server that an actor keeps, and the actors after it; the servers here are small."""
 
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from process_groups import processes_in
 
 from rescheduler.engines.engine_command import EngineCommand, LaunchError
 from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.on_ray.kept_server import KeptServer
+from rescheduler.on_ray.server_actor import KeptServer, Past
 
 SERVER = """
 import http.server, subprocess, sys
@@ -42,111 +43,100 @@ def server(folder: Path, code: str = SERVER) -> ServerProcess:
     return ServerProcess("decode-0", command, url, log, tethered=True)
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> ServerProcess:
-    return server(tmp_path)
+class Actors:
+    """Actors that keep a server, one after the other, as Ray starts them."""
+
+    def __init__(
+        self, process: ServerProcess, folder: Path, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        self.process, self._prepare, self._file = process, prepare, folder / "past"
+        self.stopped = False
+        self.begin()
+
+    def begin(self) -> None:
+        self.kept = KeptServer(self.process, self._prepare, 60, self._file, self._ended)
+
+    def _ended(self) -> None:
+        if not self.stopped:
+            self.begin()
+
+    @property
+    def past(self) -> Past:
+        return self.kept.past
+
+    def until_ready(self, starts: int) -> None:
+        until(lambda: self.past.starts == starts and self.kept.stage == "ready", "ready")
+
+    def close(self) -> None:
+        self.stopped = True
+        self.kept.stop()
 
 
 @pytest.fixture
-def kept(tmp_path: Path, process: ServerProcess) -> Iterator[KeptServer]:
-    made = KeptServer(process, lambda: None, 60, tmp_path / "starts")
-    made.begin()
-    try:
-        until(lambda: made.stage == "ready", "ready")
+def actors(tmp_path: Path) -> Iterator[Actors]:
+    with closing(Actors(server(tmp_path), tmp_path)) as made:
+        made.until_ready(starts=1)
         yield made
-    finally:
-        made.stop()
 
 
-def test_a_server_that_is_killed_comes_back(kept: KeptServer, process: ServerProcess) -> None:
-    group = process.pid
+def test_a_server_that_is_killed_comes_back(actors: Actors) -> None:
+    group = actors.process.pid
     assert group is not None and len(processes_in(group)) == 3, "the tether, the server, its child"
     psutil.Process(group).children()[0].kill()
-    until(lambda: kept.starts == 2 and kept.stage == "ready", "back")
+    actors.until_ready(starts=2)
     assert processes_in(group) == []
-    assert "decode-0 exited with status 137" in kept.why
-    assert kept.failures == 0
+    assert "decode-0 exited with status 137" in actors.past.why
+    assert actors.past.failures == 0
 
 
-def test_a_server_is_restarted_and_stopped_as_asked(
-    kept: KeptServer, process: ServerProcess
-) -> None:
-    first = process.pid
-    assert kept.restart() == 1
-    until(lambda: kept.starts == 2 and kept.stage == "ready", "back")
-    second = process.pid
-    kept.stop()
-    assert kept.stage == "stopped" and kept.why == ""
+def test_a_server_is_restarted_and_stopped_as_asked(actors: Actors) -> None:
+    first = actors.process.pid
+    assert actors.kept.restart() == 1
+    actors.until_ready(starts=2)
+    second = actors.process.pid
+    actors.close()
+    assert actors.kept.stage == "stopped" and actors.past.why == ""
     assert first is not None and second is not None and first != second
     assert processes_in(first) == processes_in(second) == []
 
 
-def test_a_server_that_cannot_start_says_why_and_is_tried_again(tmp_path: Path) -> None:
-    kept = KeptServer(server(tmp_path, FAILS), lambda: None, 60, tmp_path / "starts")
-    kept.begin()
-    try:
-        until(lambda: kept.failures == 2, "tried twice")
-        assert "exited with status 1: ValueError: 9 blocks are too few" in kept.why
-        assert f"{tmp_path}/decode-0.log ends:" in kept.why
-    finally:
-        kept.stop()
-
-
-def test_a_server_whose_logs_were_removed_comes_back(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    process = server(logs)
-    made = KeptServer(process, lambda: logs.mkdir(exist_ok=True), 60, logs / "starts")
-    made.begin()
-    try:
-        until(lambda: made.stage == "ready", "ready")
-        shutil.rmtree(logs)
-        assert process.pid is not None
-        psutil.Process(process.pid).children()[0].kill()
-        until(lambda: made.starts == 1 and made.stage == "ready" and bool(made.why), "back")
-        assert "decode-0 exited with status 137" in made.why
-    finally:
-        made.stop()
+def test_a_server_that_cannot_start_says_why_is_tried_again_and_forgets_it_when_asked(
+    tmp_path: Path,
+) -> None:
+    mended = tmp_path / "mended"
+    code = f"import pathlib\nif not pathlib.Path({str(mended)!r}).exists(): {FAILS}\n{SERVER}"
+    with closing(Actors(server(tmp_path, code), tmp_path)) as actors:
+        until(lambda: actors.past.failures == 2, "tried twice")
+        assert "exited with status 1: ValueError: 9 blocks are too few" in actors.past.why
+        assert f"{tmp_path}/decode-0.log ends:" in actors.past.why
+        mended.touch()
+        actors.kept.restart()
+        assert actors.past.failures == 0
+        until(lambda: actors.kept.stage == "ready", "ready")
 
 
 def test_a_server_without_a_place_for_its_log_is_tried_again(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    kept = KeptServer(server(logs), lambda: None, 60, logs / "starts")
-    kept.begin()
-    try:
-        until(lambda: kept.failures == 1, "refused")
-        assert "decode-0 cannot be started: " in kept.why and str(logs) in kept.why
+    with closing(Actors(server(logs), logs)) as actors:
+        until(lambda: actors.past.failures == 1, "refused")
+        assert "decode-0 cannot be started: " in actors.past.why and str(logs) in actors.past.why
         logs.mkdir()
-        until(lambda: kept.stage == "ready", "ready")
-    finally:
-        kept.stop()
-
-
-def test_a_restart_forgets_the_failures_before_it(tmp_path: Path) -> None:
-    mended = tmp_path / "mended"
-    code = f"import pathlib\nif not pathlib.Path({str(mended)!r}).exists(): {FAILS}\n{SERVER}"
-    kept = KeptServer(server(tmp_path, code), lambda: None, 60, tmp_path / "starts")
-    kept.begin()
-    try:
-        until(lambda: kept.failures == 2, "tried twice")
-        mended.touch()
-        kept.restart()
-        assert kept.failures == 0
-        until(lambda: kept.stage == "ready", "ready")
-    finally:
-        kept.stop()
+        until(lambda: actors.kept.stage == "ready", "ready")
+        shutil.rmtree(logs)
+        assert actors.process.pid is not None
+        psutil.Process(actors.process.pid).children()[0].kill()
+        until(lambda: actors.past.failures == 1, "refused again")
+        logs.mkdir()
+        until(lambda: actors.kept.stage == "ready", "ready again")
 
 
 def test_what_must_not_be_started_now_is_not(tmp_path: Path) -> None:
     def refuse() -> None:
         raise LaunchError("the node is gone")
 
-    kept = KeptServer(server(tmp_path), refuse, 60, tmp_path / "starts")
-    kept.begin()
-    try:
-        until(lambda: kept.failures == 1, "refused")
-        assert kept.why == "the node is gone" and kept.starts == 0
-    finally:
-        kept.stop()
+    with closing(Actors(server(tmp_path), tmp_path, refuse)) as actors:
+        until(lambda: actors.past.failures == 1, "refused")
+        assert actors.past.why == "the node is gone" and actors.past.starts == 0
 
 
 def test_a_server_ends_with_whoever_keeps_it_however_that_ends(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes with `headway launch --on ray` and its companions, each in one line."""
+"""Mistakes with `headway ray` and its members, each in one line."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,7 @@ from forked_vllm import free_port
 
 from rescheduler.commands.command_line import main
 
-ROOT = Path(__file__).parents[3]
-VERBS = [["launch", "--on", "ray"], ["status"], ["restart"], ["stop"]]
+VERBS = ["launch", "status", "restart", "stop"]
 
 
 @pytest.fixture
@@ -21,44 +20,48 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", VERBS)
 def test_without_ray_it_is_said_how_to_get_it(
-    verb: list[str],
+    verb: str,
     config: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main([*verb, "--config", config]) == 1
+    assert main(["ray", verb, "--config", config]) == 1
     assert "pip install 'headway[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings(r"ignore:::ray(\..*)?$")
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+@pytest.mark.parametrize("verb", VERBS)
 def test_without_a_cluster_it_is_said_how_to_start_one(
-    verb: list[str], config: str, capsys: pytest.CaptureFixture[str]
+    verb: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*verb, "--config", config]) == 1
+    assert main(["ray", verb, "--config", config]) == 1
     error = capsys.readouterr().err
     assert "no Ray cluster at '127.0.0.2:" in error and "ray start --head" in error
 
 
-@pytest.mark.parametrize("verb", [["serve"], ["coordinator"], ["drain", "decode-0"]], ids=repr)
+@pytest.mark.parametrize(
+    "verb", [["launch"], ["serve"], ["coordinator"], ["drain", "decode-0"]], ids=repr
+)
 def test_what_ray_starts_is_not_started_by_hand(
     verb: list[str], config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*verb, "--config", config]) == 1
-    assert "`headway launch --on ray` starts its engines" in capsys.readouterr().err
+    assert "`headway ray launch` starts its engines" in capsys.readouterr().err
 
 
-def test_counts_need_ray_and_addresses_need_none(
-    config: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_deployment_with_addresses_is_not_for_ray(
+    verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "--config", config]) == 1
-    assert "use --on ray" in capsys.readouterr().err
-    local = str(ROOT / "configs/serve/local-pd.yaml")
-    for verb in VERBS:
-        assert main([*verb, "--config", local]) == 1
-        assert "section" in capsys.readouterr().err
-    assert main(["launch", "--on", "ray", "--serve", "--config", config]) == 1
-    assert "--serve, --only and --at-once are not for --on ray" in capsys.readouterr().err
+    assert main(["ray", verb, "--config", "local-pd"]) == 1
+    assert "section" in capsys.readouterr().err
+
+
+def test_the_command_of_an_earlier_version_names_the_one_of_today(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["launch", "--on", "ray"]) == 2
+    assert capsys.readouterr().err == "headway launch is now: headway ray launch\n"

@@ -11,7 +11,7 @@ from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 from watched_page import Stream, stream
 
-from rescheduler.demo.demo_phase import proxy_running
+from rescheduler.demo.demo import proxy_running
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.page.snapshot import About, Phase
 from rescheduler.page.snapshot_feed import SnapshotFeed

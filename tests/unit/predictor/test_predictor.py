@@ -348,7 +348,7 @@ def test_bad_training_options_are_refused(dataset: Path) -> None:
 def test_tune_writes_its_table_and_goes_on(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["tune", str(dataset), "--predictor", "star", "--out", str(tmp_path)]
+    options = ["train", "tune", str(dataset), "--predictor", "star", "--out", str(tmp_path)]
     options += ["--max_epochs", "1"]
     assert main([*options, "--trials", "1"]) == 0
     assert main([*options, "--trials", "2"]) == 0

@@ -306,7 +306,7 @@ def test_the_command_trains_measures_and_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     dataset, prompts = answered
-    command = ["train-length", str(dataset), str(prompts), "--out", str(tmp_path)]
+    command = ["papers", "train-length", str(dataset), str(prompts), "--out", str(tmp_path)]
     command += ["--config", str(CONFIGS / "paper.yaml"), "--encoder.model", str(tiny_encoder)]
     command += ["--encoder.epochs", "1", "--encoder.max_tokens", "40", "--limit", "512"]
     command += ["--buckets", '{"unequal": {"edges": [20, 60]}}', "--forest.min_leaf", "2"]
@@ -367,7 +367,7 @@ def test_a_mistake_is_reported_in_one_line(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["train-length", *map(str, answered), "--out", str(tmp_path / "out")]
+    command = ["papers", "train-length", *map(str, answered), "--out", str(tmp_path / "out")]
     command += ["--encoder.model", str(tiny_encoder), "--encoder.max_tokens", "40"]
     command += ["--encoder.epochs", "1", *(o.replace("{tmp}", str(tmp_path)) for o in options)]
     try:

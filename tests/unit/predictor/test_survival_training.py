@@ -421,8 +421,9 @@ def test_tune_searches_the_survival_model_and_writes_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(tmp_path / "dataset")
-    arguments = ["tune", str(tmp_path / "dataset"), "--predictor", "survival", "--limit", "128"]
-    arguments += ["--out", str(tmp_path / "tune"), "--max_epochs", "1", "--trials", "1"]
+    arguments = ["train", "tune", str(tmp_path / "dataset"), "--predictor", "survival"]
+    arguments += ["--limit", "128", "--out", str(tmp_path / "tune"), "--max_epochs", "1"]
+    arguments += ["--trials", "1"]
     assert main(arguments) == 0
     head, trial = (tmp_path / "tune" / "trials.csv").read_text().splitlines()
     assert head == "trial,state,depth,width,batch_size,lr,noise,epochs,validation_figure"

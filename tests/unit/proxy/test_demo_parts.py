@@ -1,7 +1,6 @@
-"""The demonstration's load, figures and screen; the whole of it is in the end-to-end tests."""
+"""The demonstration's load and figures; the whole of it is in the end-to-end tests."""
 
 import asyncio
-import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,35 +8,27 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from rich.console import Console
 
 from rescheduler.demo.demo import skewed_load
-from rescheduler.demo.demo_figures import Objectives, load_figures, metric_total
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
-from rescheduler.demo.demo_phase import Move, Phase
-from rescheduler.demo.demo_view import move_line, screen, stream_text, summary_line
-from rescheduler.engines.deployment import EngineOptions
-from rescheduler.engines.launch_local import local_deployment
-from rescheduler.transfer.control_messages import EngineState
+from rescheduler.demo.demo_load import (
+    LoadRequest,
+    LoadRun,
+    Objectives,
+    ServedRequest,
+    StreamChunk,
+    load_figures,
+    metric_total,
+)
 
 
-def request(name: str = "long-0", arrives: float = 0.0) -> LoadRequest:
-    return LoadRequest(name, "Tell me.", max_tokens=4, seed=3, arrives=arrives)
+def request() -> LoadRequest:
+    return LoadRequest("long-0", "Tell me.", max_tokens=4, seed=3, arrives=0.0)
 
 
-def served(
-    times: list[float], sent: float = 0.0, error: str = "", name: str = "long-0"
-) -> ServedRequest:
+def served(times: list[float], sent: float = 0.0, error: str = "") -> ServedRequest:
     """A request whose n-th token came at the n-th time."""
     pieces = [StreamChunk(n, f"w{n} ", time) for n, time in enumerate(times, 1)]
-    return ServedRequest(request(name), sent, pieces, "" if error else "stop", error)
-
-
-def phase_of(one: ServedRequest, moves: list[Move], state: EngineState) -> Phase:
-    deployment = local_deployment("smollm2", EngineOptions())
-    run = LoadRun("http://127.0.0.1:1", "smollm2", [one.request], "salt")
-    run.served[one.request.name] = one
-    return Phase("with rescheduling", deployment, [one.request], run, moves, {"decode-0": state}, 2)
+    return ServedRequest(request(), sent, pieces, "" if error else "stop", error)
 
 
 def test_times_are_those_that_the_client_saw() -> None:
@@ -45,9 +36,6 @@ def test_times_are_those_that_the_client_saw() -> None:
     assert one.ttft == pytest.approx(0.5)
     assert one.tpot == pytest.approx(1.4 / 3)
     assert one.longest_gap == pytest.approx(1.2)
-    assert one.gap_after(3) == pytest.approx(1.2)
-    assert one.gap_after(4) is None, "nothing has come after it yet"
-    assert one.text == "w1 w2 w3 w4 "
     nothing = ServedRequest(request(), 0.0)
     assert (nothing.ttft, nothing.tpot, nothing.longest_gap, nothing.tokens) == (None, None, 0, 0)
 
@@ -68,51 +56,6 @@ def test_goodput_counts_what_was_in_time() -> None:
     assert figures["throughput"] == pytest.approx(12 / 10)
     assert figures["tpot_p50"] == pytest.approx(0.1)
     assert figures["ttft_p50"] == pytest.approx(0.5)
-
-
-def test_the_stream_is_marked_where_it_moved() -> None:
-    one = served([1.0, 1.1, 1.2, 1.9, 2.0])
-    moves = [
-        Move("another", "decode-0", "decode-1", 1, 1.1),
-        Move("long-0", "decode-0", "decode-1", 3, 1.9),
-        Move("long-0", "decode-1", "decode-0", 4, 2.0),
-    ]
-    assert str(stream_text(one, moves)) == (
-        "w1 w2 w3  ⟪decode-0→decode-1⟫ w4  ⟪decode-1→decode-0⟫ w5 "
-    )
-    state = EngineState(
-        number=0,
-        version="0.32.0",
-        block_size=32,
-        max_num_seqs=8,
-        max_model_len=1024,
-        prefix_caching=True,
-        num_blocks=100,
-        free_blocks=25,
-        running=3,
-        waiting=1,
-        frozen=[],
-    )
-    shown = phase_of(one, moves, state)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(screen(shown))
-    text = console.export_text()
-    assert "⟪decode-0→decode-1⟫" in text
-    assert "2,400 of 3,200" in text
-    assert "2 preempted" in text
-    assert "after 3 tokens, paused 700 ms" in move_line(shown, moves[1])
-    assert "decode-0: KV 75%, 3 running, 1 waiting; 1 of 1 answered, 2 preempted, 3 moved" in (
-        summary_line(shown)
-    )
-
-
-@pytest.mark.parametrize("width", range(20, 61))
-def test_no_end_of_a_line_tears_a_mark(width: int) -> None:
-    move = Move("long-0", "decode-0", "decode-1", 9, 1.0)
-    stream = stream_text(served([0.1 * i for i in range(30)]), [move])
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(stream)
-    assert "⟪decode-0→decode-1⟫" in console.export_text()
 
 
 def test_the_load_puts_all_long_answers_on_every_second_place() -> None:

@@ -63,7 +63,7 @@ def run_study(tmp_path: Path, values: dict[str, Any]) -> Path:
     path, out = tmp_path / "small.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(values))
     arguments = ["fairbatching", "--config", str(path), "--out", str(out), "--workers", "1"]
-    assert main(["study", *arguments]) == 0
+    assert main(["papers", *arguments]) == 0
     return out
 
 
@@ -122,5 +122,5 @@ def test_what_the_study_cannot_do_is_refused(
 ) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(small(**changes)))
-    assert main(["study", "fairbatching", "--config", str(path), "--out", str(tmp_path)]) == 1
+    assert main(["papers", "fairbatching", "--config", str(path), "--out", str(tmp_path)]) == 1
     assert message in capsys.readouterr().err

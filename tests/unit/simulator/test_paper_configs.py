@@ -142,9 +142,9 @@ def written(tmp_path: Path, values: dict[str, Any], study: str) -> Any:
     path, out = tmp_path / "small.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(values))
     arguments = [study, "--config", str(path), "--out", str(out), "--workers", "1"]
-    assert main(["study", *arguments]) == 0
+    assert main(["papers", *arguments]) == 0
     cells = {cell: cell.stat().st_mtime_ns for cell in (out / "cells").iterdir()}
-    assert main(["study", *arguments]) == 0
+    assert main(["papers", *arguments]) == 0
     assert all(cell.stat().st_mtime_ns == written for cell, written in cells.items()), "resumed"
     assert (out / "table.md").read_text().startswith("| case |")
     assert list(out.glob("*.png"))
@@ -209,7 +209,7 @@ def test_what_a_study_cannot_do_is_refused(
 
 
 def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study"]) == 0
+    assert main(["papers"]) == 0
     assert "barrier-tax" in capsys.readouterr().out
-    assert main(["study", "nothing"]) == 2
+    assert main(["papers", "nothing"]) == 2
     assert "unknown name 'nothing'" in capsys.readouterr().err

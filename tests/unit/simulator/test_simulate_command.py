@@ -1,4 +1,4 @@
-"""`headway simulate` and `headway sweep` as a user meets them."""
+"""`headway simulate`, with ``--vary`` and without, as a user meets it."""
 
 import csv
 import json
@@ -131,19 +131,6 @@ def test_keys_are_overridden_on_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        ("simulate", ["--cluster.instances", "--step-time", "--policies", "--json", "--out"]),
-        ("sweep", ["--vary", "--workers", "--ray", "--overwrite", "cluster.instances=[8,16]"]),
-    ],
-)
-def test_help_teaches(verb: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(verb, "--help") == 0
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in words), printed
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--cluster.instances", "0"], "cluster.instances must be at least 1, not 0"),
@@ -258,7 +245,7 @@ def _has_rows(out: Path) -> bool:
 
 
 def sweep(small: str, out: Path, *arguments: str) -> int:
-    return exit_status("sweep", "--config", small, "--out", out, "--workers", "2", *arguments)
+    return exit_status("simulate", "--config", small, "--out", out, "--workers", "2", *arguments)
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -338,7 +325,10 @@ def test_a_sweep_over_nothing_is_one_line(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert exit_status("sweep", "--config", small, "--out", tmp_path / "out", *arguments) in (1, 2)
+    assert exit_status("simulate", "--config", small, "--out", tmp_path / "out", *arguments) in (
+        1,
+        2,
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

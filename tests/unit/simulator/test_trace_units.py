@@ -224,7 +224,7 @@ def test_commands_say_what_they_took(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"headway simulate: {said}" in capsys.readouterr().err.splitlines()
     assert json.loads(result.read_text())["_about"]["traces"] == [said]
     assert sweep(config, tmp_path / "sweep", workers=1) == 0
-    assert f"headway sweep: {said}" in capsys.readouterr().err.splitlines()
+    assert f"headway simulate: {said}" in capsys.readouterr().err.splitlines()
     swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert swept["_about"]["traces"] == [said]
     asked = {"clock": "barrier", "requests": 40, "seeds": 1, "json": result}

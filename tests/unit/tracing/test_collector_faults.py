@@ -100,7 +100,7 @@ async def test_without_traces_a_client_s_headers_go_to_the_engines_as_they_are(
 
 def test_without_traces_the_sdk_of_opentelemetry_is_not_imported() -> None:
     loads = (
-        "import sys, rescheduler.serving.serve, rescheduler.launching.launch; "
+        "import sys, rescheduler.serving.serve, rescheduler.engines.launch_engines; "
         "from rescheduler.tracing.span import create_tracer; create_tracer(None); "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
     )

@@ -1,1 +1,0 @@
-"""`headway launch`, on this machine or on a Ray cluster."""
