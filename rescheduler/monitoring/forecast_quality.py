@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,8 @@ class ForecastFigures(NamedTuple):
     @classmethod
     def total(cls, parts: Iterable["ForecastFigures"]) -> "ForecastFigures | None":
         """Return the figures of all the requests of several; None of none."""
-        columns = list(zip(*parts, strict=True))
-        return cls(*map(sum, columns)) if columns else None
+        sums: list[Any] = [sum(column) for column in zip(*parts, strict=True)]
+        return cls(*sums) if sums else None
 
     def mae(self) -> float:
         """Return the mean |median − remaining| in tokens."""

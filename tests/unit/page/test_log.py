@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -10,78 +12,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_cluster import MadeUpCluster
 
-from rescheduler.page.snapshot import About, Accuracy, Instance, MoveReport, Requests, Snapshot
+from rescheduler.page.snapshot import About, Requests, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import Log, LogError, LogWriter, read_log, recording
 
 ABOUT = About(source="proxy", title="m", routing="jsq_load", migration="", seconds=0.5)
 
-tokens = st.integers(-1, 2**40)
-numbers = st.floats(0, 1e9, allow_nan=False)
-instances = st.builds(
-    Instance,
-    name=st.text(max_size=8),
-    role=st.sampled_from(["prefill", "decode"]),
-    in_service=st.booleans(),
-    draining=st.booleans(),
-    slots=tokens,
-    kv_capacity=tokens,
-    kv_tokens=tokens,
-    ahead=st.lists(tokens, max_size=3),
-    deviation=st.lists(tokens, max_size=3),
-    overflow=st.lists(st.floats(0, 1), max_size=3),
-    step_seconds=st.none() | numbers,
-)
-accuracies = st.builds(
-    Accuracy,
-    requests=st.integers(1, 2**40),
-    coverage=st.lists(st.floats(0, 1), min_size=3, max_size=3),
-    error=numbers,
-    bias=numbers,
-    late=st.floats(0, 1),
-    alarm=st.none() | st.text(max_size=8),
-    drift=st.none() | st.text(max_size=8),
-)
-moves = st.builds(
-    MoveReport,
-    time=numbers,
-    number=tokens,
-    name=st.text(max_size=8),
-    source=st.text(max_size=8),
-    target=st.text(max_size=8),
-    tokens=tokens,
-    reason=st.text(max_size=8),
-    outcome=st.text(max_size=8),
-    pause=st.none() | numbers,
-)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    float: st.floats(0, 1e9),
+    int: st.integers(-1, 2**40),
+    str: st.text(max_size=8),
+    NoneType: st.none(),
+}
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Requests:
     n = draw(st.integers(0, 3))
-    columns = {
-        field.name: draw(
-            st.lists(
-                st.text(max_size=8) if field.name == "name" else tokens, min_size=n, max_size=n
-            )
-        )
-        for field in msgspec.structs.fields(Requests)
-    }
-    return Requests(**columns)
+    of = {field.name: get_args(field.type)[0] for field in msgspec.structs.fields(Requests)}
+    return Requests(
+        **{name: draw(st.lists(VALUES[kind], min_size=n, max_size=n)) for name, kind in of.items()}
+    )
 
 
-snapshots = st.builds(
-    Snapshot,
-    time=numbers,
-    step_seconds=st.none() | numbers,
-    points=st.lists(tokens, max_size=3),
-    instances=st.lists(instances, max_size=2),
-    requests=requests(),
-    further_waiting=tokens,
-    moves=st.lists(moves, max_size=2),
-    accuracy=st.none() | accuracies,
-    joules=st.none() | numbers,
-)
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type that a snapshot is made of."""
+    if kind is Requests:
+        return requests()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = msgspec.structs.fields(kind)
+        return st.builds(kind, **{field.name: values(field.type) for field in fields})
+    arguments, origin = get_args(kind), get_origin(kind)
+    if origin is list:
+        return st.lists(values(arguments[0]), max_size=3)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    return st.one_of(*map(values, arguments)) if arguments else VALUES[kind]
 
 
 def write(path: Path, written: list[Snapshot]) -> Path:
@@ -106,7 +73,7 @@ def made_up(count: int) -> list[Snapshot]:
     return [source.look().snapshot() for _ in range(count)]
 
 
-@given(written=st.lists(snapshots, min_size=1, max_size=3))
+@given(written=st.lists(values(Snapshot), min_size=1, max_size=3))
 def test_what_is_written_is_read(path: Path, written: list[Snapshot]) -> None:
     log = read_log(write(path, written))
     assert content(log) == written
