@@ -255,4 +255,4 @@ def test_what_is_no_message_is_refused_as_such(frames: list[bytes]) -> None:
         except CoordinationError as error:
             assert str(error).isprintable()
         else:
-            assert decode(encode(read)) == read
+            assert decode(encode(read), kind) == read
