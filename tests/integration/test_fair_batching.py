@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batching_engine import serve_waves
 from batching_profile import profile_of
 from forecast_messages import CHECKPOINT
 from forked_vllm import ended_server, post, run_forked, running_server
 from listening import Listener, listener
+from offline_engines import serve_waves
 
 from predictor.live.telemetry_messages import Message, Snapshot
 from rescheduler.step_time.profile import BatchTime
