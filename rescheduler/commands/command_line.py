@@ -91,6 +91,7 @@ _TITLES = {"model": "Collect and train", "launch": "Serve", "advise": "Simulate"
 """What the help says above a verb."""
 
 _MOVED = {
+    "launch --on": "ray launch",
     "recalibrate": "evaluate recalibrate",
     "study": "papers",
     "sweep": "simulate --vary",
@@ -138,9 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    moved = "ray launch" if [verb, *rest[:1]] == ["launch", "--on"] else _MOVED.get(verb)
-    if moved:
-        print(f"headway {verb} is now: headway {moved}", file=sys.stderr)
+    earlier = "launch --on" if verb == "launch" and "--on" in rest else verb
+    if earlier in _MOVED:
+        print(f"headway {earlier} is now: headway {_MOVED[earlier]}", file=sys.stderr)
         return 2
     if verb not in (*_HELP, *_VERSION, *_following("")):
         return _unknown("headway", "verb", verb, _following(""))

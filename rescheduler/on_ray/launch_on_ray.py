@@ -225,15 +225,7 @@ def survey(
     addresses: Sequence[str],
     here: str,
 ) -> Survey:
-    """Look at this node.
-
-    Args:
-        address: of the node.
-        deployment: that is to run.
-        where: its engines and proxies.
-        addresses: of their nodes.
-        here: address of the coordinator's node.
-    """
+    """Look at this node for what is to run there, and for the coordinator if it is ``here``."""
     proxy, first = deployment.proxy, sum(place.role != "proxy" for place in where)
     engines = address in addresses[:first]
     needed = {"keys": deployment.keys, "proxy.engine_key_file": proxy.engine_key_file}

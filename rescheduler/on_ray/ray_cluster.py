@@ -148,12 +148,10 @@ class RayCluster:
     def on_nodes(
         self, nodes: Mapping[str, str], work: Callable[..., Any], *arguments: Any
     ) -> dict[str, Any]:
-        """Call a function on nodes, first with their address; return what each returns.
+        """Call a function with the address of each node, and these arguments, on that node.
 
-        Args:
-            nodes: address -> id.
-            work: the function.
-            *arguments: of the function, after the address.
+        Returns:
+            What it returned there, by the address. ``nodes`` are their ids, likewise.
 
         Raises:
             LaunchError: it failed, as where Headway is not installed.
@@ -175,13 +173,9 @@ class RayCluster:
         return found
 
     def start(self, server: Server, deployment: Deployment, logs: str, place: int | None) -> None:
-        """Start a server's actor, which outlives this process.
+        """Start a server's actor, which outlives this process, on the bundle of its place.
 
-        Args:
-            server: which one.
-            deployment: of all servers.
-            logs: folder on its node.
-            place: number of the bundle that was reserved for it; None: on this node, with none.
+        Without a place, it takes nothing that was reserved, and runs on this node.
 
         Raises:
             LaunchError: an actor of this name is there.

@@ -98,7 +98,7 @@ def test_help_teaches(
 def test_a_verb_of_an_earlier_version_names_the_one_of_today(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([verb, "--out", "out"]) == 2
+    assert main([*verb.split(), "out"]) == 2
     reported = capsys.readouterr().err
     assert reported.count("\n") == 1
     name, _ = split_verb(reported.partition("now: headway ")[2].split())

@@ -58,10 +58,3 @@ def test_a_deployment_with_addresses_is_not_for_ray(
 ) -> None:
     assert main(["ray", verb, "--config", "local-pd"]) == 1
     assert "section" in capsys.readouterr().err
-
-
-def test_the_command_of_an_earlier_version_names_the_one_of_today(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["launch", "--on", "ray"]) == 2
-    assert capsys.readouterr().err == "headway launch is now: headway ray launch\n"
