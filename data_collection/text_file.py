@@ -15,7 +15,6 @@ import yaml
 
 __all__ = ["ParquetFileError", "read_text", "read_yaml", "text_lines"]
 
-
 _MARK = "\ufeff"
 """The byte-order mark, which some editors write before the text, and joined files have within."""
 

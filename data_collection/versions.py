@@ -1,5 +1,6 @@
 """Which versions Headway supports, and which are here."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -58,8 +59,6 @@ def source_commit() -> str:
 
 def machine() -> str:
     """Describe the machine in words: processor, cores, accelerator."""
-    import os
-
     import torch
 
     name = platform.processor() or platform.machine()

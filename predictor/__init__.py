@@ -29,12 +29,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointError": "predictor.models.hidden_state_mlp",
-    "ModelMismatchError": "predictor.models.hidden_state_mlp",
-    "RemainingLengthMLP": "predictor.models.remaining_length_mlp",
-    "RequestRows": "predictor.models.hidden_state_mlp",
-    "SurvivalMLP": "predictor.models.survival_mlp",
-    "load_predictor": "predictor.models.checkpoint",
+    **dict.fromkeys(("CheckpointError", "ModelMismatchError", "RequestRows"), "hidden_state_mlp"),
+    "RemainingLengthMLP": "remaining_length_mlp",
+    "SurvivalMLP": "survival_mlp",
+    "load_predictor": "checkpoint",
 }
 
 
@@ -43,7 +41,7 @@ if not TYPE_CHECKING:  # a type checker would take it for any name
     def __getattr__(name):
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name]), name)
+        return getattr(import_module(f"predictor.models.{_MODULES[name]}"), name)
 
     def __dir__():
         return sorted({*globals(), *__all__})

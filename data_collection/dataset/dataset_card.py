@@ -1,5 +1,6 @@
 """The dataset card, generated from what was recorded."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from data_collection.atomic_file import write_text_atomically
@@ -36,7 +37,7 @@ tokens the request still generated after it.
 | stored as | {dtype} |
 | captured | when the number of generated tokens is a multiple of k = {k}, from 0 on |
 | engine | {engine}, model computed in {model_dtype} |
-| rows lost | {dropped} dropped, {refused} refused for a value outside {dtype} |
+| rows lost | {dropped_rows} dropped, {refused_rows} refused for a value outside {dtype} |
 
 ```python
 from datasets import load_dataset
@@ -67,20 +68,7 @@ def write_card(dataset: Path) -> None:
             + (f"; sampling {session.sampling}" if session.sampling else "")
             + (f"; workload {session.workload}" if session.workload else "")
         )
-    text = _CARD.format(
-        model=last.model,
-        revision=last.revision,
-        layer=last.layer,
-        normalisation=last.normalisation,
-        hidden_size=last.hidden_size,
-        dtype=last.dtype,
-        k=last.k,
-        engine=last.engine,
-        model_dtype=last.model_dtype,
-        rows=sum(session.rows for session in sessions),
-        requests=sum(session.requests for session in sessions),
-        dropped=sum(session.dropped_rows for session in sessions),
-        refused=sum(session.refused_rows for session in sessions),
-        sessions="\n".join(lines),
-    )
+    counts = ("rows", "requests", "dropped_rows", "refused_rows")
+    sums = {name: sum(getattr(session, name) for session in sessions) for name in counts}
+    text = _CARD.format(**asdict(last) | sums | {"sessions": "\n".join(lines)})
     write_text_atomically(dataset / "README.md", text)

@@ -1,6 +1,8 @@
 """The dataset's tables: one row a captured step, one row a request."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data_collection.atomic_file import write_text_atomically
 from data_collection.text_file import read_text
@@ -19,6 +22,8 @@ __all__ = [
     "DatasetError",
     "Session",
     "SplitName",
+    "open_shard",
+    "read_columns",
     "read_sessions",
     "requests_files",
     "rows_files",
@@ -26,6 +31,13 @@ __all__ = [
     "split_requests",
     "vector_type",
 ]
+
+IntArray = npt.NDArray[np.int64]
+SplitName = Literal["train", "validation", "test"]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
+SERVER_STOPPED = "server_stopped"
+"""Finish reason of requests that were still running when the engine stopped."""
 
 
 class DatasetError(ValueError):
@@ -45,47 +57,42 @@ def rows_schema(hidden_size: int, dtype: str) -> pa.Schema:
     bound where the request was cut (``length``, ``abort``, ``server_stopped``).
     """
     return pa.schema(
-        [
-            ("request_id", pa.string()),
-            ("step_index", pa.int64()),
-            ("prompt_tokens", pa.int32()),
-            ("generated_tokens", pa.int32()),
-            ("hidden_state", vector_type(hidden_size, dtype)),
-            ("remaining_tokens", pa.int32()),
-            ("censored", pa.bool_()),
-            ("finish_reason", pa.string()),
-            ("max_tokens", pa.int32()),
-            ("source", pa.string()),
-            ("task", pa.string()),
-        ]
+        {
+            "request_id": pa.string(),
+            "step_index": pa.int64(),
+            "prompt_tokens": pa.int32(),
+            "generated_tokens": pa.int32(),
+            "hidden_state": vector_type(hidden_size, dtype),
+            "remaining_tokens": pa.int32(),
+            "censored": pa.bool_(),
+            "finish_reason": pa.string(),
+            "max_tokens": pa.int32(),
+            "source": pa.string(),
+            "task": pa.string(),
+        }
     )
 
 
 REQUESTS_SCHEMA = pa.schema(
-    [
-        ("request_id", pa.string()),
-        ("external_id", pa.string()),
-        ("prompt_index", pa.int32()),
-        ("sample_index", pa.int32()),
-        ("prompt_tokens", pa.int32()),
-        ("total_tokens", pa.int32()),
-        ("censored", pa.bool_()),
-        ("finish_reason", pa.string()),
-        ("max_tokens", pa.int32()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("source", pa.string()),
-        ("task", pa.string()),
-        ("rows", pa.int32()),
-        ("prompt_token_ids", pa.list_(pa.int32())),
-        ("output_token_ids", pa.list_(pa.int32())),
-    ]
+    {
+        "request_id": pa.string(),
+        "external_id": pa.string(),
+        "prompt_index": pa.int32(),
+        "sample_index": pa.int32(),
+        "prompt_tokens": pa.int32(),
+        "total_tokens": pa.int32(),
+        "censored": pa.bool_(),
+        "finish_reason": pa.string(),
+        "max_tokens": pa.int32(),
+        "temperature": pa.float64(),
+        "top_p": pa.float64(),
+        "source": pa.string(),
+        "task": pa.string(),
+        "rows": pa.int32(),
+        "prompt_token_ids": pa.list_(pa.int32()),
+        "output_token_ids": pa.list_(pa.int32()),
+    }
 )
-
-SERVER_STOPPED = "server_stopped"
-"""Finish reason of requests that were still running when the engine stopped."""
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
 @dataclass
@@ -94,16 +101,11 @@ class Session:
 
     Attributes:
         name: start time and process, unique within the dataset.
-        model: name of the served model.
-        revision: its revision, or a digest of its weights.
         hidden_size: d.
-        layer: which hidden state was captured.
         normalisation: what was applied to it.
         dtype: type the vectors are stored in.
         k: tokens between two rows of a request.
-        engine: engine and version.
         runner: the model runner that was read.
-        headway: version of Headway.
         model_dtype: type the model computed in.
         started: ISO time.
         closed: ISO time of an orderly end, or None while running or when killed.
@@ -177,6 +179,35 @@ def read_sessions(dataset: Path) -> list[Session]:
     return sorted(sessions, key=lambda session: session.started)
 
 
+@contextmanager
+def open_shard(file: Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet shard to read from it.
+
+    Raises:
+        DatasetError: it is not a whole Parquet file, or reading from it fails.
+    """
+    try:
+        with pq.ParquetFile(file) as shard:
+            yield shard
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise DatasetError(
+            f"{file}: not a whole Parquet file ({error}); move it away to use the rest"
+        ) from error
+
+
+def read_columns(files: Iterable[Path], columns: list[str]) -> pa.Table:
+    """Return columns of shards, one after another; a table without columns if there are none.
+
+    Raises:
+        DatasetError: a shard is not a whole Parquet file.
+    """
+    tables = []
+    for file in files:
+        with open_shard(file) as shard:
+            tables.append(shard.read(columns=columns))
+    return pa.concat_tables(tables) if tables else pa.table({})
+
+
 def rows_files(dataset: Path) -> list[Path]:
     """Return the Parquet shards with rows, in order."""
     return sorted((dataset / "data").glob("rows-*.parquet"))
@@ -185,11 +216,6 @@ def rows_files(dataset: Path) -> list[Path]:
 def requests_files(dataset: Path) -> list[Path]:
     """Return the Parquet shards with requests, in order."""
     return sorted((dataset / "data").glob("requests-*.parquet"))
-
-
-SplitName = Literal["train", "validation", "test"]
-
-IntArray = npt.NDArray[np.int64]
 
 
 def split_requests(

@@ -8,27 +8,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.atomic_file import replace_file
-from data_collection.dataset.dataset_schema import DatasetError, read_sessions, requests_files
-from data_collection.dataset.validate_dataset import open_shard
+from data_collection.dataset.dataset_schema import (
+    REQUESTS_SCHEMA,
+    DatasetError,
+    open_shard,
+    read_sessions,
+    requests_files,
+)
 
 __all__ = ["TRANSCRIPTS_SCHEMA", "export_transcripts"]
 
-TRANSCRIPTS_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("sample_index", pa.int32()),
-        ("prompt_token_ids", pa.list_(pa.int32())),
-        ("output_token_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("max_tokens", pa.int32()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("source", pa.string()),
-        ("task", pa.string()),
-    ]
+_SHARED = (
+    *("prompt_token_ids", "output_token_ids", "finish_reason", "max_tokens"),
+    *("temperature", "top_p", "source", "task"),
 )
-
-_SHARED = TRANSCRIPTS_SCHEMA.names[2:]
+TRANSCRIPTS_SCHEMA = pa.schema(
+    [("id", pa.string()), *(REQUESTS_SCHEMA.field(name) for name in ("sample_index", *_SHARED))]
+)
 
 
 def export_transcripts(dataset: Path, out: Path) -> None:

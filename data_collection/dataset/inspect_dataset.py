@@ -15,11 +15,11 @@ from data_collection.atomic_file import replace_file
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     Session,
+    read_columns,
     read_sessions,
     requests_files,
     rows_files,
 )
-from data_collection.dataset.validate_dataset import open_shard
 
 __all__ = ["inspect"]
 
@@ -46,8 +46,8 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
     sessions = read_sessions(dataset)
     rows_shards = rows_files(dataset)
     names = ["prompt_tokens", "total_tokens", "censored", "finish_reason", "source", "task"]
-    requests = _read(requests_files(dataset), names)
-    rows = _read(rows_shards, ["generated_tokens"])
+    requests = read_columns(requests_files(dataset), names)
+    rows = read_columns(rows_shards, ["generated_tokens"])
     if not requests.num_rows or not rows.num_columns:
         raise DatasetError(f"{dataset}: nothing was recorded yet")
     generated = _integers(rows, "generated_tokens")
@@ -56,9 +56,28 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
 
     print(f"# {dataset.name}: {sessions[-1].model}\n")
     print(f"{len(generated):,} rows of {len(total):,} requests in {len(rows_shards)} shards\n")
-    _print_sessions(sessions)
-    _print_lengths(total, _integers(requests, "prompt_tokens"))
-    _print_ends(requests)
+    _print_table(
+        "Sessions",
+        ("session", "rows", "requests", "dropped rows", "refused rows", "closed"),
+        [
+            (s.name, s.rows, s.requests, s.dropped_rows, s.refused_rows, s.closed or "no")
+            for s in sessions
+        ],
+    )
+    _print_table(
+        "Lengths in tokens",
+        ("", "mean", "P50", "P90", "P95", "P99", "max"),
+        [_lengths("output", total), _lengths("prompt", _integers(requests, "prompt_tokens"))],
+    )
+    reasons = Counter(requests["finish_reason"].to_pylist())
+    _print_table(
+        "How requests ended",
+        ("finish reason", "requests", "share", "remaining length"),
+        [
+            (reason, n, f"{n / len(total):.1%}", "known" if reason == "stop" else "censored")
+            for reason, n in reasons.most_common()
+        ],
+    )
     for column in ("task", "source"):
         _print_shares(column, requests[column].to_pylist())
 
@@ -69,17 +88,14 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
     print(f"figure: {target}")
 
 
-def _read(files: Iterable[Path], columns: list[str]) -> pa.Table:
-    tables = []
-    for file in files:
-        with open_shard(file) as shard:
-            tables.append(shard.read(columns=columns))
-    return pa.concat_tables(tables) if tables else pa.table({})
-
-
 def _integers(table: pa.Table, column: str) -> IntArray:
     values: IntArray = table[column].to_numpy().astype(np.int64)
     return values
+
+
+def _lengths(name: str, lengths: IntArray) -> Row:
+    quantiles = np.quantile(lengths, (0.5, 0.9, 0.95, 0.99))
+    return (name, float(lengths.mean()), *map(float, quantiles), int(lengths.max()))
 
 
 def _print_table(title: str, header: Row, rows: Iterable[Row]) -> None:
@@ -93,46 +109,6 @@ def _print_table(title: str, header: Row, rows: Iterable[Row]) -> None:
         ]  # fmt: skip
         print("| " + " | ".join(cells) + " |")
     print()
-
-
-def _print_sessions(sessions: list[Session]) -> None:
-    _print_table(
-        "Sessions",
-        ("session", "rows", "requests", "dropped rows", "refused rows", "closed"),
-        [
-            (s.name, s.rows, s.requests, s.dropped_rows, s.refused_rows, s.closed or "no")
-            for s in sessions
-        ],
-    )
-
-
-def _print_lengths(total: IntArray, prompt: IntArray) -> None:
-    def distribution(name: str, lengths: IntArray) -> Row:
-        quantiles = np.quantile(lengths, (0.5, 0.9, 0.95, 0.99))
-        return (name, float(lengths.mean()), *map(float, quantiles), int(lengths.max()))
-
-    _print_table(
-        "Lengths in tokens",
-        ("", "mean", "P50", "P90", "P95", "P99", "max"),
-        [distribution("output", total), distribution("prompt", prompt)],
-    )
-
-
-def _print_ends(requests: pa.Table) -> None:
-    reasons = Counter(requests["finish_reason"].to_pylist())
-    _print_table(
-        "How requests ended",
-        ("finish reason", "requests", "share", "remaining length"),
-        [
-            (
-                reason,
-                count,
-                f"{count / requests.num_rows:.1%}",
-                "known" if reason == "stop" else "censored",
-            )
-            for reason, count in reasons.most_common()
-        ],
-    )
 
 
 def _print_shares(column: str, values: list[str]) -> None:
@@ -150,14 +126,7 @@ def _print_shares(column: str, values: list[str]) -> None:
 def _draw(
     session: Session, total: IntArray, censored: npt.NDArray[np.bool_], generated: IntArray
 ) -> Figure:
-    """Draw the length histogram (as STAR, Figure 2), its ECDF, and rows by progress.
-
-    Args:
-        session: names the model and k.
-        total: [n_requests] generated tokens.
-        censored: [n_requests] whether the request was cut.
-        generated: [n_rows] n of every row.
-    """
+    """Draw the length histogram (as STAR, Figure 2), its ECDF, and rows by progress."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"{session.model}: {len(total):,} requests, {len(generated):,} rows")
     lengths, cumulated, progress = figure.subplots(1, 3)

@@ -9,11 +9,11 @@ from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     Session,
+    read_columns,
     read_sessions,
     requests_files,
     rows_files,
 )
-from data_collection.dataset.validate_dataset import open_shard
 
 __all__ = ["merge"]
 
@@ -83,17 +83,13 @@ def _shards(datasets: list[Path]) -> dict[str, Path]:
     owner: dict[str, Path] = {}
     for dataset in datasets:
         # Rows are listed first: a recorder that runs meanwhile renames its rows last.
-        rows = rows_files(dataset)
-        requests = requests_files(dataset)
-        for file in (*rows, *requests):
+        for file in (*rows_files(dataset), *requests_files(dataset)):
             if file.name in shards:
                 raise DatasetError(
                     f"{shards[file.name].parent.parent} and {dataset} both hold {file.name}"
                 )
-            with open_shard(file) as shard:
-                columns = ["request_id"] if file in requests else []
-                names = shard.read(columns=columns).to_pydict().get("request_id", [])
-            for name in names:
+            columns = ["request_id"] if file.name.startswith("requests-") else []
+            for name in read_columns([file], columns).to_pydict().get("request_id", []):
                 if name in owner:
                     raise DatasetError(f"{owner[name]} and {dataset} both hold request {name}")
                 owner[name] = dataset

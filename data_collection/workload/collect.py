@@ -1,13 +1,10 @@
 """`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
 
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.requests import RequestName, parse_request_id
@@ -15,6 +12,7 @@ from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     SERVER_STOPPED,
     DatasetError,
+    read_columns,
     read_sessions,
     requests_files,
 )
@@ -34,13 +32,12 @@ from data_collection.workload.engine_requests import (
     prompt_requests,
     transcript_requests,
 )
-from data_collection.workload.prompts import PromptError, load_prompts
-from data_collection.workload.transcripts import load_transcripts
+from data_collection.workload.prompts import PromptError, load_prompts, load_transcripts
 
 __all__ = ["collect", "done_prompts"]
 
 _LOG = "engine.log"
-_ENDED = pa.array(["stop", "length", "repetition"])
+_ENDED = ("stop", "length", "repetition")
 
 
 def collect(
@@ -89,12 +86,8 @@ def collect(
     )
     replays = transcripts is not None
     recording = {"path": str(out.resolve()), "dtype": record.dtype, "replays": replays}
-    capture = {
-        "headway": {
-            "k": record.k,
-            "record": {**recording, "flush_seconds": record.flush_seconds},
-        }
-    }
+    recording |= {"flush_seconds": record.flush_seconds}
+    capture = {"headway": {"k": record.k, "record": recording}}
     read_capture_config(capture, CaptureConfig)
     if work.n_done:
         print(f"{work.n_done} of {work.n_done + work.n_left} {work.what} are done already")
@@ -167,33 +160,21 @@ def _transcripts(out: Path, path: Path, limit: int | None, model: str) -> _Work:
                 "answers that it did not give"
             )
     done = _done_answers(out)
-    left = [
-        transcript
-        for transcript in file.transcripts
-        if parse_request_id(transcript.request_id) not in done
-    ]
+    left = [one for one in file.transcripts if parse_request_id(one.request_id) not in done]
     n_done = len(file.transcripts) - len(left)
     return _Work(transcript_requests(left), "transcripts", len(left), n_done)
 
 
 def _done_answers(dataset: Path) -> set[RequestName]:
     """Return the names of all answers in the dataset; of replays only whole ones are kept."""
-    columns = list(RequestName._fields)
-    return {
-        RequestName(**row)
-        for file in requests_files(dataset)
-        for row in pq.read_table(file, columns=columns).to_pylist()
-    }
+    names = read_columns(requests_files(dataset), list(RequestName._fields)).to_pylist()
+    return {RequestName(**name) for name in names}
 
 
 def _recorded_answers(dataset: Path) -> int:
     """Return how many answers that ended are in the dataset."""
-    reasons = [
-        reason
-        for file in requests_files(dataset)
-        for reason in pq.read_table(file, columns=["finish_reason"])["finish_reason"].to_pylist()
-    ]
-    return len(reasons) - reasons.count(SERVER_STOPPED)
+    ends = read_columns(requests_files(dataset), ["finish_reason"]).to_pylist()
+    return sum(end["finish_reason"] != SERVER_STOPPED for end in ends)
 
 
 def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOptions) -> None:
@@ -212,12 +193,8 @@ def done_prompts(dataset: Path, n: int) -> set[str]:
 
     Answers cut by a stop of the server or by a leaving client do not count.
     """
-    counts: dict[str, int] = {}
-    for file in requests_files(dataset):
-        table = pq.read_table(file, columns=["external_id", "finish_reason"])
-        ended = pc.is_in(table["finish_reason"], value_set=_ENDED)
-        for name in table.filter(ended)["external_id"].to_pylist():
-            counts[name] = counts.get(name, 0) + 1
+    answers = read_columns(requests_files(dataset), ["external_id", "finish_reason"]).to_pylist()
+    counts = Counter(one["external_id"] for one in answers if one["finish_reason"] in _ENDED)
     return {name.removeprefix(ID_PREFIX) for name, count in counts.items() if count >= n}
 
 

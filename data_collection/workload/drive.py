@@ -24,19 +24,16 @@ from data_collection.workload.prompts import PromptError
 
 __all__ = ["CollectionError", "Terminal", "drive", "engine_output_to", "last_lines"]
 
-
 _SHOWN_LINES = 15
 _READ_AT_END = 64 << 10
+_STATUS_SECONDS = 1.0
+_SCREEN_SECONDS, _LINE_SECONDS = 0.1, 10.0
+_KV_CACHE_GIB = 4
+"""Memory of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise."""
 
 
 class Terminal(NamedTuple):
-    """Where a person reads.
-
-    Attributes:
-        out: standard output.
-        err: standard error.
-        log: where the engine's messages go; None: here too.
-    """
+    """Where a person reads, and the log in which the engine's messages go; None: here too."""
 
     out: TextIO
     err: TextIO
@@ -48,13 +45,7 @@ def engine_output_to(log: Path | None) -> Iterator[Terminal]:
     """Append the standard output and error of this process and its children to a file.
 
     The file descriptors are redirected, not Python's streams alone: libraries in C and the
-    engine's own processes write to the descriptors.
-
-    Args:
-        log: created with its folder; None redirects nothing.
-
-    Yields:
-        Standard output and error as they were.
+    engine's own processes write to the descriptors. Without a file nothing is redirected.
     """
     if log is None:
         yield Terminal(sys.stdout, sys.stderr)
@@ -86,10 +77,6 @@ def last_lines(log: Path | None) -> str:
     return "".join(f"\n  {line}" for line in [f"{log} ends:", *lines])
 
 
-_STATUS_SECONDS = 1.0
-_SCREEN_SECONDS, _LINE_SECONDS = 0.1, 10.0
-
-
 class CollectionError(RuntimeError):
     """A collection ended early; the message says what is kept and what was lost."""
 
@@ -112,11 +99,7 @@ def drive(
 
 
 class _Drive:
-    """One run over the requests: counts, progress bar and the reasons to stop.
-
-    Attributes:
-        ended: answers that have.
-    """
+    """One run over the requests: counts, progress bar and the reasons to stop."""
 
     def __init__(self, arrivals: Arrivals, terminal: Terminal) -> None:
         self.ended = 0
@@ -176,11 +159,9 @@ class _Drive:
     def _that_fit(self, engine: AsyncLLM, requests: list[EngineRequest]) -> list[EngineRequest]:
         """Leave out, by name, what does not fit the model."""
         longest = engine.model_config.max_model_len
-        too_long = [request for request in requests if len(request.token_ids) >= longest]
+        too_long = [one for one in requests if len(one.token_ids) >= longest]
         if too_long:
-            named = ", ".join(
-                f"{request.name} ({len(request.token_ids)} tokens)" for request in too_long[:5]
-            )
+            named = ", ".join(f"{one.name} ({len(one.token_ids)} tokens)" for one in too_long[:5])
             message = (
                 f"{len(too_long)} prompts are longer than the model's {longest} tokens and left "
                 f"out: {named}{' ...' if len(too_long) > 5 else ''}"
@@ -188,7 +169,7 @@ class _Drive:
             if len(too_long) == len(requests):
                 raise PromptError(message)
             print(message, file=self._terminal.err)
-        return [request for request in requests if len(request.token_ids) < longest]
+        return [one for one in requests if len(one.token_ids) < longest]
 
     async def _send_all(self, engine: AsyncLLM, requests: list[EngineRequest]) -> None:
         """Start every request when it arrives and a place is free; return when all ended."""
@@ -246,13 +227,13 @@ class _Drive:
             self._status = next(reply for reply in replies if reply["recording"])
             now = time.monotonic()
             if self._bar is not None:
-                self._bar.set_postfix_str(
-                    f"{self._status['rows']} rows, "
-                    f"{(self._tokens - tokens) / (now - then):.0f} tokens/s"
-                    + (f", {self._status['dropped_rows']} dropped" * self._has("dropped_rows"))
-                    + (f", {self._status['refused_rows']} refused" * self._has("refused_rows")),
-                    refresh=self._terminal.err.isatty(),
+                rate = (self._tokens - tokens) / (now - then)
+                lost = (
+                    f"{self._status.get(f'{how}_rows', 0)} {how}" for how in ("dropped", "refused")
                 )
+                shown = [f"{self._status['rows']} rows, {rate:.0f} tokens/s"]
+                shown += [count for count in lost if not count.startswith("0 ")]
+                self._bar.set_postfix_str(", ".join(shown), refresh=self._terminal.err.isatty())
             tokens, then = self._tokens, now
             if self._status["error"]:
                 raise CollectionError(
@@ -260,6 +241,3 @@ class _Drive:
                     f"valid dataset; {self._status['unwritten_rows']} rows could not be written. "
                     "Fix the cause and run the same command again to resume"
                 )
-
-    def _has(self, count: str) -> bool:
-        return bool(self._status.get(count, 0))

@@ -77,13 +77,7 @@ class RecordOptions:
 
 
 def engine_arguments(model: str, capture: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a vLLM engine that captures.
-
-    Args:
-        model: folder or Hugging Face id.
-        capture: `additional_config`, see `capture_config`.
-        extra: further arguments of vLLM's `EngineArgs`, which take precedence.
-    """
+    """Return the arguments of a vLLM engine that captures; ``extra`` ones take precedence."""
     return {
         "model": model,
         "worker_cls": "data_collection.vllm_worker.HeadwayWorker",

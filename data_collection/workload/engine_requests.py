@@ -6,23 +6,14 @@ from typing import Any
 
 from data_collection.capture.requests import Replay
 from data_collection.workload.engine_options import ID_PREFIX, Sampling
-from data_collection.workload.prompts import Prompt, PromptError
-from data_collection.workload.transcripts import Transcript
+from data_collection.workload.prompts import Prompt, PromptError, Transcript
 
 __all__ = ["EngineRequest", "RequestSource", "prompt_requests", "transcript_requests"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request, in the terms of the engine.
-
-    Attributes:
-        id: what the engine calls it.
-        name: what messages call it.
-        token_ids: what it is given as the prompt.
-        sampling: how it samples.
-        extra_args: what is attached for the worker that records.
-    """
+    """A request, in the terms of the engine; ``extra_args`` go to the worker that records."""
 
     id: str
     name: str
@@ -58,11 +49,7 @@ def transcript_requests(transcripts: list[Transcript]) -> RequestSource:
 
     It raises `PromptError` where a token id is outside the model's vocabulary.
     """
-
-    def make(tokenizer: Any) -> list[EngineRequest]:
-        return [_replayed(tokenizer, transcript) for transcript in transcripts]
-
-    return make
+    return lambda tokenizer: [_replayed(tokenizer, transcript) for transcript in transcripts]
 
 
 def _replayed(tokenizer: Any, transcript: Transcript) -> EngineRequest:
@@ -90,14 +77,10 @@ def _replayed(tokenizer: Any, transcript: Transcript) -> EngineRequest:
     )
 
 
-def _are_ids(sequence: Any) -> bool:
-    return isinstance(sequence, list) and isinstance(sequence[0], int)
-
-
 def _token_ids(tokenizer: Any, transcript: Transcript) -> tuple[list[int], list[int]]:
     """Return prompt and answer as token ids; text that the model ended is ended likewise."""
     prompt: Any = transcript.prompt
-    if not _are_ids(prompt):
+    if not isinstance(prompt[0], int):
         prompt = _templated(tokenizer, prompt)
     answer: Any = transcript.answer
     if isinstance(answer, str):

@@ -17,8 +17,13 @@ from data_collection.dataset.dataset_schema import split_requests
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier
 from predictor.evaluation.figures import draw_figures
-from predictor.evaluation.report import markdown_report
-from predictor.evaluation.result import AgeScores, Calibration, Evaluation, MethodResult
+from predictor.evaluation.report import (
+    AgeScores,
+    Calibration,
+    Evaluation,
+    MethodResult,
+    markdown_report,
+)
 from predictor.evaluation.survival_metrics import (
     Outcomes,
     d_calibration,
@@ -37,16 +42,15 @@ from predictor.training.rows_data_module import request_rows
 
 __all__ = ["evaluate", "median_latency_ms"]
 
+_BINS = 8
+
 
 def median_latency_ms(
     call: Callable[[], object], seconds: float = 2.0, calls: tuple[int, int] = (5, 1000)
 ) -> float:
     """Return the median time of a call in milliseconds, on one thread, after a warm-up.
 
-    Args:
-        call: one prediction of one batch.
-        seconds: keep calling for so long,
-        calls: but at least and at most so many times.
+    Called for so many seconds, but at least and at most so many times.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -61,9 +65,6 @@ def median_latency_ms(
     finally:
         torch.set_num_threads(threads)
     return float(np.median(times)) * 1e3
-
-
-_BINS = 8
 
 
 def evaluate(

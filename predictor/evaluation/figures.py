@@ -1,17 +1,19 @@
 """The evaluation's figures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from data_collection.atomic_file import replace_file
-from predictor.evaluation.result import (
+from predictor.evaluation.report import (
+    BY_AGE,
     LABELS,
     OWN_NAME,
-    AgeScores,
     Calibration,
     Evaluation,
     MethodResult,
@@ -34,10 +36,7 @@ def draw_figures(
         evaluation: what was found.
         remaining: [n_rows] tokens that came.
         predicted: [n_rows] the predictor's own medians.
-        folder: where the PNG files go.
-
-    Returns:
-        Their paths.
+        folder: where the PNG files go, whose paths are returned.
     """
     methods = {OWN_NAME: evaluation.own, **evaluation.comparators}
     figures = {
@@ -56,9 +55,7 @@ def draw_figures(
     return paths
 
 
-def _errors(methods: Mapping[str, MethodResult]) -> Any:
-    from matplotlib.figure import Figure
-
+def _errors(methods: Mapping[str, MethodResult]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     ages, totals = figure.add_subplot(121), figure.add_subplot(122)
     for name, result in methods.items():
@@ -74,25 +71,16 @@ def _errors(methods: Mapping[str, MethodResult]) -> Any:
 
 
 def _by_age(methods: Mapping[str, MethodResult]) -> Any:
-    from matplotlib.figure import Figure
-
-    panels: tuple[tuple[str, Callable[[AgeScores], float | None]], ...] = (
-        ("integrated Brier score", lambda age: age.scores.ibs),
-        ("AUC of “ends within 80 tokens”", lambda age: age.scores.auc_within["80"]),
-        (
-            "coverage of the 80% interval",
-            lambda age: age.scores.coverage["80"] if age.scores.coverage else None,
-        ),
-    )
+    _, brier, auc, _, coverage = BY_AGE
     figure = Figure(figsize=(13, 4), layout="constrained")
-    for i, (title, value) in enumerate(panels):
+    for i, (title, value, _form) in enumerate((brier, auc, coverage)):
         axes = figure.add_subplot(1, 3, i + 1)
         for name, result in methods.items():
             values = [value(age) for age in result.by_generated]
             if any(v is not None for v in values):
                 shown = [np.nan if v is None else v for v in values]
                 _line(axes, name, result.by_generated, shown)
-        if "coverage" in title:
+        if title == coverage.title:
             axes.axhline(0.8, color="0.5", linewidth=1, linestyle="--")
             axes.set_ylim(0, 1)
         _finish(axes, "tokens already generated", title)
@@ -100,9 +88,7 @@ def _by_age(methods: Mapping[str, MethodResult]) -> Any:
     return figure
 
 
-def _truth(remaining: npt.NDArray[np.int64], predicted: npt.NDArray[Any]) -> Any:
-    from matplotlib.figure import Figure
-
+def _truth(remaining: npt.NDArray[np.int64], predicted: npt.NDArray[Any]) -> Figure:
     figure = Figure(figsize=(5, 4.6), layout="constrained")
     axes = figure.add_subplot()
     limit = float(max(remaining.max(), predicted.max()))
@@ -117,9 +103,7 @@ def _truth(remaining: npt.NDArray[np.int64], predicted: npt.NDArray[Any]) -> Any
     return figure
 
 
-def _calibration(found: Calibration) -> Any:
-    from matplotlib.figure import Figure
-
+def _calibration(found: Calibration) -> Figure:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.add_subplot(121)
     axes.plot([0, 1], [0, 1], color="0.5", linewidth=1)
@@ -138,7 +122,7 @@ def _calibration(found: Calibration) -> Any:
     return figure
 
 
-def _line(axes: Any, name: str, bins: Any, values: list[float]) -> None:
+def _line(axes: Axes, name: str, bins: Any, values: list[float]) -> None:
     own = name == OWN_NAME
     axes.plot(
         [(bin.low + bin.high) / 2 for bin in bins],
@@ -151,7 +135,7 @@ def _line(axes: Any, name: str, bins: Any, values: list[float]) -> None:
     )
 
 
-def _finish(axes: Any, x: str, y: str) -> None:
+def _finish(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)

@@ -1,18 +1,182 @@
-"""The evaluation as a Markdown report."""
+"""What an evaluation found: as JSON, and as a Markdown report."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from predictor.evaluation.result import (
-    LABELS,
-    OWN_NAME,
-    AgeScores,
-    Evaluation,
-    MethodResult,
+from predictor.evaluation.survival_metrics import (
+    LEVELS,
+    WITHIN,
+    BinnedError,
+    ErrorSummary,
+    SurvivalScores,
 )
-from predictor.evaluation.survival_metrics import LEVELS, WITHIN, BinnedError
 
-__all__ = ["markdown_report"]
+__all__ = [
+    "BY_AGE",
+    "LABELS",
+    "OWN_NAME",
+    "AgeMeasure",
+    "AgeScores",
+    "Calibration",
+    "Evaluation",
+    "MethodResult",
+    "markdown_report",
+]
+
+
+OWN_NAME = "headway"
+"""The predictor's own name among the methods."""
+
+LABELS = {
+    OWN_NAME: "This predictor",
+    "regressor": "STAR regressor, cut rows left out",
+    "regressor_cut_as_ended": "STAR regressor, cut rows as ended",
+    "constant_median": "Constant median",
+    "kaplan_meier": "Kaplan–Meier by age",
+    "prompt_self_report": "Self-report (PiA)",
+    "auxiliary_encoder": "Auxiliary encoder (μ-Serve)",
+    "auxiliary_causal_lm": "Auxiliary LM (TetriInfer)",
+}
+"""What methods are called in tables and figures."""
+
+
+@dataclass(frozen=True)
+class AgeScores:
+    """A method's scores on the rows with low ≤ generated tokens < high."""
+
+    low: int
+    high: int
+    rows: int
+    mae: float
+    scores: SurvivalScores
+
+
+class AgeMeasure(NamedTuple):
+    """A measure along a request's life: its title, its value where it has one, how it is shown."""
+
+    title: str
+    value: Callable[[AgeScores], float | None]
+    form: str
+
+
+BY_AGE = (
+    AgeMeasure("MAE", lambda age: age.mae, ".1f"),
+    AgeMeasure("integrated Brier score", lambda age: age.scores.ibs, ".3f"),
+    AgeMeasure("AUC of “ends within 80 tokens”", lambda age: age.scores.auc_within["80"], ".3f"),
+    AgeMeasure("concordance", lambda age: age.scores.concordance, ".3f"),
+    AgeMeasure(
+        "coverage of the 80% interval", lambda age: (age.scores.coverage or {}).get("80"), ".1%"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What one method does on the test rows.
+
+    Attributes:
+        errors: of the forecast's median, over all rows.
+        mae_ended: MAE of the median over the rows of requests that ended by themselves.
+        mae_mean: MAE of the forecast's mean, over all rows.
+        latency_ms_batch1: median time of one prediction for one request, one CPU core.
+        latency_ms_batch10: the same for ten requests at once.
+        by_generated: errors and scores by tokens already generated.
+        by_total: MAE by what the request generated in the end.
+    """
+
+    errors: ErrorSummary
+    mae_ended: float
+    mae_mean: float
+    scores: SurvivalScores
+    parameters: int
+    training_seconds: float
+    latency_ms_batch1: float
+    latency_ms_batch10: float
+    by_generated: list[AgeScores]
+    by_total: list[BinnedError]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How the levels u = P(R ≤ r) of the ends are spread; evenly when calibrated.
+
+    Attributes:
+        d_shares: share of requests by decile of u, at the end of their prefill.
+        d_p_value: chi-squared test of evenness over those requests, which are independent.
+        nominal: levels at which the observed share was looked up.
+        observed: share of rows with u at most that.
+        observed_raw: the same before the recalibration.
+    """
+
+    d_shares: list[float]
+    d_p_value: float
+    nominal: list[float]
+    observed: list[float]
+    observed_raw: list[float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A predictor beside its comparators.
+
+    Attributes:
+        calibration: the predictor's own; None for a regressor.
+        cut_rows: those of requests that their ``max_tokens`` ended.
+        left_out_rows: rows of requests that were cut otherwise.
+        notes: what a reader must know, such as subsamples.
+    """
+
+    own: MethodResult
+    comparators: dict[str, MethodResult]
+    calibration: Calibration | None
+    n_requests: int
+    n_rows: int
+    cut_rows: int
+    left_out_rows: int
+    provenance: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON document: headline figures, the predictor's own, the comparators'."""
+        regressors = [r for name, r in self.comparators.items() if name.startswith("regressor")]
+        kaplan_meier = self.comparators.get("kaplan_meier")
+        document = {
+            "mae_median": self.own.errors.mae,
+            "mae_regressor": min((r.errors.mae for r in regressors), default=None),
+            "ibs": self.own.scores.ibs,
+            "ibs_kaplan_meier": kaplan_meier.scores.ibs if kaplan_meier else None,
+            "coverage": self.own.scores.coverage,
+            "auc_within": self.own.scores.auc_within,
+            **_flat(self.own),
+            "calibration": asdict(self.calibration) if self.calibration else None,
+            "n_requests": self.n_requests,
+            "n_rows": self.n_rows,
+            "rows_cut_at_max_tokens": self.cut_rows,
+            "rows_left_out": self.left_out_rows,
+            "comparators": {name: _flat(result) for name, result in self.comparators.items()},
+            "notes": self.notes,
+            "provenance": self.provenance,
+        }
+        known: dict[str, Any] = _nan_as_none(document)
+        return known
+
+
+def _nan_as_none(value: Any) -> Any:
+    """Write what no row was there to measure as null: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _nan_as_none(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_nan_as_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _flat(result: MethodResult) -> dict[str, Any]:
+    flat = asdict(result)
+    by_generated = [{**bin.pop("scores"), **bin} for bin in flat.pop("by_generated")]
+    return {**flat.pop("errors"), **flat.pop("scores"), **flat, "by_generated": by_generated}
 
 
 def markdown_report(evaluation: Evaluation, figures: list[Path]) -> str:
@@ -33,13 +197,9 @@ def markdown_report(evaluation: Evaluation, figures: list[Path]) -> str:
         *_survival(methods),
         *_calibration(evaluation),
     ]
-    by_age = {name: result.by_generated for name, result in methods.items()}
-    lines += _by_age("MAE", by_age, lambda age: f"{age.mae:.1f}")
-    lines += _by_age("integrated Brier score", by_age, lambda age: f"{age.scores.ibs:.3f}")
-    lines += _by_age("AUC of “ends within 80 tokens”", by_age, _auc_80)
-    lines += _by_age("concordance", by_age, lambda age: _optional(age.scores.concordance))
-    lines += _by_age("coverage of the 80% interval", by_age, _coverage_80)
-    lines += _by_total({name: result.by_total for name, result in methods.items()})
+    for measure in BY_AGE:
+        lines += _by_age(measure, methods)
+    lines += _by_total(methods)
     if evaluation.notes:
         lines += ["", "## Notes", ""] + [f"- {note}" for note in evaluation.notes]
     lines += ["", *(f"![{path.stem}]({path.name})" for path in figures), ""]
@@ -51,15 +211,16 @@ def _errors(methods: Mapping[str, MethodResult]) -> list[str]:
     lines = [
         "| method | MAE | median AE | P90 AE | MAE of the mean | MAE, ended by itself "
         "| parameters | training | latency, batch 1 | batch 10 |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|" + "---:|" * 9,
     ]
     for name, result in methods.items():
-        mae = f"{result.errors.mae:.1f}"
+        mae, parameters = f"{result.errors.mae:.1f}", result.parameters
+        count = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else parameters
         lines.append(
             f"| {LABELS[name]} | {f'**{mae}**' if result is best else mae} "
             f"| {result.errors.median_ae:.1f} | {result.errors.p90_ae:.1f} "
             f"| {result.mae_mean:.1f} | {result.mae_ended:.1f} "
-            f"| {_count(result.parameters)} | {result.training_seconds:.0f} s "
+            f"| {count} | {result.training_seconds:.0f} s "
             f"| {result.latency_ms_batch1:.2f} ms | {result.latency_ms_batch10:.2f} ms |"
         )
     return lines
@@ -123,47 +284,29 @@ def _calibration(evaluation: Evaluation) -> list[str]:
     ]
 
 
-def _by_age(
-    what: str, methods: Mapping[str, list[AgeScores]], cell: Callable[[AgeScores], str]
-) -> list[str]:
-    ages = next(iter(methods.values()))
-    rows = {
-        name: [cell(age) for age in found]
-        for name, found in methods.items()
-        if any(cell(age) != "–" for age in found)
-    }
-    return _binned(f"{what} by tokens already generated", ages, rows)
+def _by_age(measure: AgeMeasure, methods: Mapping[str, MethodResult]) -> list[str]:
+    rows = {}
+    for name, result in methods.items():
+        values = [measure.value(age) for age in result.by_generated]
+        if any(value is not None for value in values):
+            rows[name] = [_optional(value, measure.form) for value in values]
+    ages = next(iter(methods.values())).by_generated
+    return _binned(f"{measure.title} by tokens already generated", ages, rows)
 
 
-def _by_total(methods: Mapping[str, list[BinnedError]]) -> list[str]:
-    rows = {name: [f"{bin.mae:.1f}" for bin in found] for name, found in methods.items()}
-    return _binned("MAE by length of the answer", next(iter(methods.values())), rows)
+def _by_total(methods: Mapping[str, MethodResult]) -> list[str]:
+    rows = {name: [f"{bin.mae:.1f}" for bin in found.by_total] for name, found in methods.items()}
+    return _binned("MAE by length of the answer", next(iter(methods.values())).by_total, rows)
 
 
 def _binned(
-    title: str, bins: list[AgeScores] | list[BinnedError], rows: Mapping[str, list[str]]
+    title: str, bins: Sequence[AgeScores | BinnedError], rows: Mapping[str, list[str]]
 ) -> list[str]:
     head = " | ".join(f"{bin.low}–{bin.high - 1}" for bin in bins)
     lines = ["", f"## {title}", "", f"| tokens | {head} |", "|---|" + "---:|" * len(bins)]
     lines.append("| rows | " + " | ".join(str(bin.rows) for bin in bins) + " |")
-    for name, cells in rows.items():
-        lines.append(f"| {LABELS[name]} | " + " | ".join(cells) + " |")
-    return lines
+    return lines + [f"| {LABELS[name]} | {' | '.join(cells)} |" for name, cells in rows.items()]
 
 
-def _auc_80(age: AgeScores) -> str:
-    return _optional(age.scores.auc_within["80"])
-
-
-def _coverage_80(age: AgeScores) -> str:
-    return f"{age.scores.coverage['80']:.1%}" if age.scores.coverage else "–"
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _count(parameters: int) -> str:
-    if parameters >= 1e6:
-        return f"{parameters / 1e6:.1f} M"
-    return str(parameters)
+def _optional(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else format(value, form)

@@ -35,8 +35,9 @@ __all__ = [
     "within",
 ]
 
-
 FloatArray = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.floating[Any]]
+IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 WITHIN = (20, 80, 320)
@@ -162,16 +163,14 @@ def concordance(forecast: Forecast, outcomes: Outcomes) -> float | None:
     import torch
     from torchsurv.metrics.cindex import ConcordanceIndex
 
-    step = -(-len(outcomes) // _CONCORDANCE_ROWS)
-    rows = np.arange(0, len(outcomes), step)
+    rows = np.arange(0, len(outcomes), -(-len(outcomes) // _CONCORDANCE_ROWS))
     some = outcomes.select(rows)
     if some.cut.all():
         return None
     first = some.remaining[~some.cut].min()
     if not ((some.remaining > first) | (some.cut & (some.remaining == first))).any():
         return None
-    index = ConcordanceIndex()
-    value = index(
+    value = ConcordanceIndex()(
         torch.from_numpy(-forecast.select(rows).uncapped().mean().astype(np.float32)),
         torch.from_numpy(~some.cut),
         torch.from_numpy(some.remaining.astype(np.float32)),
@@ -201,11 +200,6 @@ def coverage(levels: FloatArray, cut: BoolArray, level: float) -> float:
 
     Of a request that its cap ended, the part of "the cap" that lies inside counts, see
     `observed_share`.
-
-    Args:
-        levels: [n] from `levels_of`.
-        cut: [n].
-        level: of the interval, such as 0.8 for the 10th to the 90th percentile.
     """
     low, high = observed_share(levels, cut, [(1 - level) / 2, (1 + level) / 2])
     return float(high - low)
@@ -226,19 +220,9 @@ def d_calibration(levels: FloatArray, cut: BoolArray, bins: int = 10) -> tuple[F
     return shares, float(chisquare(shares * len(levels)).pvalue)
 
 
-Floats = npt.NDArray[np.floating[Any]]
-IntArray = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Absolute errors |ŷ - y| in tokens.
-
-    Attributes:
-        mae: their mean.
-        median_ae: their median.
-        p90_ae: their 90th percentile.
-    """
+    """Absolute errors |ŷ - y| in tokens."""
 
     mae: float
     median_ae: float
@@ -258,31 +242,20 @@ class BinnedError:
 def summarise_errors(predicted: Floats, remaining: IntArray) -> ErrorSummary:
     """Return mean, median and 90th percentile of the absolute error, in tokens.
 
-    Args:
-        predicted: [n_rows] predicted remaining tokens.
-        remaining: [n_rows] true remaining tokens.
-
     Raises:
         ValueError: the arrays are empty, differ in length or hold NaN.
     """
     errors = _absolute_errors(predicted, remaining)
-    return ErrorSummary(
-        mae=float(errors.mean()),
-        median_ae=float(np.median(errors)),
-        p90_ae=float(np.percentile(errors, 90)),
-    )
+    summary = errors.mean(), np.median(errors), np.percentile(errors, 90)
+    return ErrorSummary(*map(float, summary))
 
 
 def error_by_bin(
     predicted: Floats, remaining: IntArray, key: IntArray, edges: Sequence[int]
 ) -> list[BinnedError]:
-    """Return the MAE by a key: tokens already generated (STAR's Figure 7), or true length.
+    """Return the MAE by a key [n_rows]: tokens already generated (STAR's Figure 7), or true length.
 
-    Args:
-        predicted: [n_rows] predicted remaining tokens.
-        remaining: [n_rows] true remaining tokens.
-        key: [n_rows] what to bin by.
-        edges: ascending; bin i is [edges[i], edges[i+1]). Empty bins are left out.
+    Bin i is [edges[i], edges[i+1]); empty ones are left out.
     """
     errors = _absolute_errors(predicted, remaining)
     bins = []

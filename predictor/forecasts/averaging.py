@@ -54,12 +54,8 @@ def average_requests(
 ) -> FloatArray:
     """Average the curve of each row with those of the rows of its request before it.
 
-    Args:
-        edges: [n_edges] tokens from 0.
-        curves: [n_rows, n_edges] what each row says by itself.
-        request: [n_rows] which request a row is of.
-        generated: [n_rows] tokens generated then; rows may come in any order.
-        half_life: see `averaged`.
+    See `averaged`. Row i of ``curves`` [n_rows, n_edges] is what it says by itself, of request
+    ``request[i]`` when it had generated ``generated[i]`` tokens; rows may come in any order.
     """
     order = np.lexsort((generated, request))
     first = np.append(True, np.diff(request[order]) != 0)
@@ -74,12 +70,7 @@ def average_requests(
 
 
 class RunningAverages:
-    """The same while requests run: keeps the latest average of each.
-
-    Args:
-        edges: [n_edges] tokens from 0.
-        half_life: see `averaged`.
-    """
+    """The same while requests run: keeps the latest average of each."""
 
     def __init__(self, edges: npt.NDArray[Any], half_life: float) -> None:
         self._edges = edges

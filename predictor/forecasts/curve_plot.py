@@ -22,12 +22,7 @@ def axes_to_draw(ax: "Axes | None", width: float, height: float) -> Iterator["Ax
     """Give the axes to draw on while the context lasts.
 
     A figure made here has no background and colours that can be read on light and on dark pages
-    (`predictor/figure.mplstyle`); axes of the caller keep the caller's style.
-
-    Args:
-        ax: the caller's axes; None makes a figure.
-        width: of a new figure, in inches.
-        height: of a new figure, in inches.
+    (`predictor/figure.mplstyle`), of a size in inches; axes of the caller keep their own style.
     """
     if ax is not None:
         yield ax
@@ -49,13 +44,9 @@ FloatArray = npt.NDArray[np.float64]
 def draw_curves(
     tokens: npt.NDArray[Any], survival: FloatArray, interval: FloatArray, ax: "Axes | None"
 ) -> "Axes":
-    """Draw S(h) of some requests, each with its median and what lies in its 80% interval.
+    """Draw S(h) [n, n_h] of some requests, each with its median and its 80% interval, shaded.
 
-    Args:
-        tokens: [n_h] h, ascending from 0.
-        survival: [n, n_h] S(h).
-        interval: [n, 3] the 10, 50 and 90% quantile, in tokens.
-        ax: see `axes_to_draw`.
+    ``interval`` [n, 3] are the 10, 50 and 90% quantiles, in tokens.
     """
     with axes_to_draw(ax, 6.4, 3.4) as axes:
         for curve, (low, median, high) in zip(survival, np.ceil(interval), strict=True):

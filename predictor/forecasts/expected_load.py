@@ -48,17 +48,12 @@ def expected_load(
     n_instances: int,
     horizon: int,
 ) -> ExpectedLoad:
-    r"""Return Λ and V of every instance at the decode steps h = 0 .. horizon.
+    """Return Λ and V of every instance at the decode steps h = 0 .. horizon, see `ExpectedLoad`.
 
-    .. math:: \Lambda_g(h) = \sum_i S_i(h)(c_i + h), \quad
-              V_g(h) = \sum_i S_i(h)\big(1 - S_i(h)\big)(c_i + h)^2
-
-    with S as ``forecast.at`` gives it. One pass on one core, summed in float64; other threads
+    S is as ``forecast.at`` gives it. One pass on one core, summed in float64; other threads
     may run meanwhile. A `SurvivalForecast` is walked bin by bin, any other forecast is first
     laid on a grid of every token to the horizon. The first call compiles, for some seconds,
     unless an earlier process has.
-
-    Source: BF-IO lookahead, paper 'expected load'; Headway's own.
 
     Args:
         forecast: of the n_requests running requests.

@@ -1,7 +1,8 @@
 """Forecasts of the remaining length: survival curves, point forecasts, and what they share."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,56 +29,78 @@ class ForecastError(ValueError):
     """Arrays that are no forecast: another shape, a rising curve, a negative age."""
 
 
-class Forecast(Protocol):
+class Forecast(ABC):
     """What is known of the remaining tokens R of n requests that still run.
 
     S(h) = P(R > h): S(0) = 1 since a running request has a token to come, S never rises, and
     S(h) = 0 from the request's ``max_tokens`` on.
+
+    Attributes:
+        age: [n_requests] whole tokens generated since the prediction.
+        limit: [n_requests] remaining tokens at which the request is cut (``max_tokens`` less
+            those generated), counted from the prediction; infinite when there is none.
     """
 
+    __slots__ = ()
+    age: FloatArray
+    limit: FloatArray
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of requests."""
-        ...
 
+    @abstractmethod
     def at(self, h: npt.ArrayLike) -> FloatArray:
-        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several."""
-        ...
+        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several.
 
+        Raises:
+            ForecastError: an h is negative.
+        """
+
+    @abstractmethod
     def at_each(self, h: Tokens) -> FloatArray:
         """Return S_i(h_i), [n_requests], for a number of tokens of each request's own."""
-        ...
 
+    @abstractmethod
     def mean(self) -> FloatArray:
         """Return E[R] in tokens, [n_requests]."""
-        ...
+
+    @abstractmethod
+    def quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q].
+
+        Raises:
+            ForecastError: a q is outside [0, 1].
+        """
+
+    @abstractmethod
+    def select(self, rows: npt.NDArray[Any]) -> "Forecast":
+        """Return the forecast of some of the requests."""
+
+    @abstractmethod
+    def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
+        """Return the curve through S at the given edges (exact there, linear between)."""
 
     def median(self) -> FloatArray:
         """Return the smallest h with S(h) ≤ 1/2, in tokens, [n_requests]."""
-        ...
+        return self.quantile(0.5)
 
-    def quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q]."""
-        ...
+    def aged(self, tokens: Tokens) -> Self:
+        """Return the forecast of the same requests after so many more tokens.
 
-    def aged(self, tokens: Tokens) -> "Forecast":
-        """Return the forecast of the same requests after so many more tokens."""
-        ...
+        Raises:
+            ForecastError: negative, or not one number or one a request.
+        """
+        return self._with(age=self.age + _checked_tokens(tokens, len(self)))
 
-    def capped(self, limit: Tokens) -> "Forecast":
+    def capped(self, limit: Tokens) -> Self:
         """Return the forecast of requests that are cut after ``limit`` more tokens."""
-        ...
+        new = self.age + _checked_tokens(limit, len(self))
+        return self._with(limit=np.minimum(self.limit, new))
 
-    def uncapped(self) -> "Forecast":
-        """Return the forecast of the same requests if nothing cut them."""
-        ...
-
-    def select(self, rows: npt.NDArray[Any]) -> "Forecast":
-        """Return the forecast of some of the requests."""
-        ...
-
-    def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
-        """Return the curve through S at the given edges (exact there, linear between)."""
-        ...
+    def uncapped(self) -> Self:
+        """Return the forecast of the same requests if nothing but the model's limit cut them."""
+        return self._with(limit=np.full(len(self), np.inf))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw S(h) of each request, its median and, shaded, its 80% interval.
@@ -88,11 +111,34 @@ class Forecast(Protocol):
         Raises:
             ForecastError: no request, or more than can be told apart.
         """
-        ...
+        if not 1 <= len(self) <= _MOST_CURVES:
+            raise ForecastError(
+                f"a figure shows 1 to {_MOST_CURVES} requests, not {len(self)}: choose some with "
+                "select(rows)"
+            )
+        end = 1.1 * float(self.quantile(_SHOWN).max()) + 1
+        tokens = np.unique(np.linspace(0, np.ceil(end), _POINTS).astype(np.int64))
+        return draw_curves(tokens, self.at(tokens), self.quantile(_INTERVAL), ax)
+
+    def __repr__(self) -> str:
+        name, n = type(self).__name__, len(self)
+        if n == 0:
+            return f"<{name}: no requests>"
+        low, median, high = np.ceil(self.quantile(_INTERVAL)).T
+        if n == 1:
+            return (
+                f"<{name}: median {median[0]:,.0f} tokens, "
+                f"80% between {low[0]:,.0f} and {high[0]:,.0f}>"
+            )
+        most = f"from {median.min():,.0f} to {median.max():,.0f} tokens"
+        return f"<{name}: {n} requests, medians {most}>"
+
+    def _with(self, **changes: FloatArray) -> Self:
+        return replace(self, **changes)  # type: ignore[type-var]
 
 
-@dataclass(frozen=True, slots=True)
-class SurvivalForecast:
+@dataclass(frozen=True, slots=True, repr=False)
+class SurvivalForecast(Forecast):
     r"""Survival curves on a grid of token counts that all requests share.
 
     Between two edges the curve is linear, that is, the end of the request is spread evenly
@@ -108,9 +154,6 @@ class SurvivalForecast:
             no request passes.
         survival: [n_requests, n_edges] P(R > edge) when the prediction was made; 1 at edge 0,
             never rising.
-        age: [n_requests] whole tokens generated since the prediction.
-        limit: [n_requests] remaining tokens at which the request is cut (``max_tokens`` less
-            those generated), counted from the prediction; infinite when there is none.
     """
 
     edges: FloatArray
@@ -141,19 +184,12 @@ class SurvivalForecast:
         n_requests = len(curves)
         return cls(grid, curves, np.zeros(n_requests), _per_request(limit, n_requests))
 
-    def __repr__(self) -> str:
-        return _described(self)
-
     def __len__(self) -> int:
         """Return the number of requests."""
         return len(self.survival)
 
     def at(self, h: npt.ArrayLike) -> FloatArray:
-        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several.
-
-        Raises:
-            ForecastError: an h is negative.
-        """
+        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several."""
         horizon = _checked_horizon(h)
         survival = self._conditional(np.atleast_1d(horizon)[None, :])
         return survival if horizon.ndim else survival[:, 0]
@@ -176,16 +212,8 @@ class SurvivalForecast:
         tokens = np.divide(area, alive, out=np.ones_like(area), where=alive > 0)
         return np.asarray(np.clip(tokens, 1.0, end - self.age))
 
-    def median(self) -> FloatArray:
-        """Return the smallest h with S(h) ≤ 1/2, in tokens, [n_requests]."""
-        return self.quantile(0.5)
-
     def quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q].
-
-        Raises:
-            ForecastError: a q is outside [0, 1].
-        """
+        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q]."""
         levels = _checked_levels(q)
         alive = self._curve(self.age[:, None])[:, 0]
         columns = []
@@ -204,23 +232,6 @@ class SurvivalForecast:
             columns.append(np.clip(reached - self.age, 0.0, self._left()))
         return np.stack(columns, axis=1) if levels.ndim else columns[0]
 
-    def aged(self, tokens: Tokens) -> "SurvivalForecast":
-        """Return the forecast of the same requests after so many more tokens.
-
-        Raises:
-            ForecastError: negative, or not one number or one a request.
-        """
-        return replace(self, age=self.age + _checked_tokens(tokens, len(self)))
-
-    def capped(self, limit: Tokens) -> "SurvivalForecast":
-        """Return the forecast of requests that are cut after ``limit`` more tokens."""
-        new = self.age + _checked_tokens(limit, len(self))
-        return replace(self, limit=np.minimum(self.limit, new))
-
-    def uncapped(self) -> "SurvivalForecast":
-        """Return the forecast of the same requests if only the model's limit cut them."""
-        return replace(self, limit=np.full(len(self), np.inf))
-
     def select(self, rows: npt.NDArray[Any]) -> "SurvivalForecast":
         """Return the forecast of some of the requests."""
         return SurvivalForecast(self.edges, self.survival[rows], self.age[rows], self.limit[rows])
@@ -228,14 +239,6 @@ class SurvivalForecast:
     def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
         """Return the curve through S at the given edges (exact there, linear between)."""
         return SurvivalForecast.new(edges, self.at(edges), self._left())
-
-    def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw S(h) of each request, its median and, shaded, its 80% interval.
-
-        Raises:
-            ForecastError: no request, or more than can be told apart.
-        """
-        return _plotted(self, ax)
 
     def arrays(self) -> tuple[FloatArray, npt.NDArray[np.floating[Any]], FloatArray, FloatArray]:
         """Return edges, survival, age and limit as compiled code reads them: it checks no bounds.
@@ -295,8 +298,8 @@ class SurvivalForecast:
         return np.asarray(area)
 
 
-@dataclass(frozen=True, slots=True)
-class PointForecast:
+@dataclass(frozen=True, slots=True, repr=False)
+class PointForecast(Forecast):
     """One number a request: STAR's regressor, or the truth, as the oracle of a simulation.
 
     Its curve is a step: S(h) = 1 for h < R, else 0. A request that outlived its number is
@@ -304,8 +307,6 @@ class PointForecast:
 
     Attributes:
         remaining: [n_requests] predicted tokens when the prediction was made.
-        age: [n_requests] tokens generated since.
-        limit: [n_requests] as in `SurvivalForecast`.
     """
 
     remaining: FloatArray
@@ -323,9 +324,6 @@ class PointForecast:
         if tokens.ndim != 1 or not np.isfinite(tokens).all():
             raise ForecastError("a point forecast is one finite number of tokens a request")
         return cls(tokens, np.zeros(len(tokens)), _per_request(limit, len(tokens)))
-
-    def __repr__(self) -> str:
-        return _described(self)
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -345,27 +343,10 @@ class PointForecast:
         """Return R in tokens, at least 1, [n_requests]."""
         return np.maximum(np.minimum(self.remaining, self.limit) - self.age, 1.0)
 
-    def median(self) -> FloatArray:
-        """Return R in tokens, [n_requests]."""
-        return self.mean()
-
     def quantile(self, q: npt.ArrayLike) -> FloatArray:
         """Return R for every q: [n_requests], or [n_requests, n_q]."""
         levels, tokens = _checked_levels(q), self.mean()
         return np.repeat(tokens[:, None], len(levels), axis=1) if levels.ndim else tokens
-
-    def aged(self, tokens: Tokens) -> "PointForecast":
-        """Return the forecast of the same requests after so many more tokens."""
-        return replace(self, age=self.age + _checked_tokens(tokens, len(self)))
-
-    def capped(self, limit: Tokens) -> "PointForecast":
-        """Return the forecast of requests that are cut after ``limit`` more tokens."""
-        new = self.age + _checked_tokens(limit, len(self))
-        return replace(self, limit=np.minimum(self.limit, new))
-
-    def uncapped(self) -> "PointForecast":
-        """Return the forecast of the same requests if nothing cut them."""
-        return replace(self, limit=np.full(len(self), np.inf))
 
     def select(self, rows: npt.NDArray[Any]) -> "PointForecast":
         """Return the forecast of some of the requests."""
@@ -374,39 +355,6 @@ class PointForecast:
     def on_grid(self, edges: npt.ArrayLike) -> SurvivalForecast:
         """Return the step seen at the given edges (exact there, linear between)."""
         return SurvivalForecast.new(edges, self.at(edges), self.limit - self.age)
-
-    def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw S(h) of each request, its median and, shaded, its 80% interval.
-
-        Raises:
-            ForecastError: no request, or more than can be told apart.
-        """
-        return _plotted(self, ax)
-
-
-def _described(forecast: Forecast) -> str:
-    name, n = type(forecast).__name__, len(forecast)
-    if n == 0:
-        return f"<{name}: no requests>"
-    low, median, high = np.ceil(forecast.quantile(_INTERVAL)).T
-    if n == 1:
-        return (
-            f"<{name}: median {median[0]:,.0f} tokens, "
-            f"80% between {low[0]:,.0f} and {high[0]:,.0f}>"
-        )
-    return f"<{name}: {n} requests, medians from {median.min():,.0f} to {median.max():,.0f} tokens>"
-
-
-def _plotted(forecast: Forecast, ax: "Axes | None") -> "Axes":
-    if not 1 <= len(forecast) <= _MOST_CURVES:
-        raise ForecastError(
-            f"a figure shows 1 to {_MOST_CURVES} requests, not {len(forecast)}: choose some with "
-            "select(rows)"
-        )
-    interval = forecast.quantile(_INTERVAL)
-    end = 1.1 * float(forecast.quantile(_SHOWN).max()) + 1
-    tokens = np.unique(np.linspace(0, np.ceil(end), _POINTS).astype(np.int64))
-    return draw_curves(tokens, forecast.at(tokens), interval, ax)
 
 
 def _per_request(tokens: Tokens, n_requests: int) -> FloatArray:

@@ -7,13 +7,7 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import Forecast, PointForecast
 
-__all__ = [
-    "STAR_BINS",
-    "ForecastSource",
-    "binned",
-    "renewed_every",
-    "star_bins",
-]
+__all__ = ["STAR_BINS", "ForecastSource", "binned", "renewed_every", "star_bins"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -44,11 +38,7 @@ def binned(forecast: Forecast, edges: npt.ArrayLike) -> PointForecast:
     """Return what is left when only the bin of the remaining length is forecast.
 
     The bin that holds the median stands for every length in it; its middle is taken, which the
-    paper leaves open.
-
-    Args:
-        forecast: of n requests.
-        edges: ascending tokens from 0; lengths past the last belong to the last bin.
+    paper leaves open. Lengths past the last of the ascending edges belong to the last bin.
 
     Raises:
         ValueError: fewer than one bin, or edges that do not ascend from 0.
@@ -64,9 +54,7 @@ def binned(forecast: Forecast, edges: npt.ArrayLike) -> PointForecast:
 def renewed_every(source: ForecastSource, interval: int) -> ForecastSource:
     """Return a source that predicts only each ``interval`` tokens and ages in between.
 
-    Args:
-        source: predicts at any token.
-        interval: tokens between two predictions of a request; STAR tries 1, 20 and 100.
+    STAR tries 1, 20 and 100.
 
     Raises:
         ValueError: the interval is below 1.

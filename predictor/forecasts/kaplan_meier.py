@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 __all__ = ["KaplanMeierCurve", "survival_edges"]
 
-
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,6 @@ class KaplanMeierCurve:
         steps = np.searchsorted(self.times, values, side="right")
         reached: FloatArray = np.concatenate([[1.0], self.survival])[steps]
         return reached
-
-
-IntArray = npt.NDArray[np.int64]
 
 
 def survival_edges(limit: int, first: int = 5, dense_until: int = 20, octave: int = 6) -> IntArray:

@@ -64,12 +64,7 @@ def observed_levels(
 
     Uniform on [0, 1] over requests when the forecasts are calibrated. Tokens are whole: the
     value at r - 1/2 is taken, where the even spread puts a token's middle. A request cut at r
-    says that its u is above P(R ≤ r).
-
-    Args:
-        forecast: of the requests, without the cap that cut them.
-        remaining: [n_requests] tokens that came.
-        censored: [n_requests] whether the request was cut after them.
+    says that its u is above P(R ≤ r). The forecast is without the cap that cut them.
     """
     middle = np.where(censored, remaining, np.maximum(remaining - 0.5, 0))
     return 1 - forecast.at_each(middle)
@@ -94,10 +89,6 @@ def observed_share(
 
 def fit_recalibration(levels: FloatArray, cut: npt.NDArray[np.bool_]) -> Recalibration:
     """Fit g by isotonic regression of observed shares on nominal levels (Kuleshov et al.).
-
-    Args:
-        levels: [n] from `observed_levels`.
-        cut: [n].
 
     Raises:
         ForecastError: no request ended by itself.

@@ -81,15 +81,10 @@ class HiddenStateMLP(
         outputs: values the last layer yields for a request.
         kind: which predictor the checkpoint is of.
         model: name of the serving model whose hidden states it reads.
-        model_revision: that model's revision.
         hidden_size: d.
         k: tokens between two rows of the training data.
-        layer: which layer's hidden state.
         normalisation: what the serving model applied to it.
-        widths: hidden widths.
         inputs: numbers read beside the hidden state, out of `INPUTS`.
-        trained_generated_tokens: smallest and largest n in the training data.
-        trained_remaining_tokens: smallest and largest remaining length in it.
         provenance: commit, versions, dataset, command and metrics, for the card.
 
     Raises:
@@ -145,18 +140,12 @@ class HiddenStateMLP(
         self.register_buffer("count_std", torch.ones(len(self.inputs)))
 
     def output(self, rows: RequestRows, noise: float = 0.0) -> torch.Tensor:
-        """Return the last layer's values, [n, outputs].
-
-        Args:
-            rows: the requests.
-            noise: standard deviation of noise on the standardised hidden state, for training.
-        """
+        """Return the last layer's values, [n, outputs]; noise is for training."""
         inputs = (rows.hidden_states - self.input_mean) / self.input_std
         if noise:
             inputs = inputs + noise * torch.randn_like(inputs)
         if self.inputs:
-            numbers = torch.log1p(rows.numbers.index_select(1, self.count_columns).clamp_min(0))
-            numbers = ((numbers - self.count_mean) / self.count_std).nan_to_num(0.0)
+            numbers = ((self._logarithms(rows) - self.count_mean) / self.count_std).nan_to_num(0.0)
             inputs = torch.cat([inputs, numbers], dim=1)
         output: torch.Tensor = self.network(inputs)
         return output
@@ -171,15 +160,18 @@ class HiddenStateMLP(
         self.input_mean.copy_(rows.hidden_states.mean(dim=0))
         self.input_std.copy_(rows.hidden_states.std(dim=0, correction=0) + 1e-6)
         if self.inputs:
-            numbers = torch.log1p(rows.numbers.index_select(1, self.count_columns).clamp_min(0))
-            unknown = numbers.isnan().all(dim=0).tolist()
-            for name in (name for name, no in zip(self.inputs, unknown, strict=True) if no):
-                raise ValueError(
-                    f"{name} is known of no row: record with token ids, or leave it out"
-                )
+            numbers = self._logarithms(rows)
+            for name, unknown in zip(self.inputs, numbers.isnan().all(dim=0), strict=True):
+                if unknown:
+                    raise ValueError(
+                        f"{name} is known of no row: record with token ids, or leave it out"
+                    )
             self.count_mean.copy_(numbers.nanmean(dim=0))
             spread = (numbers - self.count_mean).square().nanmean(dim=0).sqrt()
             self.count_std.copy_(torch.where(spread > 1e-3, spread, 1.0))  # all alike: no scale
+
+    def _logarithms(self, rows: RequestRows) -> torch.Tensor:
+        return torch.log1p(rows.numbers.index_select(1, self.count_columns).clamp_min(0))
 
     def forecast(self, rows: RequestRows) -> Forecast:
         """Forecast n requests, capped by the tokens left to ``max_tokens``.

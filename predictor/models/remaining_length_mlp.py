@@ -17,14 +17,8 @@ class RemainingLengthMLP(HiddenStateMLP):
 
         y = s · w4 φ(W3 φ(W2 φ(W1 z)))
 
-    with z and φ as in `HiddenStateMLP` and the scale s fixed before training. Predictions are
-    clipped to at least 0.
-
-    Args:
-        kind: ``regression``.
-        target_transform: ``tokens``: the output, times the scale, is in tokens.
-        target_scale: s, in tokens.
-        **shared: the other arguments of `HiddenStateMLP`.
+    with z and φ as in `HiddenStateMLP` and the scale s, ``target_scale``, fixed before training.
+    Predictions are clipped to at least 0.
 
     Raises:
         CheckpointError: the checkpoint is of another kind or has another target.

@@ -49,7 +49,7 @@ def hazard_nll(
     Treating the second kind as the first is what makes predictors err on the short side.
 
     Args:
-        logits: [n, n_bins] hazard logits.
+        logits: [n, n_bins].
         remaining: [n] tokens until the request ended or was cut, at least 1; more than the
             last edge counts as the last edge.
         censored: [n] bool, whether the request was cut.
@@ -107,12 +107,10 @@ class SurvivalMLP(HiddenStateMLP):
 
     Args:
         edges: [n_edges] the grid, in whole tokens from 0 to the model's limit.
-        kind: ``survival``.
         averaging_half_life: tokens after which an earlier forecast of the same request counts
             half as much; 0: they do not count.
         recalibration_nominal: [n_knots] where g is given, as P(R ≤ h).
         recalibration_observed: [n_knots] what was observed there.
-        **shared: the other arguments of `HiddenStateMLP`.
 
     Raises:
         CheckpointError: the checkpoint is of another kind.

@@ -57,9 +57,7 @@ class PredictorTraining(L.LightningModule, ABC):
     def build(self, data: RowsDataModule, shared: dict[str, Any]) -> HiddenStateMLP:
         """Return the untrained predictor for the data's training rows.
 
-        Args:
-            data: set up.
-            shared: the arguments of `HiddenStateMLP` that do not depend on the head.
+        ``shared`` are the arguments of `HiddenStateMLP` that do not depend on the head.
         """
 
     @abstractmethod
@@ -109,13 +107,10 @@ class PredictorTraining(L.LightningModule, ABC):
 
     def _shared(self, train: RowTable) -> dict[str, Any]:
         session = train.session
+        same = ("model", "hidden_size", "k", "layer", "normalisation")
         return {
-            "model": session.model,
+            **{name: getattr(session, name) for name in same},
             "model_revision": session.revision,
-            "hidden_size": session.hidden_size,
-            "k": session.k,
-            "layer": session.layer,
-            "normalisation": session.normalisation,
             "widths": self.widths,
             "inputs": self.inputs,
             "trained_generated_tokens": _range(train.generated_tokens),

@@ -1,7 +1,7 @@
 """A recorded dataset as arrays: rows, their requests, and a split that shares no request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
     DatasetError,
     Session,
+    open_shard,
     read_sessions,
     requests_files,
     rows_files,
@@ -26,8 +27,7 @@ IntArray = npt.NDArray[np.int64]
 class HiddenStates:
     """The vectors of a dataset, memory-mapped: [n_rows, d], read only where they are taken.
 
-    Args:
-        chunks: arrays [n_i, d] whose rows follow one another.
+    They are in chunks [n_i, d] whose rows follow one another.
     """
 
     def __init__(self, chunks: Sequence[npt.NDArray[Any]]) -> None:
@@ -54,16 +54,10 @@ class Requests:
     """One entry a request, as a struct of arrays.
 
     Attributes:
-        request_id: [n_requests] ids inside the engine.
         group: [n_requests] number of the client's request; the answers of an n > 1 request,
             and a prompt driven again, share it and are never split apart.
-        total_tokens: [n_requests] generated tokens.
-        censored: [n_requests] whether the request was cut.
         finish_reason: [n_requests] ``stop``, ``length`` (its ``max_tokens``), ``abort`` ...
-        task: [n_requests].
         temperature: [n_requests] with which it was sampled; 1, vLLM's default, where unknown.
-        prompt_token_ids: [n_requests] token ids, or None where not recorded.
-        output_token_ids: [n_requests] likewise.
     """
 
     request_id: list[str]
@@ -81,6 +75,12 @@ class Requests:
         return len(self.request_id)
 
 
+_COLUMNS = (
+    *("vector", "request", "prompt_tokens", "generated_tokens", "remaining_tokens"),
+    *("censored", "max_tokens"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RowTable:
     """Rows of a dataset, as a struct of arrays.
@@ -89,13 +89,7 @@ class RowTable:
         hidden_states: [n_dataset_rows, d]; row i of this table is vector ``vector[i]``.
         vector: [n_rows] position of the row's vector in ``hidden_states``.
         request: [n_rows] index into ``requests``.
-        prompt_tokens: [n_rows].
-        generated_tokens: [n_rows] n.
         remaining_tokens: [n_rows] truth, or lower bound where censored.
-        censored: [n_rows].
-        max_tokens: [n_rows].
-        requests: the requests the rows belong to.
-        session: what was recorded (model, layer, d, k).
     """
 
     hidden_states: HiddenStates
@@ -115,18 +109,7 @@ class RowTable:
 
     def select(self, rows: IntArray | npt.NDArray[np.bool_]) -> "RowTable":
         """Return the table with the given rows, in that order, over the same vectors."""
-        return RowTable(
-            hidden_states=self.hidden_states,
-            vector=self.vector[rows],
-            request=self.request[rows],
-            prompt_tokens=self.prompt_tokens[rows],
-            generated_tokens=self.generated_tokens[rows],
-            remaining_tokens=self.remaining_tokens[rows],
-            censored=self.censored[rows],
-            max_tokens=self.max_tokens[rows],
-            requests=self.requests,
-            session=self.session,
-        )
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     def uncensored(self) -> "RowTable":
         """Return the rows whose remaining length is known."""
@@ -195,7 +178,9 @@ def load_rows(dataset: Path) -> RowTable:
     for kind, files in shards.items():
         if not files:
             raise DatasetError(f"{dataset}: no data/{kind}-*.parquet, nothing was recorded yet")
-        _check_shards(files)
+        for file in files:
+            with open_shard(file):
+                pass  # it is whole, or refused
     try:
         rows = _read(shards["rows"])
         requests = _read(shards["requests"], REQUESTS_SCHEMA)
@@ -233,9 +218,11 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
         name: rows.column(name).to_numpy().astype(np.int64)
         for name in ("prompt_tokens", "generated_tokens", "remaining_tokens", "max_tokens")
     }
-    names = requests.column("request_id").to_pylist()
-    index = {name: i for i, name in enumerate(names)}
+    lists = ("request_id", "finish_reason", "task", "prompt_token_ids", "output_token_ids")
+    listed = {name: requests.column(name).to_pylist() for name in lists}
+    index = {name: i for i, name in enumerate(listed["request_id"])}
     _, group = np.unique(requests.column("external_id").to_numpy(), return_inverse=True)
+    temperature = requests.column("temperature").to_numpy()
     try:
         request = np.array([index[name] for name in rows.column("request_id").to_pylist()])
     except KeyError as error:
@@ -249,34 +236,12 @@ def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTab
         request=request,
         censored=rows.column("censored").to_numpy(),
         requests=Requests(
-            request_id=names,
             group=group,
             total_tokens=requests.column("total_tokens").to_numpy().astype(np.int64),
             censored=requests.column("censored").to_numpy(),
-            finish_reason=requests.column("finish_reason").to_pylist(),
-            task=requests.column("task").to_pylist(),
-            temperature=_temperature(requests),
-            prompt_token_ids=requests.column("prompt_token_ids").to_pylist(),
-            output_token_ids=requests.column("output_token_ids").to_pylist(),
+            temperature=np.where(np.isnan(temperature), 1.0, temperature),
+            **listed,
         ),
         session=session,
         **columns,
     )
-
-
-def _temperature(requests: Any) -> npt.NDArray[np.float64]:
-    temperature = requests.column("temperature").to_numpy()
-    return np.where(np.isnan(temperature), 1.0, temperature)
-
-
-def _check_shards(files: Sequence[Path]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for file in files:
-        try:
-            pq.read_metadata(file)
-        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-            raise DatasetError(
-                f"{file}: not a whole Parquet file ({error}); move it away to use the rest"
-            ) from error

@@ -24,11 +24,7 @@ __all__ = ["TRAININGS", "ExportCheckpoint", "train"]
 
 
 class ExportCheckpoint(Callback):
-    """When training ends, write the best epoch as a checkpoint with its card.
-
-    Args:
-        folder: where ``model.safetensors``, ``config.json`` and the card go.
-    """
+    """When training ends, write the best epoch as a checkpoint with its card."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -119,10 +115,6 @@ def train(
 
     ``--model`` is SurvivalTraining or RemainingLengthTraining; the files in
     ``configs/predictor/`` choose one.
-
-    Args:
-        arguments: of the command line.
-        parser_class: how they are read.
     """
     _TrainCLI(
         PredictorTraining,

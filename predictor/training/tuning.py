@@ -58,8 +58,9 @@ def tune(
     if trials < 1:
         raise ValueError(f"trials must be at least 1, not {trials}")
     survival = predictor == "survival"
-    cut_requests: Literal["censor", "leave_out"] = "censor" if survival else "leave_out"
-    data = RowsDataModule(dataset, split_seed=seed, cut_requests=cut_requests)
+    data = RowsDataModule(
+        dataset, split_seed=seed, cut_requests="censor" if survival else "leave_out"
+    )
     data.setup("fit")
     out.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
@@ -146,18 +147,18 @@ def _train(
 
 
 def _write_table(study: "optuna.Study", out: Path) -> None:
-    finished = [trial for trial in study.trials if trial.value is not None]
     searched = list(study.best_trial.params)
     heads = ["trial", "state", *searched, "epochs", "validation figure"]
+    rows = []
+    for trial in sorted(study.trials, key=lambda trial: trial.value or 0.0):
+        if trial.value is not None:
+            values = [trial.params[name] for name in searched]
+            cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
+            ends = [str(len(trial.intermediate_values)), f"{trial.value:.4f}"]
+            rows.append([str(trial.number), trial.state.name.lower(), *cells, *ends])
     lines = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
-    csv = [",".join(head.replace(" ", "_") for head in heads)]
-    for trial in sorted(finished, key=lambda trial: trial.value or 0.0):
-        values = [trial.params[name] for name in searched]
-        cells = [str(trial.number), trial.state.name.lower()]
-        cells += [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
-        cells += [str(len(trial.intermediate_values)), f"{trial.value:.4f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-        csv.append(",".join(cells))
-    write_text_atomically(out / "trials.md", "\n".join(lines) + "\n")
+    table = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    csv = [",".join(head.replace(" ", "_") for head in heads), *map(",".join, rows)]
+    write_text_atomically(out / "trials.md", table + "\n")
     write_text_atomically(out / "trials.csv", "\n".join(csv) + "\n")
-    print("\n".join(lines))
+    print(table)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_collection.text_file import ParquetFileError, text_lines
-from data_collection.workload.time_units import (
+from data_collection.workload.arrivals import (
     SAMPLED,
     TimeSample,
     TimeUnit,

@@ -10,8 +10,7 @@ from typing import Literal, Protocol, get_args
 
 import msgspec
 
-from data_collection.workload.arrivals import EXPECTED
-from data_collection.workload.time_units import Expected, TimeUnit, ticks
+from data_collection.workload.arrivals import EXPECTED, Expected, TimeUnit, ticks
 
 __all__ = ["FORMATS", "Row", "RowReader", "TraceFormat", "TraceFormatName", "recognise"]
 

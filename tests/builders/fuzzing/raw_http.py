@@ -2,21 +2,18 @@
 
 import asyncio
 import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-__all__ = ["RawAnswer", "exchange", "raw_request"]
+__all__ = ["RawAnswer", "exchange", "raw_request", "watched_loop"]
 
 _HEAD = re.compile(rb"HTTP/(?:0\.9|1\.[01]) (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
 
 
 class RawAnswer(NamedTuple):
-    """One answer of a server.
-
-    Attributes:
-        status: of HTTP.
-        headers: by their names in lower case.
-        body: without the framing of chunks.
-    """
+    """One answer of a server: headers by names in lower case, the body without its framing."""
 
     status: int
     headers: dict[str, str]
@@ -82,3 +79,25 @@ def _unchunked(rest: bytes) -> tuple[bytes, bytes]:
         body, rest = body + rest[:length], rest[length + 2 :]
         if length == 0:
             return body, rest
+
+
+@asynccontextmanager
+async def watched_loop() -> AsyncIterator[list[float]]:
+    """Watch the running event loop: collect how long it computes without looking around.
+
+    In seconds that the loop's thread computed, not in those that passed: other processes may take
+    the processor away.
+    """
+    stalls = [0.0]
+
+    async def tick() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.005)
+            stalls.append(time.thread_time() - before)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield stalls
+    finally:
+        ticking.cancel()

@@ -1,7 +1,5 @@
 import json
-import random
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -80,28 +78,28 @@ def test_too_few_requests_to_split_are_still_a_valid_dataset(
     assert "too few to split" in capsys.readouterr().out
 
 
-def test_a_truncated_shard_is_named(dataset: Path) -> None:
-    shard = rows_files(dataset)[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
+@pytest.mark.parametrize(
+    ("files", "damage", "untold"),
+    [
+        (rows_files, lambda content: content[:-100], "requests table says"),
+        (rows_files, lambda content: content[:4] + bytes(396) + content[400:], "table says"),
+        (requests_files, lambda content: content[:50], "not in the requests table"),
+    ],
+    ids=["truncated rows", "damage within rows", "truncated requests"],
+)
+def test_a_damaged_shard_is_named(
+    dataset: Path,
+    files: Callable[[Path], list[Path]],
+    damage: Callable[[bytes], bytes],
+    untold: str,
+) -> None:
+    shard = files(dataset)[0]
+    shard.write_bytes(damage(shard.read_bytes()))
     message = problems(dataset)
     assert f"{shard.name}: not a whole Parquet file" in message
-    assert "requests table says" not in message  # what follows from it is not listed as well
-
-
-def test_damage_within_a_shard_is_named(dataset: Path) -> None:
-    shard = rows_files(dataset)[0]
-    whole = bytearray(shard.read_bytes())
-    whole[4:400] = bytes(396)
-    shard.write_bytes(whole)
-    assert f"{shard.name}: not a whole Parquet file" in problems(dataset)
-
-
-def test_a_truncated_requests_shard_is_named(dataset: Path) -> None:
-    shard = requests_files(dataset)[0]
-    shard.write_bytes(shard.read_bytes()[:50])
-    message = problems(dataset)
-    assert f"{shard.name}: not a whole Parquet file" in message
-    assert "not in the requests table" not in message
+    assert untold not in message, "what follows from it is not listed as well"
+    with pytest.raises(DatasetError):
+        load_rows(dataset)
 
 
 def test_vectors_of_another_model_are_named(dataset: Path) -> None:
@@ -115,81 +113,94 @@ def test_vectors_of_another_model_are_named(dataset: Path) -> None:
     ) in problems(dataset)
 
 
-def test_a_missing_column_is_named(dataset: Path) -> None:
-    shard = rows_files(dataset)[0]
-    change_shard(shard, lambda table: table.drop_columns(["censored"]))
-    assert f"{shard.name}: censored is missing" in problems(dataset)
+def cast_to_int64(table: pa.Table) -> pa.Table:
+    place = table.schema.get_field_index("max_tokens")
+    return table.set_column(place, "max_tokens", table["max_tokens"].cast("int64"))
 
 
-def test_a_wrong_type_is_named(dataset: Path) -> None:
-    shard = rows_files(dataset)[0]
-    place = rows_schema(D, "float16").get_field_index("max_tokens")
-    change_shard(
-        shard,
-        lambda table: table.set_column(place, "max_tokens", table["max_tokens"].cast("int64")),
-    )
-    assert f"{shard.name}: max_tokens is int64, it should be int32" in problems(dataset)
+NOT_FINITE = "hidden_state has NaN or infinite"
+NOT_MULTIPLE = "generated_tokens is not a multiple of k = 20"
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
+    ("change", "message"),
     [
-        ("hidden_state", [float("nan")] + [0.0] * (D - 1), "hidden_state has NaN or infinite"),
-        ("hidden_state", [float("inf")] + [0.0] * (D - 1), "hidden_state has NaN or infinite"),
-        ("remaining_tokens", 0, "remaining_tokens is below 1"),
-        ("remaining_tokens", 99, "remaining_tokens + generated_tokens is not the request's"),
-        ("generated_tokens", 7, "generated_tokens is not a multiple of k = 20"),
-        ("generated_tokens", -20, "generated_tokens is not a multiple of k = 20"),
-        ("request_id", "nobody-00000000", "row's request is not in the requests table"),
-        ("finish_reason", "length", "row's censored does not agree with its finish_reason"),
-        ("task", None, "empty values in task"),
+        (lambda table: table.drop_columns(["censored"]), "censored is missing"),
+        (cast_to_int64, "max_tokens is int64, it should be int32"),
+        (set_column("hidden_state", 2, [float("nan")] + [0.0] * (D - 1)), NOT_FINITE),
+        (set_column("hidden_state", 2, [float("inf")] + [0.0] * (D - 1)), NOT_FINITE),
+        (set_column("remaining_tokens", 2, 0), "remaining_tokens is below 1"),
+        (
+            set_column("remaining_tokens", 2, 99),
+            "remaining_tokens + generated_tokens is not the request's",
+        ),
+        (set_column("generated_tokens", 2, 7), NOT_MULTIPLE),
+        (set_column("generated_tokens", 2, -20), NOT_MULTIPLE),
+        (
+            set_column("request_id", 2, "nobody-00000000"),
+            "row's request is not in the requests table",
+        ),
+        (
+            set_column("finish_reason", 2, "length"),
+            "row's censored does not agree with its finish_reason",
+        ),
+        (set_column("task", 2, None), "empty values in task"),
+        (
+            lambda table: pa.concat_tables([table.slice(0, 1), table]),
+            "two rows with the same generated_tokens: 1 times",
+        ),
+        (lambda table: pa.concat_tables([table.slice(0, 1), table]), "has 2, not 1"),
     ],
 )
-def test_a_wrong_row_is_found_and_placed(
-    dataset: Path, column: str, value: object, message: str
+def test_wrong_rows_are_found_and_placed(
+    dataset: Path, change: Callable[[pa.Table], pa.Table], message: str
 ) -> None:
     shard = rows_files(dataset)[0]
-    change_shard(shard, set_column(column, 2, value))
+    change_shard(shard, change)
     found = problems(dataset)
     assert message in found
     assert shard.name in found
 
 
-def test_rows_out_of_order_are_found(dataset: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            set_column("censored", 0, True),
+            "request's censored does not agree with its finish_reason",
+        ),
+        (
+            lambda table: pa.concat_tables([table, table.slice(0, 1)]),
+            "a request appears twice",
+        ),
+    ],
+)
+def test_wrong_requests_are_found(
+    dataset: Path, change: Callable[[pa.Table], pa.Table], message: str
+) -> None:
+    change_shard(requests_files(dataset)[0], change)
+    assert message in problems(dataset)
+
+
+@pytest.mark.parametrize("batch_rows", [4096, 1])
+def test_rows_out_of_order_are_found_also_from_batch_to_batch(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, batch_rows: int
+) -> None:
+    monkeypatch.setattr("data_collection.dataset.validate_dataset._BATCH_ROWS", batch_rows)
+    validate(dataset)
     shard = rows_files(dataset)[-1]
     change_shard(shard, lambda table: table.take(list(reversed(range(table.num_rows)))))
     assert "generated_tokens falls within a request" in problems(dataset)
 
 
-def test_a_row_that_appears_twice_is_found(dataset: Path) -> None:
-    shard = rows_files(dataset)[0]
-    change_shard(shard, lambda table: pa.concat_tables([table.slice(0, 1), table]))
-    found = problems(dataset)
-    assert "two rows with the same generated_tokens: 1 times" in found
-    assert "has 2, not 1" in found
-
-
-def test_a_shard_that_appears_twice_is_found(dataset: Path) -> None:
+def test_a_shard_that_is_missing_or_appears_twice_is_found(dataset: Path) -> None:
     shard = rows_files(dataset)[-1]
-    shard.with_name("rows-copy.parquet").write_bytes(shard.read_bytes())
+    copy = shard.with_name("rows-copy.parquet")
+    copy.write_bytes(shard.read_bytes())
     assert "rows are not as many as the requests table says" in problems(dataset)
-
-
-def test_a_missing_rows_shard_is_found(dataset: Path) -> None:
-    rows_files(dataset)[0].unlink()
+    shard.unlink()
+    copy.unlink()
     assert "rows are not as many as the requests table says" in problems(dataset)
-
-
-def test_a_wrong_request_is_found(dataset: Path) -> None:
-    shard = requests_files(dataset)[0]
-    change_shard(shard, set_column("censored", 0, True))
-    assert "request's censored does not agree with its finish_reason" in problems(dataset)
-
-
-def test_a_request_that_appears_twice_is_found(dataset: Path) -> None:
-    shard = requests_files(dataset)[0]
-    change_shard(shard, lambda table: pa.concat_tables([table, table.slice(0, 1)]))
-    assert "a request appears twice" in problems(dataset)
 
 
 def test_all_problems_are_listed_with_counts(dataset: Path) -> None:
@@ -220,33 +231,21 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, command: Callable[[Path], N
 
 
 def test_inspect_prints_tables_and_draws_a_picture(
-    dataset: Path, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    inspect(dataset)
+    picture = tmp_path / "picture.png"
+    inspect(dataset, picture)
+    assert not (dataset / "inspect.png").exists()
     printed = capsys.readouterr().out
     assert f"{ROWS_PER_DATASET} rows of 20 requests" in printed
     assert "| output | 50.0 | 50.0 |" in printed
     assert "| length | 1 | 5.0% | censored |" in printed
     assert "| story | 20 | 100.0% |" in printed
-    picture = dataset / "inspect.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     height, width, _ = imread(picture).shape
     assert width > 1200
     assert height > 400
     assert np.unique(imread(picture).reshape(-1, 4), axis=0).shape[0] > 20
-
-
-def test_inspect_puts_the_picture_where_it_is_asked_to(dataset: Path, tmp_path: Path) -> None:
-    inspect(dataset, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").exists()
-    assert not (dataset / "inspect.png").exists()
-
-
-def test_inspect_names_a_damaged_shard(dataset: Path) -> None:
-    shard = requests_files(dataset)[0]
-    shard.write_bytes(b"")
-    with pytest.raises(DatasetError, match=shard.name):
-        inspect(dataset)
 
 
 def test_merged_datasets_are_one_valid_dataset(
@@ -262,25 +261,25 @@ def test_merged_datasets_are_one_valid_dataset(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_datasets_of_two_models_are_not_merged(dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("session", "prefix", "said"),
+    [
+        ({"model": "acme/other-model"}, "b", ["acme/small-model", "acme/other-model"]),
+        ({"name": "20250101T000000-1"}, "b", ["both hold session 20250101T000000-1"]),
+        ({}, "a", ["both hold request prompt-a0-00000000"]),
+    ],
+    ids=["another model", "the same session", "the same requests"],
+)
+def test_datasets_that_do_not_fit_together_are_not_merged(
+    dataset: Path, tmp_path: Path, session: dict[str, str], prefix: str, said: list[str]
+) -> None:
     other = tmp_path / "second"
-    record(other, new_session("20250102T000000-2", model="acme/other-model"), prefix="b")
+    record(other, new_session(**{"name": "20250102T000000-2", **session}), prefix=prefix)
     with pytest.raises(DatasetError) as raised:
         merge([dataset, other], tmp_path / "merged")
-    for name in (str(dataset), str(other), "acme/small-model", "acme/other-model"):
-        assert name in str(raised.value)
+    for words in (str(dataset), str(other), *said):
+        assert words in str(raised.value)
     assert not (tmp_path / "merged").exists()
-
-
-def test_a_dataset_is_not_merged_with_itself(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="both hold session 20250101T000000-1"):
-        merge([dataset, dataset], tmp_path / "merged")
-
-
-def test_a_request_in_both_datasets_is_refused(dataset: Path, tmp_path: Path) -> None:
-    record(tmp_path / "second", new_session("20250102T000000-2"), prefix="a")
-    with pytest.raises(DatasetError, match="both hold request prompt-a0-00000000"):
-        merge([dataset, tmp_path / "second"], tmp_path / "merged")
 
 
 def test_merge_leaves_an_existing_folder_alone(dataset: Path, tmp_path: Path) -> None:
@@ -301,32 +300,5 @@ def test_merge_names_a_damaged_shard_and_leaves_nothing(dataset: Path, tmp_path:
         merge([dataset, tmp_path / "second"], tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recorded", "second"]
 
-
-def test_merge_needs_two_datasets(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="at least two"):
         merge([dataset], tmp_path / "merged")
-
-
-def test_requests_are_followed_from_batch_to_batch(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data_collection.dataset.validate_dataset._BATCH_ROWS", 1)
-    validate(dataset)
-    shard = rows_files(dataset)[-1]
-    change_shard(shard, lambda table: table.take(list(reversed(range(table.num_rows)))))
-    assert "generated_tokens falls within a request" in problems(dataset)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_damage_anywhere_in_a_shard_is_read_or_named(
-    dataset: Path, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    generator = random.Random(seed)
-    shard = generator.choice([*rows_files(dataset), *requests_files(dataset)])
-    content = bytearray(shard.read_bytes())
-    for _ in range(generator.randint(1, 8)):
-        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-    shard.write_bytes(content)
-    with suppress(DatasetError):
-        load_rows(dataset)

@@ -91,35 +91,32 @@ def test_an_id_that_appears_twice_is_named(tmp_path: Path) -> None:
         load_prompts(source)
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"mine\.jsonl: no prompts in it"):
-        load_prompts(write(tmp_path / "mine.jsonl"))
+WHOLE = gzip.compress(json.dumps({"prompt": "a" * 1000}).encode())
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"absent\.jsonl: cannot be read: No such file"):
-        load_prompts(str(tmp_path / "absent.jsonl"))
-
-
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("Hello")
-    with pytest.raises(PromptError, match="prompt files are JSON Lines"):
-        load_prompts(str(tmp_path / "prompts.txt"))
-
-
-def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl.gz"
-    whole = gzip.compress(json.dumps({"prompt": "a" * 1000}).encode())
-    for damaged in (whole[:-12], b"no gzip", whole[:12] + b"\xff" * 30):
-        path.write_bytes(damaged)
-        with pytest.raises(PromptError, match=r"mine\.jsonl\.gz(:|, line )1: "):
-            load_prompts(str(path))
-
-
-def test_another_encoding_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
-    with pytest.raises(PromptError, match=r"mine\.jsonl:1: not UTF-8: byte 0xfc after .*Gr.*save"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("mine.jsonl", b"", r"mine\.jsonl: no prompts in it"),
+        ("mine.jsonl", None, r"mine\.jsonl: cannot be read: No such file"),
+        ("prompts.txt", b"Hello", "prompt files are JSON Lines"),
+        ("mine.jsonl.gz", WHOLE[:-12], r"mine\.jsonl\.gz(:|, line )1: "),
+        ("mine.jsonl.gz", b"no gzip", r"mine\.jsonl\.gz(:|, line )1: "),
+        ("mine.jsonl.gz", WHOLE[:12] + b"\xff" * 30, r"mine\.jsonl\.gz(:|, line )1: "),
+        (
+            "mine.jsonl",
+            '{"prompt": "Grüße"}'.encode("latin-1"),
+            r"mine\.jsonl:1: not UTF-8: byte 0xfc after .*Gr.*save",
+        ),
+    ],
+)
+def test_a_file_without_prompts_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=message):
         load_prompts(str(path))
 
 

@@ -4,107 +4,20 @@ import bz2
 import gzip
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_profiles import TRUE, profile_of
 
 from data_collection import text_file
-from data_collection.text_file import read_text, read_yaml, text_lines
+from data_collection.text_file import read_text, text_lines
 from data_collection.workload.prompts import load_prompts
-from data_collection.workload.transcripts import load_transcripts
-from predictor.models.checkpoint import read_config
 from rescheduler.commands.command_line import main
-from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
-from rescheduler.placement.upstream import engine_key
-from rescheduler.step_time.profile import load_profile, write_profile
-from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 
 TEXT = st.text(st.characters(exclude_characters="\r\n\0\ufeff", codec="utf-8"))
 BOM = b"\xef\xbb\xbf"
-LOGGED = LoggedRequest("a", "gpu0", "m", "0123", "stop", 40, [0], [0.5], False, [9.0])
-
-
-def profile(path: Path) -> None:
-    write_profile(profile_of(TRUE), path)
-
-
-def steps(path: Path) -> None:
-    log = StepLog(path, profile_of(TRUE).engine)
-    log.add(4, 800, 0.25)
-    log.close()
-
-
-def engine(path: Path) -> None:
-    steps(path.with_name("log"))
-    path.write_bytes(path.with_name("log.engine.json").read_bytes())
-
-
-def saying(content: bytes) -> Callable[[Path], object]:
-    return lambda path: path.write_bytes(content)
-
-
-def load_prompts_of(path: Path) -> object:
-    return load_prompts(str(path))
-
-
-FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-    "prompts.jsonl": (
-        saying(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'),
-        load_prompts_of,
-    ),
-    "answers.jsonl": (saying(b'{"prompt": "a", "answer": "b"}\n'), load_transcripts),
-    "config.yaml": (saying(b"seeds: 1\ntrace: {name: star}\n"), read_yaml),
-    "config.json": (saying(b'{"kind": "survival"}\n'), lambda path: read_config(path.parent)),
-    "finished.jsonl": (
-        saying(msgspec.json.encode(LOGGED) + b"\n"),
-        lambda path: list(read_finished_log(path)),
-    ),
-    "profile.yaml": (profile, load_profile),
-    "steps.csv": (steps, lambda path: read_steps(path).tolist()),
-    "steps.csv.engine.json": (engine, lambda path: read_engine(path.with_name("steps.csv"))),
-    "key": (saying(b"secret\n"), lambda path: engine_key(ProxyOptions(engine_key_file=str(path)))),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "saved",
-    [
-        lambda content: BOM + content,
-        lambda content: content.replace(b"\n", b"\r\n"),
-        lambda content: content.replace(b"\n", b"\r"),
-        lambda content: gzip.compress(BOM + content, mtime=0),
-    ],
-    ids=["byte-order mark", "CRLF", "CR", "gzip"],
-)
-def test_how_a_text_is_saved_changes_nothing(
-    tmp_path: Path, name: str, saved: Callable[[bytes], bytes]
-) -> None:
-    write, read = FILES[name]
-    path = tmp_path / name
-    write(path)
-    as_it_was = read(path)
-    path.write_bytes(saved(path.read_bytes()))
-    assert read(path) == as_it_was
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_utf_16_is_to_be_saved_as_utf_8(tmp_path: Path, name: str, encoding: str) -> None:
-    write, read = FILES[name]
-    path = tmp_path / name
-    write(path)
-    path.write_bytes(path.read_text().encode(encoding))
-    with pytest.raises(ValueError, match=rf"{name}.*save it as UTF-8") as refusal:
-        read(path)
-    assert len(str(refusal.value).splitlines()) == 1
 
 
 @fuzzed()

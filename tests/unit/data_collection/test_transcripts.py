@@ -15,8 +15,7 @@ from data_collection.dataset.dataset_schema import DatasetError, requests_files
 from data_collection.dataset.export_transcripts import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from data_collection.workload.engine_requests import transcript_requests
-from data_collection.workload.prompts import PromptError
-from data_collection.workload.transcripts import load_transcripts
+from data_collection.workload.prompts import PromptError, load_transcripts
 
 
 class Words:

@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from damage import damaged_bytes, json_text
-from fuzzing import fuzzed
+from fuzzing import damaged_bytes, fuzzed, json_text
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -74,37 +72,20 @@ def damaged_streams(draw: st.DrawFn) -> tuple[bool, Payloads]:
     return chat, payloads
 
 
-@pytest.fixture(scope="module")
-def splicer_of(tokenizer: Tokenizer) -> Callable[[ClientRequest], StreamSplicer]:
-    def make(request: ClientRequest) -> StreamSplicer:
-        return StreamSplicer(request, tokenizer)
-
-    return make
-
-
 def client_request(chat: bool, keeps_token_ids: bool) -> ClientRequest:
     text: dict[str, Any] = {"messages": []} if chat else {"prompt": "a"}
     asked = {**text, "stop": ["never"], "return_token_ids": keeps_token_ids}
     return read_request(CHAT if chat else COMPLETIONS, json.dumps(asked).encode())
 
 
-@fuzzed()
-@given(st.booleans(), st.lists(st.integers(0, 2000), max_size=30))
-def test_events_are_whole_wherever_packets_end(chat: bool, cuts: list[int]) -> None:
-    stream = b"".join(map(event, WHOLE[chat]))
-    cuts = sorted(min(cut, len(stream)) for cut in cuts)
-    reader, read = EventReader(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        read += reader.feed(stream[start:end])
-    assert read == WHOLE[chat]
+NOISE = [b"data: 1\n\n", b": c\n\n", b"event: e\ndata: 2\n\n", b"\n\n", b"x"]
 
 
 @fuzzed()
 @given(
-    st.lists(
-        st.sampled_from([b"data: 1\n\n", b": c\n\n", b"event: e\ndata: 2\n\n", b"\n\n", b"x"])
-    ),
-    st.lists(st.integers(0, 60), max_size=12),
+    st.sampled_from([list(map(event, chunks)) for chunks in WHOLE.values()])
+    | st.lists(st.sampled_from(NOISE)),
+    st.lists(st.integers(0, 2000) | st.integers(0, 60), max_size=30),
 )
 def test_events_are_the_same_wherever_packets_end(pieces: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(pieces)
@@ -113,6 +94,8 @@ def test_events_are_the_same_wherever_packets_end(pieces: list[bytes], cuts: lis
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         read += reader.feed(stream[start:end])
     assert read == EventReader().feed(stream)
+    for chunks in WHOLE.values():
+        assert read == chunks or pieces != list(map(event, chunks))
 
 
 @fuzzed()
@@ -142,7 +125,7 @@ def test_no_bytes_raise_anything_but_a_decode_error(stream: bytes) -> None:
 @example((False, [b'{"choices": [{"token_ids": [1], "logprobs": {"a": 1}}]}']), False, None)
 @example((False, [b'{"choices": [{"token_ids": [1], "logprobs": {"text_offset": []}}]}']), True, 0)
 def test_a_damaged_chunk_is_spliced_or_refused(
-    splicer_of: Callable[[ClientRequest], StreamSplicer],
+    tokenizer: Tokenizer,
     moved: bool,
     stream: tuple[bool, Payloads],
     keeps_token_ids: bool,
@@ -150,7 +133,7 @@ def test_a_damaged_chunk_is_spliced_or_refused(
 ) -> None:
     chat, payloads = stream
     request = client_request(chat, keeps_token_ids)
-    splicer, collector = splicer_of(request), ResponseCollector(request)
+    splicer, collector = StreamSplicer(request, tokenizer), ResponseCollector(request)
     if moved:
         splicer.prompt_token_ids, splicer.output_token_ids = list(PROMPT), [260, 8970]
         splicer.cut()

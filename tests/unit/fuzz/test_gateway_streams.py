@@ -6,8 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from damage import damaged_bytes
-from fuzzing import fuzzed
+from fuzzing import damaged_bytes, fuzzed
 from gateway_calls import Asked, asked_picker, request_head, said
 from hypothesis import example, given
 from hypothesis import strategies as st

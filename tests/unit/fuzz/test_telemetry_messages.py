@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from damage import ODD_VALUES, changed, damaged_bytes
-from fuzzing import fuzzed
+from fuzzing import PACKABLE, damaged_frames, fuzzed, structs
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -47,31 +46,13 @@ MESSAGES: list[Message] = [
     ),
     Finished(**HEADER, seq=2, requests=[FinishedEvent(REQUEST.request_id, "stop", 7, 60, 400)]),
 ]
-PACKABLE = (
-    ODD_VALUES.filter(lambda value: not isinstance(value, int) or -(2**63) <= value < 2**64)
-    | st.sampled_from([CURVE, CURVE[:-1], CURVE[::-1], b"", EDGES, EDGES[::-1], [0, 2**63]])
-    | st.binary(max_size=10)
-    | st.datetimes()
+ODD = PACKABLE | st.sampled_from(
+    [CURVE, CURVE[:-1], CURVE[::-1], b"", EDGES, EDGES[::-1], [0, 2**63]]
 )
+DAMAGED = damaged_frames(TOPIC, st.sampled_from(MESSAGES), ODD)
 
-
-@st.composite
-def damaged_frames(draw: st.DrawFn) -> list[bytes]:
-    """The frames of a message, which may be none."""
-    message = draw(st.sampled_from(MESSAGES))
-    payload = draw(
-        st.one_of(
-            changed(msgspec.msgpack.decode(encode_message(message)), PACKABLE).map(
-                msgspec.msgpack.encode
-            ),
-            damaged_bytes(encode_message(message)),
-            st.binary(max_size=60),
-        )
-    )
-    frames = st.just([TOPIC, payload]) | st.lists(st.binary(max_size=30), max_size=4)
-    return draw(frames | st.just([TOPIC + b"0", payload]) | st.just([TOPIC, payload, b""]))
-
-
+COUNTS = ("rank", "epoch", "seq", "step", "k", "running", "waiting", "kv_capacity_tokens")
+COUNTS += ("prompt_tokens", "generated_tokens", "forecast_at", "tokens_left", "total_tokens")
 EXTREMES = st.sampled_from(
     [0, 1, 2**16 - 1, 2**20, 2**30, 2**31, 2**40, 2**53, 2**63 - 1, 2**64 - 1]
 )
@@ -81,33 +62,27 @@ SHARES = st.sampled_from([float("nan"), float("inf"), -1.0, 0.0, 1.0, 1.5, 1e308
 @st.composite
 def extreme_frames(draw: st.DrawFn) -> list[bytes]:
     """A message of the right shape, in any name, with numbers that no engine has."""
-    name = draw(st.sampled_from(["gpu0", "the next", "gpu" * 1_000]))
-    header = {"instance": name, "rank": draw(EXTREMES), "epoch": draw(EXTREMES)}
-    header |= {"seq": draw(EXTREMES), "step": draw(EXTREMES), "time": draw(SHARES)}
     edges = draw(st.sampled_from([EDGES, list(range(600)), [0, 2**53], [0, 2**64 - 1], [0]]))
-    curve = np.full(len(edges), 65_535, dtype="<u2").tobytes()
-    name = draw(st.sampled_from([REQUEST.request_id, "x" * 1_024, "r"]))
-    request = [name, *(draw(EXTREMES) for _ in range(4)), curve]
-    requests = [request] * draw(st.sampled_from([0, 1, 2, 9_000]))
-    gauges = [draw(EXTREMES), draw(EXTREMES), draw(SHARES), draw(EXTREMES), draw(SHARES)]
-    kinds = {
-        "forecasts": {"edges": edges, "requests": requests},
-        "snapshot": {
-            "edges": edges,
-            "requests": requests,
-            "gauges": gauges,
-            "model": "m",
-            "checkpoint": "c",
-            "k": draw(EXTREMES),
-        },
-        "finished": {"requests": [[name, "stop", *(draw(EXTREMES) for _ in range(3))]]},
+    own = dict.fromkeys((*COUNTS, "max_tokens"), EXTREMES)
+    own |= dict.fromkeys(("time", "kv_usage", "prefill_budget"), SHARES)
+    own |= {
+        "instance": st.sampled_from(["gpu0", "the next", "gpu" * 1_000]),
+        "request_id": st.sampled_from([REQUEST.request_id, "x" * 1_024, "r"]),
+        "edges": st.just(edges),
+        "survival": st.just(b"\xff\xff" * len(edges)),
     }
-    kind = draw(st.sampled_from(sorted(kinds)))
-    return [TOPIC, msgspec.msgpack.encode({"type": kind, **header, **kinds[kind]})]
+    kind, within = draw(
+        st.sampled_from([(Forecasts, RequestForecast), (Snapshot, RequestForecast)])
+        | st.just((Finished, FinishedEvent))
+    )
+    times = draw(st.sampled_from([0, 1, 2, 9_000]))
+    requests = [draw(structs(within, **own))] * times
+    return [TOPIC, msgspec.msgpack.encode(draw(structs(kind, **own, requests=st.just(requests))))]
 
 
-@fuzzed(batch=4)
-@given(st.booleans(), st.lists(damaged_frames() | extreme_frames(), min_size=1, max_size=8))
+@fuzzed(batch=2)
+@given(st.booleans(), st.lists(DAMAGED | extreme_frames(), min_size=1, max_size=8))
+@example(True, [[TOPIC, b"\x81\xa4junk" + b"\x91" * 100_000]])
 def test_a_connection_says_what_it_will_and_another_engine_is_heard(
     history: bool, batch: list[list[bytes]]
 ) -> None:
@@ -122,9 +97,11 @@ def test_a_connection_says_what_it_will_and_another_engine_is_heard(
         assert view.instances[key].received == now
         assert set(view.instances[key].requests) == {REQUEST.request_id}
     assert all(len(one.edges) <= 512 for one in view.instances.values())
+    for forecasts in view.take_batches():
+        assert len(forecasts.names) == len(forecasts.survival)
     for known in view.instances if history else ():
-        mean = view.forecast(known)[1].mean()
-        assert np.isfinite(mean).all()
+        names, forecast = view.forecast(known)
+        assert len(names) == len(forecast.mean()) and np.isfinite(forecast.mean()).all()
     for one in view.instances.values():
         assert 0 <= one.gauges.kv_usage <= 1
         assert one.gauges.prefill_budget is None or abs(one.gauges.prefill_budget) <= 2**40
@@ -134,25 +111,6 @@ def snapshot_of(instance: str, seq: int = 1) -> list[bytes]:
     """A valid snapshot of another engine."""
     message = msgspec.structs.replace(MESSAGES[1], instance=instance, seq=seq)
     return [TOPIC, encode_message(message)]
-
-
-@fuzzed()
-@given(st.booleans(), st.lists(damaged_frames(), min_size=1, max_size=4))
-@example(True, [[TOPIC, b"\x81\xa4junk" + b"\x91" * 100_000]])
-def test_a_view_takes_the_next_snapshot_whatever_came_before(
-    history: bool, batch: list[list[bytes]]
-) -> None:
-    view = TelemetryView(history=history)
-    for frames in batch:
-        for finished in view.receive(frames, 0.0):
-            finished.forecast().median()
-    view.receive(snapshot_of("the next"), 1.0)
-    assert set(view.instances[InstanceKey("the next", 0)].requests) == {REQUEST.request_id}
-    for forecasts in view.take_batches():
-        assert len(forecasts.names) == len(forecasts.survival)
-    for key in view.instances if history else ():
-        names, forecast = view.forecast(key)
-        assert len(names) == len(forecast.mean())
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +144,7 @@ def hears(telemetry: TelemetrySubscriber, engine: zmq.Socket[bytes], name: str) 
 
 
 @fuzzed(batch=5)
-@given(batch=st.lists(damaged_frames(), min_size=5, max_size=5))
+@given(batch=st.lists(DAMAGED, min_size=5, max_size=5))
 def test_a_subscriber_hears_the_next_snapshot_whatever_came_before(
     subscriber: tuple[TelemetrySubscriber, zmq.Socket[bytes]],
     batch: list[list[bytes]],

@@ -17,7 +17,7 @@ from predictor.evaluation.comparators import (
     row_token_ids,
 )
 from predictor.evaluation.comparators.prompt_self_report import parse_length
-from predictor.evaluation.result import LABELS, OWN_NAME
+from predictor.evaluation.report import LABELS, OWN_NAME
 from predictor.training.row_table import HiddenStates, Requests, RowTable
 
 K = 20

@@ -74,21 +74,6 @@ def test_the_load_is_the_plain_sum(
     np.testing.assert_array_equal(load.requests, np.bincount(requests[1], minlength=3))
 
 
-def test_a_hand_computed_load() -> None:
-    forecast = SurvivalForecast.new([0, 2, 4], [[1.0, 0.5, 0.0], [1.0, 0.8, 0.2]], [np.inf, 3])
-    load = expected_load(forecast, np.array([1, 1]), np.array([10, 100]), 2, 4)
-    # S is 1, .75, .5, .25, 0 and, cut before its third token, 1, .9, .8, 0, 0.
-    assert load.mean[0].tolist() == [0, 0, 0, 0, 0]
-    assert load.mean[1] == pytest.approx([110, 8.25 + 90.9, 6 + 81.6, 3.25, 0])
-    assert load.variance[1] == pytest.approx(
-        [0, 0.1875 * 121 + 0.09 * 101**2, 0.25 * 144 + 0.16 * 102**2, 0.1875 * 169, 0]
-    )
-    # Two tokens later the first request expects .5, 0 of 13, 14 tokens, the other is cut at 1.
-    load = expected_load(forecast.aged(2), np.array([1, 1]), np.array([12, 102]), 2, 4)
-    assert load.mean[1] == pytest.approx([114, 6.5, 0, 0, 0], abs=1e-9)
-    assert load.variance[1] == pytest.approx([0, 0.25 * 169, 0, 0, 0], abs=1e-9)
-
-
 def test_long_contexts_on_many_instances_keep_their_digits() -> None:
     generator = np.random.default_rng(0)
     edges = np.unique(np.geomspace(1, 8192, 60).round()) - 1
@@ -114,13 +99,6 @@ def test_arrays_may_be_read_only_strided_or_of_half_precision() -> None:
         forecast = SurvivalForecast(edges, same, ages, unlimited)
         unsigned, strided = where.astype(np.uint8), np.repeat(context, 2)[::2]
         assert_loads_agree(expected_load(forecast, unsigned, strided, 3, 20), *expected)
-
-
-def test_a_cluster_without_requests_has_no_load() -> None:
-    nobody = np.arange(0)
-    for forecast in (PointForecast.new([]), SurvivalForecast.new([0, 5], np.ones((0, 2)))):
-        load = expected_load(forecast, nobody, nobody, 2, 3)
-        assert load.mean.tolist() == load.variance.tolist() == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
-from predictor.forecasts.forecast_sensitivity import (
-    IntArray,
-    binned,
-    renewed_every,
-    star_bins,
-)
+from predictor.forecasts.forecast_sensitivity import IntArray, binned, renewed_every, star_bins
 
 TOTALS = np.array([90, 4_000, 20_000, 32_000])
 

@@ -64,63 +64,49 @@ def test_survival_is_the_product_of_what_passed_each_bin() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tokens", "cut", "likelihood"),
-    [
-        (1, False, 0.1),
-        (5, False, 0.1),  # bins are (0, 5], (5, 10], (10, 20]
-        (7, False, 0.9 * 0.2),
-        (10, False, 0.9 * 0.2),
-        (20, False, 0.9 * 0.8 * 0.3),
-        (35, False, 0.9 * 0.8 * 0.3),  # beyond the last edge counts as the last edge
-        (7, True, 0.9 * (1 - 2 / 5 * 0.2)),  # two of the bin's five tokens passed
-        (5, True, 0.9),
-        (10, True, 0.9 * 0.8),
-        (20, True, 0.9 * 0.8 * 0.7),
-        (35, True, 0.9 * 0.8 * 0.7),
-    ],
-)
-def test_the_likelihood_by_hand(tokens: float, cut: bool, likelihood: float) -> None:
-    nll = hazard_nll(
-        logits_of(*HAZARDS)[None], torch.tensor([float(tokens)]), torch.tensor([cut]), EDGES
-    )
-    assert float(nll) == pytest.approx(-np.log(likelihood), rel=1e-6)
+LIKELIHOODS = [
+    (1, False, 0.1),
+    (5, False, 0.1),  # bins are (0, 5], (5, 10], (10, 20]
+    (7, False, 0.9 * 0.2),
+    (10, False, 0.9 * 0.2),
+    (20, False, 0.9 * 0.8 * 0.3),
+    (35, False, 0.9 * 0.8 * 0.3),  # beyond the last edge counts as the last edge
+    (7, True, 0.9 * (1 - 2 / 5 * 0.2)),  # two of the bin's five tokens passed
+    (5, True, 0.9),
+    (10, True, 0.9 * 0.8),
+    (20, True, 0.9 * 0.8 * 0.7),
+    (35, True, 0.9 * 0.8 * 0.7),
+]
 
 
-def test_every_row_has_its_own_hazards() -> None:
-    logits = torch.stack([logits_of(*HAZARDS), logits_of(0.5, 0.6, 0.7)])
-    nll = hazard_nll(logits, torch.tensor([7.0, 7]), torch.tensor([False, True]), EDGES)
-    expected = -np.log([0.9 * 0.2, 0.5 * (1 - 2 / 5 * 0.6)])
-    np.testing.assert_allclose(nll.numpy(), expected, rtol=1e-6)
+def test_the_likelihood_by_hand() -> None:
+    tokens, cut, likelihood = (list(column) for column in zip(*LIKELIHOODS, strict=True))
+    own = torch.stack([*[logits_of(*HAZARDS)] * len(tokens), logits_of(0.5, 0.6, 0.7)])
+    nll = hazard_nll(own, torch.tensor([*tokens, 7.0]), torch.tensor([*cut, True]), EDGES)
+    expected = [*likelihood, 0.5 * (1 - 2 / 5 * 0.6)]  # the last row has hazards of its own
+    np.testing.assert_allclose(nll.numpy(), -np.log(expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize("p", [0.02, 0.1, 0.4])
-def test_minimising_recovers_the_hazards_of_geometric_lengths(p: float) -> None:
-    remaining = geometric(p)
-    learned = fitted_hazards(remaining, torch.zeros(len(remaining), dtype=torch.bool))
-    error, reached = standard_errors(p, remaining)
-    assert reached[:4].all(), "each bin of one token is seen"
-    assert ((learned - ends_by_bin(p)).abs() <= 4 * error)[reached].all()
-
-
-@pytest.mark.parametrize("p", [0.05, 0.2])
-def test_hazards_are_unbiased_under_heavy_censoring(p: float) -> None:
+@pytest.mark.parametrize(("p", "censored"), [(0.02, 0), (0.1, 0), (0.4, 0), (0.05, 1), (0.2, 1)])
+def test_minimising_recovers_the_hazards_of_geometric_lengths(p: float, censored: bool) -> None:
     length, cap = geometric(p), geometric(p, seed=1)
-    cut, remaining = length > cap, torch.minimum(length, cap)
-    assert 0.4 < cut.double().mean() < 0.6
+    cut = (length > cap) & bool(censored)
+    remaining = torch.where(cut, cap, length)
     true = ends_by_bin(p)
     error, reached = standard_errors(p, remaining)
+    assert reached[:4].all(), "each bin of one token is seen"
     learned = fitted_hazards(remaining, cut)
     one_token = reached & (BINS.diff() == 1)
     assert ((learned - true).abs() <= 4 * error)[one_token].all()
-    # Wider bins spread ends evenly, which a falling curve does not quite.
-    assert ((learned - true).abs() <= 0.1 * true + 4 * error)[reached].all()
-
-    as_ended = fitted_hazards(remaining, torch.zeros_like(cut))
-    assert ((as_ended - true) > 8 * error)[one_token].all()
-    passed = [float((1 - hazards).cumprod(dim=0)[5]) for hazards in (true, learned, as_ended)]
-    assert passed[1] == pytest.approx(passed[0], rel=0.05)
-    assert passed[2] < 0.7 * passed[0], "P(R > 10) looks far too small"
+    # Wider bins spread the ends before a cut evenly, which a falling curve does not quite.
+    assert ((learned - true).abs() <= 0.1 * true * censored + 4 * error)[reached].all()
+    if censored:
+        assert 0.4 < cut.double().mean() < 0.6
+        as_ended = fitted_hazards(remaining, torch.zeros_like(cut))
+        assert ((as_ended - true) > 8 * error)[one_token].all()
+        passed = [float((1 - hazards).cumprod(dim=0)[5]) for hazards in (true, learned, as_ended)]
+        assert passed[1] == pytest.approx(passed[0], rel=0.05)
+        assert passed[2] < 0.7 * passed[0], "P(R > 10) looks far too small"
 
 
 @pytest.mark.parametrize("size", [50.0, 90.0])
@@ -167,15 +153,12 @@ def test_rates_by_hand_with_the_tail_of_the_last_bins_that_were_reached() -> Non
     np.testing.assert_allclose(rates[:3], expected)
     np.testing.assert_allclose(rates[3:], 60.5 / seen.sum())
 
+    nothing_ended = hazard_rates(tokens, torch.ones_like(cut), edges)
+    assert (nothing_ended > 0).all() and nothing_ended.max() < 0.01
+
     # With one fewer the third bin was reached by 19, and its ends count for nothing.
     fewer = hazard_rates(tokens[:-1], cut[:-1], edges).numpy()
     np.testing.assert_allclose(fewer[2:], 40.5 / (40 * 5 + 59 * 10 + 40 * 5 + 19 * 10))
-
-
-def test_rates_are_positive_where_nothing_ended() -> None:
-    rates = hazard_rates(torch.full((30,), 7), torch.ones(30, dtype=torch.bool), EDGES.double())
-    assert torch.isfinite(rates).all() and (rates > 0).all()
-    assert rates.max() < 0.01
 
 
 def test_the_likelihood_removes_the_bias_of_l1_on_cut_requests(

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import mean_pinball_loss
 
-from predictor import Forecast, ForecastError, PointForecast, SurvivalForecast
+from predictor import ForecastError, PointForecast, SurvivalForecast
 from predictor.evaluation.survival_metrics import (
     LEVELS,
     WITHIN,
@@ -15,9 +16,11 @@ from predictor.evaluation.survival_metrics import (
     concordance,
     coverage,
     d_calibration,
+    error_by_bin,
     integrated_brier,
     levels_of,
     pinball_loss,
+    summarise_errors,
     survival_scores,
     within,
 )
@@ -85,21 +88,13 @@ def coverages(forecast: SurvivalForecast, came: Outcomes) -> list[float]:
 
 def test_within_counts_the_rows_that_may_generate_more() -> None:
     # S(10) = 0.2 and 0.8: one ended at 4, one was cut at 15; the third had 10 tokens left.
-    forecast = curves(0.2, 0.8, 0.5)
     came = Outcomes(np.array([4, 15, 10]), np.array([False, True, True]), np.array([30, 15, 10]))
-    brier, auc = within(forecast, came, 10)
-    assert brier == pytest.approx((0.2**2 + 0.2**2) / 2)
-    assert auc == 1
-    reversed_brier, reversed_auc = within(curves(0.8, 0.2, 0.5), came, 10)
-    assert reversed_brier == pytest.approx((0.8**2 + 0.8**2) / 2)
-    assert reversed_auc == 0
-
-
-def test_within_is_unknown_without_rows_and_has_no_auc_of_one_class() -> None:
+    assert within(curves(0.2, 0.8, 0.5), came, 10) == pytest.approx((0.04, 1))
+    assert within(curves(0.8, 0.2, 0.5), came, 10) == pytest.approx((0.64, 0))
     brier, auc = within(curves(0.5, 0.5), outcomes([5, 5], [True, True]), 10)
-    assert np.isnan(brier) and auc is None
+    assert np.isnan(brier) and auc is None, "without rows it is unknown"
     brier, auc = within(curves(0.5, 0.7), outcomes([5, 5]), 10)
-    assert brier == pytest.approx((0.5**2 + 0.7**2) / 2) and auc is None
+    assert brier == pytest.approx((0.5**2 + 0.7**2) / 2) and auc is None, "of one class"
 
 
 def test_the_integrated_brier_score_by_hand() -> None:
@@ -109,9 +104,6 @@ def test_the_integrated_brier_score_by_hand() -> None:
     expected = (0.05**2 + 0.55**2) / 2
     assert integrated_brier(curves(0.5, 0.5), came) == pytest.approx(expected)
     assert integrated_brier(PointForecast.new([4, 99], came.left), came) == 0
-
-
-def test_the_integrated_brier_score_needs_a_cap_beyond_one_token() -> None:
     assert np.isnan(integrated_brier(curves(0.5), Outcomes(*map(np.array, ([1], [True], [1])))))
 
 
@@ -133,27 +125,15 @@ def test_the_integrated_brier_score_is_torchsurvs_without_cuts() -> None:
     assert integrated_brier(free, uncut) == pytest.approx(float(theirs.mean()), rel=1e-6)
 
 
-def test_the_truth_has_the_best_brier_score() -> None:
-    scores = {}
-    for power in (0.5, 1, 2):
-        forecast, came = drawn_from_its_forecast(power)
-        scores[power] = integrated_brier(forecast, came)
-    assert scores[1] < min(scores[0.5], scores[2])
-
-
-def test_the_pinball_loss_by_hand() -> None:
-    forecast = PointForecast.new([10.0])
-    assert pinball_loss(forecast, outcomes([14])) == pytest.approx(4 * 0.5)
-    assert pinball_loss(forecast, outcomes([6])) == pytest.approx(4 * 0.5)
-    # Deciles of an even spread over 20 tokens are 2, 4, ..., 18; 12 came.
-    losses = [q * (12 - 20 * q) for q in np.arange(1, 7) / 10]
-    losses += [(q - 1) * (12 - 20 * q) for q in np.arange(7, 10) / 10]
-    assert pinball_loss(curves(0.5), outcomes([12])) == pytest.approx(np.mean(losses))
-
-
-def test_the_pinball_loss_of_a_cut_request_is_of_the_tokens_under_its_cap() -> None:
-    came = outcomes([6], [True])
-    assert pinball_loss(PointForecast.new([50.0], came.left), came) == 0
+def test_the_pinball_loss_is_scikit_learns_of_the_tokens_under_the_cap() -> None:
+    forecast, came = drawn_from_its_forecast()
+    assert came.cut.any()
+    for some in (forecast, PointForecast.new(forecast.median(), came.left)):
+        theirs = [
+            mean_pinball_loss(came.remaining, some.quantile(q), alpha=q)
+            for q in np.arange(1, 10) / 10
+        ]
+        assert pinball_loss(some, came) == pytest.approx(np.mean(theirs))
 
 
 @pytest.mark.parametrize(
@@ -175,14 +155,9 @@ def test_the_pinball_loss_of_a_cut_request_is_of_the_tokens_under_its_cap() -> N
 def test_concordance_is_the_share_of_comparable_pairs_in_order(
     means: list[float], remaining: list[int], cut: list[bool] | None, expected: float | None
 ) -> None:
-    found = concordance(PointForecast.new(means), outcomes(remaining, cut))
-    assert found == (None if expected is None else pytest.approx(expected))
-
-
-def test_concordance_looks_at_the_forecasts_without_their_caps() -> None:
-    came = outcomes([5, 6, 9], [False, True, False])
-    forecast: Forecast = PointForecast.new([30, 80, 50], 10.0)
-    assert concordance(forecast, came) == 1
+    for limit in (np.inf, 2.0):  # it looks at the forecasts without their caps
+        found = concordance(PointForecast.new(means, limit), outcomes(remaining, cut))
+        assert found == (None if expected is None else pytest.approx(expected))
 
 
 def test_all_scores_are_given_by_horizon_and_level() -> None:
@@ -201,6 +176,20 @@ def test_all_scores_are_given_by_horizon_and_level() -> None:
     assert point.ibs > scores.ibs
 
 
+def test_the_errors_are_numpys_by_bins_that_are_half_open() -> None:
+    rng = np.random.default_rng(0)
+    remaining, predicted = rng.integers(1, 99, 50), rng.uniform(1, 99, 50)
+    errors, summary = np.abs(predicted - remaining), summarise_errors(predicted, remaining)
+    expected = (errors.mean(), np.median(errors), np.percentile(errors, 90))
+    assert (summary.mae, summary.median_ae, summary.p90_ae) == pytest.approx(expected)
+    three, key = np.array([5, 5, 5]), np.array([0, 9, 20])
+    bins = error_by_bin(np.array([5.0, 6.0, 9.0]), three, key, [0, 10, 20, 30])
+    assert [(b.low, b.high, b.rows, b.mae) for b in bins] == [(0, 10, 2, 0.5), (20, 30, 1, 4.0)]
+    for bad, message in ((np.array([]), "predictions for"), (np.array([np.nan]), "not finite")):
+        with pytest.raises(ValueError, match=message):
+            summarise_errors(bad, np.arange(len(bad)))
+
+
 # Calibration.
 
 
@@ -209,11 +198,8 @@ def test_levels_are_what_the_curve_says_of_the_tokens_that_came() -> None:
     forecast = curves(0.5, 0.5, 0.5)
     levels = observed_levels(forecast, np.array([1, 10, 10]), np.array([False, False, True]))
     np.testing.assert_allclose(levels, [0.025, 0.475, 0.5])
-
-
-def test_levels_of_capped_forecasts_are_those_without_the_cap() -> None:
-    came = outcomes([10], [True])
-    np.testing.assert_allclose(levels_of(curves(0.5, limit=10.0), came), [0.5])
+    capped = levels_of(curves(0.5, limit=10.0), outcomes([10], [True]))
+    np.testing.assert_allclose(capped, [0.5])
 
 
 def test_coverage_by_hand() -> None:
@@ -253,59 +239,46 @@ def test_the_observed_share_never_falls_and_ends_at_one(
     np.testing.assert_allclose(observed_share(levels, cut, 1.0), 1)
 
 
-def test_a_calibrated_forecast_covers_what_it_claims() -> None:
-    forecast, came = drawn_from_its_forecast()
-    assert 0.1 < came.cut.mean() < 0.6
-    for found, level in zip(coverages(forecast, came), LEVELS, strict=True):
-        claimed = level / 100
-        assert abs(found - claimed) < 3 * np.sqrt(claimed * (1 - claimed) / N)
-    assert level_error(forecast, came) < 0.025
-
-
-def test_the_test_of_calibration_rarely_rejects_a_calibrated_forecast() -> None:
+def test_a_calibrated_forecast_covers_what_it_claims_and_is_rarely_rejected() -> None:
     p_values = []
     for seed in range(10):
         forecast, came = drawn_from_its_forecast(seed=seed)
         p_values.append(d_calibration(levels_of(forecast, came), came.cut)[1])
+        assert 0.1 < came.cut.mean() < 0.6
+        for found, level in zip(coverages(forecast, came), LEVELS, strict=True):
+            claimed = level / 100
+            assert abs(found - claimed) < 4 * np.sqrt(claimed * (1 - claimed) / N)
+        assert level_error(forecast, came) < 0.025
     assert min(p_values) > 0.001 and np.median(p_values) > 0.2
 
 
-@pytest.mark.parametrize("power", [0.6, 1.5])
-def test_a_miscalibrated_forecast_is_found_out(power: float) -> None:
+@pytest.mark.parametrize(("power", "cut_counts"), [(0.6, True), (1.5, True), (1.0, False)])
+def test_a_miscalibrated_forecast_is_found_out(power: float, cut_counts: bool) -> None:
+    """Also where cut requests are taken for ended ones."""
     forecast, came = drawn_from_its_forecast(power)
-    assert level_error(forecast, came) > 0.1
+    came = Outcomes(came.remaining, came.cut & cut_counts, came.left)
     _, p_value = d_calibration(levels_of(forecast, came), came.cut)
     assert p_value < 1e-9
+    assert level_error(forecast, came) > 0.1 or not cut_counts
 
 
-def test_intervals_do_not_cover_when_cut_counts_as_ended() -> None:
-    forecast, came = drawn_from_its_forecast()
-    as_ended = Outcomes(came.remaining, np.zeros(N, dtype=bool), came.left)
-    _, p_value = d_calibration(levels_of(forecast, as_ended), as_ended.cut)
-    assert p_value < 1e-9
-
-
-@pytest.mark.parametrize("power", [0.6, 1.5])
+@pytest.mark.parametrize("power", [0.6, 1.0, 1.5])
 def test_recalibration_on_one_half_restores_coverage_on_the_other(power: float) -> None:
     forecast, came = drawn_from_its_forecast(power)
     half, other = np.arange(0, N, 2), np.arange(1, N, 2)
-    levels = levels_of(forecast, came)
-    fitted = fit_recalibration(levels[half], came.cut[half])
+    fitted = fit_recalibration(levels_of(forecast, came)[half], came.cut[half])
     recalibrated = SurvivalForecast.new(
         forecast.edges, fitted.apply(forecast.survival[other]), came.left[other]
     )
-    unseen = came.select(other)
+    raw, unseen = forecast.select(other), came.select(other)
     for found, level in zip(coverages(recalibrated, unseen), LEVELS, strict=True):
         assert found == pytest.approx(level / 100, abs=0.025)
-    assert level_error(forecast.select(other), unseen) > 0.1
     assert level_error(recalibrated, unseen) < 0.03
-    assert integrated_brier(recalibrated, unseen) < integrated_brier(forecast.select(other), unseen)
-
-
-def test_recalibrating_a_calibrated_forecast_changes_little() -> None:
-    forecast, came = drawn_from_its_forecast()
-    fitted = fit_recalibration(levels_of(forecast, came), came.cut)
-    np.testing.assert_allclose(fitted.observed, fitted.nominal, atol=0.03)
+    if power == 1:
+        np.testing.assert_allclose(fitted.observed, fitted.nominal, atol=0.04)
+    else:
+        assert level_error(raw, unseen) > 0.1
+        assert integrated_brier(recalibrated, unseen) < integrated_brier(raw, unseen)
 
 
 def test_there_is_nothing_to_recalibrate_from_where_all_were_cut() -> None:
@@ -367,24 +340,6 @@ def test_a_recalibrated_curve_is_a_survival_curve(
 # The Kaplan-Meier curve.
 
 
-def test_the_kaplan_meier_curve_by_hand() -> None:
-    # At risk 5, 3, 2 at 10, 30, 40: the cut at 20 counts at 10 only, that at 30 at 30 too.
-    values, cut = np.array([10, 20, 30, 30, 40]), np.array([0, 1, 0, 1, 0], dtype=bool)
-    curve = KaplanMeierCurve.estimate(values, cut)
-    assert curve.times.tolist() == [10, 30, 40]
-    np.testing.assert_allclose(curve.survival, [4 / 5, 4 / 5 * 2 / 3, 0])
-    np.testing.assert_allclose(
-        curve.at([0, 9.9, 10, 29, 30, 39, 40, 99]), [1, 1, 0.8, 0.8, 8 / 15, 8 / 15, 0, 0]
-    )
-    assert curve.last_observed == 40
-
-
-def test_the_kaplan_meier_curve_stays_at_one_where_all_were_cut() -> None:
-    curve = KaplanMeierCurve.estimate(np.array([7, 3]), np.array([True, True]))
-    assert curve.at([0, 3, 7, 100]).tolist() == [1, 1, 1, 1]
-    assert (len(curve.times), curve.last_observed) == (0, 7)
-
-
 def test_no_observations_have_no_kaplan_meier_curve() -> None:
     with pytest.raises(ValueError, match="there are no observations"):
         KaplanMeierCurve.estimate(np.zeros(0), np.zeros(0, dtype=bool))
@@ -396,22 +351,16 @@ def test_the_kaplan_meier_curve_agrees_with_torchsurv(observed: list[tuple[int, 
 
     values, cut = (np.array(column) for column in zip(*observed, strict=True))
     curve = KaplanMeierCurve.estimate(values, cut)
-    if cut.all():
-        return  # torchsurv takes no such data
+    assert curve.times.tolist() == sorted(set(values[~cut].tolist()))
+    assert curve.last_observed == values.max()
+    if cut.all():  # torchsurv takes no such data
+        assert (curve.at(np.arange(202)) == 1).all()
+        return
     estimator = KaplanMeierEstimator()
     estimator(torch.from_numpy(~cut), torch.from_numpy(values.astype(np.float64)))
-    np.testing.assert_allclose(curve.at(estimator.time.numpy()), estimator.km_est, atol=1e-5)
-
-
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
-def test_kaplan_meier_without_cuts_is_the_share_that_lived_longer(
-    totals: list[int],
-) -> None:
-    values = np.array(totals)
-    curve = KaplanMeierCurve.estimate(values, np.zeros(len(values), dtype=bool))
-    at = np.arange(0, 202)
-    longer = (values[:, None] > at).mean(axis=0)
-    np.testing.assert_allclose(curve.at(at), longer, atol=1e-12)
+    at = estimator.time.numpy()
+    np.testing.assert_allclose(curve.at(at), estimator.km_est, atol=1e-5)
+    np.testing.assert_array_equal(curve.at(at[1:] - 0.1), curve.at(at[:-1]), "it is a step")
 
 
 # The grid.
@@ -422,21 +371,14 @@ grids = st.tuples(
 
 
 @given(grids)
-def test_the_grid_ascends_in_whole_tokens_from_0_to_the_limit(
-    grid: tuple[int, int, int, int],
-) -> None:
-    edges = survival_edges(*grid)
-    assert edges.dtype == np.int64
-    assert (edges[0], edges[-1]) == (0, grid[0])
-    assert (np.diff(edges) > 0).all()
-
-
-@given(grids)
-def test_the_grid_is_dense_near_0_and_relatively_even_beyond(
+def test_the_grid_ascends_dense_near_0_and_relatively_even_beyond(
     grid: tuple[int, int, int, int],
 ) -> None:
     limit, first, dense_until, octave = grid
     edges = survival_edges(*grid)
+    assert edges.dtype == np.int64
+    assert (edges[0], edges[-1]) == (0, limit)
+    assert (np.diff(edges) > 0).all()
     near = edges[edges <= dense_until]
     assert near[-1] == dense_until and (np.diff(near) <= first).all()
     far = edges[edges >= dense_until]

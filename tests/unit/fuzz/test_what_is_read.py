@@ -1,0 +1,435 @@
+"""Whatever is read, damaged: it is read, or refused in a line or some that say what is wrong.
+
+Each entry of the tables is a reader, what it reads whole, and how it may refuse.
+"""
+
+import functools
+import gzip
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import copy, copytree, rmtree
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from command_for import command_for
+from fuzzing import changed, damaged_bytes, damaged_frames, damaged_yaml, fuzzed, json_text, structs
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_profiles import TRUE, profile_of
+from recorded_dataset import record
+
+from data_collection.capture.capture_config import read_capture_config
+from data_collection.dataset.export_transcripts import export_transcripts
+from data_collection.dataset.validate_dataset import validate
+from data_collection.text_file import read_yaml
+from data_collection.workload.prompts import load_prompts, load_transcripts
+from predictor.live.engine_forecasts import LiveConfig
+from predictor.models.checkpoint import export_checkpoint, load_predictor, read_config
+from predictor.models.survival_mlp import SurvivalMLP
+from predictor.training.row_table import load_rows
+from rescheduler.batching.batching_config import read_batching_config
+from rescheduler.commands import command
+from rescheduler.commands.command_line import main
+from rescheduler.coordination import messages as coordination
+from rescheduler.engines.deployment import ProxyOptions, read_deployment
+from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
+from rescheduler.placement.upstream import engine_key
+from rescheduler.routing.learned.router_network import load_router
+from rescheduler.simulator.workloads.forecast_recording import (
+    ForecastRecording,
+    read_recording,
+    write_recording,
+)
+from rescheduler.simulator.workloads.trace import first_requests
+from rescheduler.simulator.workloads.trace_files import read_trace
+from rescheduler.step_time.profile import load_profile, write_profile
+from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
+from rescheduler.transfer.migration_params import connector_config
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
+
+# Values and messages.
+
+
+class Decoder(NamedTuple):
+    """What reads a message or a section.
+
+    Attributes:
+        damaged: what it is given.
+        read: returns what it read.
+        refused: how it refuses.
+        again: codes what was read; None where nothing does.
+    """
+
+    damaged: st.SearchStrategy[Any]
+    read: Callable[[Any], Any]
+    refused: type[Exception]
+    again: Callable[[Any], Any] | None = None
+
+
+def section(read: Callable[[Any], Any], whole: dict[str, Any]) -> Decoder:
+    damaged = changed({"headway": whole})
+    # vLLM checks that it is an object.
+    return Decoder(damaged.filter(lambda value: isinstance(value, dict)), read, ValueError)
+
+
+def coordinating(kind: Any) -> Decoder:
+    frames = damaged_frames(coordination.TOPIC, structs(kind))
+    deep = st.just([coordination.TOPIC, b"\x91" * 100_000])
+    refused = coordination.CoordinationError
+    read = functools.partial(coordination.decode, kind=kind)
+    return Decoder(frames | deep, read, refused, coordination.encode)
+
+
+FORECAST = {"checkpoint": "c", "telemetry": {"bind": "tcp://127.0.0.1:1"}}
+BATCHING = {"profile": "p", "ttft_s": 2.0}
+DECODERS = {
+    "batching": section(
+        read_batching_config, {"batching": BATCHING, "forecast": {"checkpoint": "c"}}
+    ),
+    "capture": section(
+        functools.partial(read_capture_config, config_type=LiveConfig),
+        {"k": 20, "record": {"path": "dataset", "dtype": "float16"}, "forecast": FORECAST},
+    ),
+    "connector": section(connector_config, {"control": "tcp://127.0.0.1:1", "time_to_live": 15}),
+    "report": coordinating(coordination.Report),
+    "notice": coordinating(coordination.Notice),
+    "load": coordinating(coordination.Load),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@fuzzed()
+@given(data=st.data())
+def test_a_message_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    damaged, decode, refused, again = DECODERS[name]
+    try:
+        read = decode(data.draw(damaged))
+    except refused as error:
+        assert 0 < len(str(error).splitlines()) < 20
+        assert again is None or str(error).isprintable()
+    else:
+        assert again is None or decode(again(read)) == read
+
+
+# Files.
+
+TRACES = {
+    "headway.csv": "arrival_s,input_tokens,output_tokens\n0.0,12,30\n0.5,1,2\n2,400,10\n",
+    "azure.csv": (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
+    ),
+    "burstgpt.csv": (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,1087,0,1087,API log\n"
+    ),
+    "mooncake.jsonl": (
+        '{"timestamp": 0, "input_length": 6755, "output_length": 500, "hash_ids": [0, 1]}\n'
+        '{"timestamp": 27, "input_length": 7, "output_length": 1, "hash_ids": []}\n'
+    ),
+}
+PROMPTS = (
+    '{"id": "a", "task": "story", "prompt": "Tell me a story", "source": "x"}\n'
+    '{"id": "b", "messages": [{"role": "user", "content": "Hello"}]}\n'
+)
+ANSWERED = (
+    '{"id": "a", "sample_index": 1, "prompt": "Hello", "answer": "Hi", "temperature": 0.5}\n'
+    '{"prompt_token_ids": [5, 6], "output_token_ids": [7, 2], "finish_reason": "length", '
+    '"max_tokens": 2, "top_p": 0.9, "source": "x", "task": "chat"}\n'
+)
+FINISHED = LoggedRequest(
+    "a-0", "gpu0", "m", "0123", "stop", 40, [0, 20], [0.5, 0.25], False, [9.0, 8.0]
+)
+
+
+class Kind(NamedTuple):
+    """A kind of files.
+
+    Attributes:
+        write: writes whole ones into a folder.
+        read: reads the one that was damaged.
+        lines: of an error, at most.
+    """
+
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+    lines: int = 20
+
+
+def texts(**files: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+    return write
+
+
+def deployments(folder: Path) -> None:
+    for path in CONFIGS:
+        if path.parent.name == "serve":
+            copy(path, folder)
+
+
+def transcripts(folder: Path) -> None:
+    record(folder / "dataset")
+    export_transcripts(folder / "dataset", folder / "transcripts.parquet")
+    rmtree(folder / "dataset")
+
+
+def recording(folder: Path) -> None:
+    of_three = ForecastRecording(
+        model="m",
+        predictor="p",
+        part="test",
+        interval=2,
+        edges=np.array([0.0, 4.0, 8.0]),
+        prompt=np.array([5, 5, 5]),
+        output=np.array([4, 1, 3]),
+        max_tokens=np.array([100, 100, 3]),
+        cut=np.array([False, False, True]),
+        curves=np.array([[1.0, 0.5, 0.0]] * 5, dtype=np.float32),
+        first_row=np.array([0, 2, 3]),
+        n_rows=np.array([2, 1, 2]),
+    )
+    write_recording(of_three, folder / "forecasts.parquet")
+
+
+def steps(folder: Path) -> None:
+    log = StepLog(folder / "steps.csv", profile_of(TRUE).engine)
+    for step in range(3):
+        log.add(1 + step, 100, 0.25)
+    log.close()
+
+
+def predictor(folder: Path) -> None:
+    model: dict[str, Any] = {"hidden_size": 4, "model": "m", "model_revision": "1", "k": 2}
+    export_checkpoint(SurvivalMLP([0, 4, 8], widths=[4], **model), folder, {})
+
+
+def whole_folder(read: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Read the folder of a kind, whichever of its files is given."""
+    return lambda path: read(next(up for up in path.parents if up.name in KINDS))
+
+
+def read_whole(path: Path) -> object:
+    block = first_requests(read_trace(path), np.random.default_rng(0), 1000)
+    return [column.tolist() for column in block]
+
+
+def steps_and_engine(folder: Path) -> object:
+    return read_engine(folder / "steps.csv"), read_steps(folder / "steps.csv")
+
+
+KINDS = {
+    "traces": Kind(texts(**TRACES), read_whole),
+    "prompts": Kind(texts(**{"prompts.jsonl": PROMPTS}), lambda path: load_prompts(str(path))),
+    "answers": Kind(texts(**{"answers.jsonl": ANSWERED}), load_transcripts),
+    "finished": Kind(
+        texts(**{"finished.jsonl": msgspec.json.encode(FINISHED).decode() + "\n"}),
+        lambda path: list(read_finished_log(path)),
+    ),
+    "deployments": Kind(deployments, read_deployment, 1),
+    "profile": Kind(
+        lambda folder: write_profile(profile_of(TRUE), folder / "profile.yaml"), load_profile
+    ),
+    "validated dataset": Kind(record, whole_folder(validate)),
+    "dataset": Kind(record, whole_folder(load_rows)),
+    "transcripts": Kind(transcripts, load_transcripts),
+    "recording": Kind(recording, read_recording),
+    "steps": Kind(steps, whole_folder(steps_and_engine)),
+    "predictor": Kind(predictor, whole_folder(lambda folder: load_predictor(str(folder)))),
+    "router": Kind(
+        lambda folder: copytree(ROOT / "checkpoints/rl-router", folder, dirs_exist_ok=True),
+        whole_folder(load_router),
+    ),
+}
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with whole files of a kind, which is its name."""
+    path: Path = tmp_path_factory.mktemp("files") / request.param
+    path.mkdir()
+    KINDS[request.param].write(path)
+    return path
+
+
+def damaged(draw: st.DrawFn, file: str, original: bytes) -> bytes:
+    """YAML, or JSON or a line of it, changed as such, or any bytes changed; perhaps gzipped."""
+    if file.endswith(".yaml"):
+        return draw(damaged_yaml(original.decode()))
+    if ".json" in file and draw(st.booleans()):
+        lines = original.splitlines() if file.endswith("l") else [original]
+        at = draw(st.integers(0, len(lines) - 1))
+        lines[at] = draw(json_text(msgspec.json.decode(lines[at])))
+        content = b"\n".join(lines)
+    else:
+        content = draw(damaged_bytes(original))
+    if file.endswith((".csv", ".jsonl")) and draw(st.booleans()):
+        return draw(damaged_bytes(gzip.compress(content)))
+    return content
+
+
+@fuzzed()
+@given(data=st.data())
+def test_a_file_is_read_or_refused(folder: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.suffix not in (".md", ".png", ""))
+    file = data.draw(st.sampled_from(files))
+    original = file.read_bytes()
+    file.write_bytes(damaged(data.draw, file.name, original))
+    kind = KINDS[folder.name]
+    try:
+        kind.read(file)
+    except (ValueError, OSError) as error:
+        assert str(folder) in str(error)
+        assert str(error).startswith(str(file)) or file.suffix != ".yaml"
+        assert len(str(error).splitlines()) <= kind.lines
+    except RecursionError:
+        pass  # JSON of a thousand levels; the command line says so in a line
+    finally:
+        file.write_bytes(original)
+
+
+@pytest.fixture(scope="module")
+def parsers_once() -> Iterator[None]:
+    """Make the parser of each verb once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "command_parser", functools.cache(command.command_parser))
+        yield
+
+
+@pytest.mark.usefixtures("parsers_once")
+@fuzzed()
+@given(config=st.sampled_from(CONFIGS), data=st.data())
+def test_a_command_reads_or_refuses_its_configuration(
+    tmp_path_factory: pytest.TempPathFactory,
+    config: Path,
+    data: st.DataObject,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_bytes(data.draw(damaged_yaml(config.read_text())))
+    capsys.readouterr()
+    try:
+        status = main([*command_for(config), "--config", str(path), "--print_config"])
+    except SystemExit as exit:
+        status = int(exit.code or 0)
+    reported = capsys.readouterr().err
+    assert status in (0, 1, 2)
+    assert "Traceback" not in reported and len(reported.splitlines()) < 20
+    assert (status == 0) == (not reported)
+
+
+# What a file means, however it was saved.
+
+
+SAVED: dict[str, Callable[[bytes], bytes]] = {
+    "byte-order mark": lambda content: b"\xef\xbb\xbf" + content,
+    "CRLF": lambda content: content.replace(b"\n", b"\r\n"),
+    "CR": lambda content: content.replace(b"\n", b"\r"),
+    "blank lines": lambda content: content.replace(b"\n", b"\n\n"),
+    "no last newline": lambda content: content.rstrip(b"\n"),
+}
+SMALL = {
+    "config.yaml": Kind(texts(**{"config.yaml": "seeds: 1\ntrace: {name: star}\n"}), read_yaml),
+    "config.json": Kind(
+        texts(**{"config.json": '{"kind": "survival"}\n'}), lambda path: read_config(path.parent)
+    ),
+    "key": Kind(
+        texts(key="secret\n"), lambda path: engine_key(ProxyOptions(engine_key_file=str(path)))
+    ),
+    "steps.csv": Kind(steps, lambda path: read_steps(path).tolist()),
+    "steps.csv.engine.json": Kind(steps, lambda path: read_engine(path.with_name("steps.csv"))),
+    "profile.yaml": KINDS["profile"],
+    "prompts.jsonl": KINDS["prompts"],
+    "answers.jsonl": KINDS["answers"],
+    "finished.jsonl": KINDS["finished"],
+    **dict.fromkeys(TRACES, KINDS["traces"]),
+}
+
+
+@fuzzed()
+@given(
+    name=st.sampled_from(sorted(SMALL)),
+    ways=st.lists(st.sampled_from(sorted(SAVED)), min_size=1, max_size=4, unique=True),
+    wide=st.sampled_from([None, None, None, "utf-16", "utf-16-le", "utf-16-be", "utf-32"]),
+    zipped=st.booleans(),
+)
+def test_how_a_text_is_saved_changes_nothing_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    ways: list[str],
+    wide: str | None,
+    zipped: bool,
+) -> None:
+    write, read, _ = SMALL[name]
+    folder = tmp_path_factory.getbasetemp() / "saved"
+    rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write(folder)
+    path = folder / name
+    content, as_it_was = path.read_bytes(), read(path)
+    for way in ways:
+        if "line" not in way or name in {*TRACES, "prompts.jsonl", "answers.jsonl"}:
+            content = SAVED[way](content)
+    if wide:
+        content = content.decode().encode(wide)
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    if wide:
+        with pytest.raises(ValueError, match=rf"{name}.*save it as UTF-8") as refusal:
+            read(path)
+        assert len(str(refusal.value).splitlines()) == 1
+    else:
+        assert read(path) == as_it_was
+
+
+UNITS = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}
+HEADERS = {
+    "headway": "arrival_s,input_tokens,output_tokens",
+    "burstgpt": "Timestamp,Request tokens,Response tokens",
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens",
+}
+
+
+@fuzzed()
+@given(
+    form=st.sampled_from([*HEADERS, "mooncake"]),
+    unit=st.sampled_from(sorted(UNITS)),
+    start=st.sampled_from([0, 3, 1_700_000_000]),
+    gaps=st.lists(st.integers(0, 60_000), min_size=1, max_size=20),
+    stated=st.booleans(),
+    spaced=st.booleans(),
+)
+def test_times_of_any_unit_are_read_as_said_or_asked_about(
+    tmp_path_factory: pytest.TempPathFactory,
+    form: str,
+    unit: str,
+    start: int,
+    gaps: list[int],
+    stated: bool,
+    spaced: bool,
+) -> None:
+    times = [UNITS[unit] * (start + at / 1000) for at in np.cumsum([0, *gaps]).tolist()]
+    if form == "mooncake":
+        lines = [f'{{"timestamp": {t}, "input_length": 9, "output_length": 9}}' for t in times]
+    else:
+        lines = [HEADERS[form], *(f"{t},9,9" for t in times)]
+    path = tmp_path_factory.getbasetemp() / "trace"
+    path.write_text(("\n\n" if spaced else "\n").join(lines))
+    given_unit: Any = unit if stated else None
+    try:
+        trace = read_trace(path, time_unit=given_unit)
+        block = first_requests(trace, np.random.default_rng(0), len(times))
+    except ValueError as error:
+        assert not stated
+        asks = ("; say --trace.time-unit ", ": say its time_unit")
+        assert any(words in str(error) for words in asks), error
+        return
+    taken = unit if stated else {"headway": "s", "burstgpt": "s", "mooncake": "ms"}[form]
+    expected = np.subtract(times, times[0]) / UNITS[taken]
+    np.testing.assert_allclose(block.arrival, expected, rtol=1e-6, atol=1e-6)
+    assert len(block.prompt) == len(times)

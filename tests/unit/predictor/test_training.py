@@ -1,0 +1,311 @@
+"""Training from the command line, for both predictors: what is learned, written and refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from memoryless_dataset import record_memoryless, true_median
+from recorded_dataset import change_shard, new_session, record
+from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
+
+from data_collection.dataset.dataset_schema import DatasetError, requests_files
+from data_collection.dataset.merge_datasets import merge
+from predictor import RequestRows, SurvivalMLP, load_predictor
+from predictor.forecasts.kaplan_meier import survival_edges
+from predictor.forecasts.recalibration import Recalibration
+from predictor.models.hidden_state_mlp import INPUTS
+from predictor.training.row_table import load_rows
+from predictor.training.rows_data_module import RowsDataModule, request_rows
+from predictor.training.survival_training import SurvivalTraining
+from rescheduler.commands.command_line import main
+
+TRAINED = ("--trainer.max_epochs", "2")
+"""Enough where only what is written, or refused, matters."""
+
+IDENTITY = ((0.0, 1.0), (0.0, 1.0))
+KINDS = {"survival": "censor", "star": "leave_out"}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def checkpoint(kind: str, survival_checkpoint: Path, regressor_checkpoint: Path) -> Path:
+    return {"survival": survival_checkpoint, "star": regressor_checkpoint}[kind]
+
+
+def load_survival(folder: Path) -> SurvivalMLP:
+    predictor = load_predictor(str(folder))
+    assert isinstance(predictor, SurvivalMLP)
+    return predictor
+
+
+def medians(folder: Path, dataset: Path) -> np.ndarray:
+    return load_predictor(str(folder)).forecast(request_rows(load_rows(dataset))).median()
+
+
+# What is written.
+
+
+def test_fit_writes_a_checkpoint_with_its_card(
+    kind: str, memoryless: Path, checkpoint: Path
+) -> None:
+    config, session = json.loads((checkpoint / "config.json").read_text()), new_session(k=5)
+    for name in ("hidden_size", "k", "layer", "normalisation", "model"):
+        assert config[name] == getattr(session, name)
+    survival, bins = kind == "survival", len(survival_edges(512)) - 1
+    assert config["model_revision"] == session.revision
+    assert config["kind"] == ("survival" if survival else "regression")
+    inputs = ["generated_tokens", "prompt_tokens", "temperature", "repetition", "repeated_suffix"]
+    assert config["inputs"] == (inputs if survival else [])
+    if survival:
+        assert config["edges"] == survival_edges(512).tolist()
+        assert config["averaging_half_life"] == 30
+    provenance = config["provenance"]
+    cut = int(load_rows(memoryless).censored.sum())
+    assert provenance["rows of cut requests"] == f"{cut} ({KINDS[kind]})"
+    assert set(provenance["rows"]) == {"train", "validation", "test"}
+    figure = "val_nll" if survival else "val_mae"
+    assert provenance[figure] > 0 and provenance["split_seed"] == 0
+    assert config["trained_generated_tokens"][0] == 0
+    card = (checkpoint / "README.md").read_text()
+    shape = f"13→32→{bins}" if survival else "8→32→1"
+    assert session.model in card and shape in card and figure in card
+    assert not survival or "generated_tokens, prompt_tokens, temperature" in card
+    assert (checkpoint / "dataset_card.md").read_text().startswith("---")
+    assert list((checkpoint / "logs").rglob("metrics.csv"))
+    assert list((checkpoint / "logs").rglob("events.out.tfevents*"))
+
+
+def test_a_checkpoint_forecasts_the_same_after_a_round_trip(
+    memoryless: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    predictor = load_predictor(str(checkpoint))
+    predictor.save_pretrained(tmp_path)
+    np.testing.assert_array_equal(medians(tmp_path, memoryless), medians(checkpoint, memoryless))
+    assert load_predictor(str(tmp_path)).config() == predictor.config()
+
+
+def test_training_is_deterministic_given_the_seed(
+    kind: str, memoryless: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = (*SURVIVAL, *FEW_ROWS) if kind == "survival" else FEW_ROWS
+    fit(kind, memoryless, tmp_path / "again", *options)
+    fit(kind, memoryless, tmp_path / "other", *options, *TRAINED, "--seed_everything=1")
+    first = medians(checkpoint, memoryless)
+    np.testing.assert_array_equal(medians(tmp_path / "again", memoryless), first)
+    assert (medians(tmp_path / "other", memoryless) != first).any()
+
+
+def test_the_forecast_ends_at_max_tokens_and_tells_long_from_short(
+    memoryless: Path, checkpoint: Path
+) -> None:
+    table = load_rows(memoryless)
+    forecast = load_predictor(str(checkpoint)).forecast(request_rows(table))
+    assert len(forecast) == len(table)
+    assert (forecast.at_each(table.tokens_left()) == 0).all()
+    assert (forecast.median() <= table.tokens_left()).all()
+    truth = true_median(table.vectors()[:, 0])
+    assert np.corrcoef(forecast.uncapped().median(), truth)[0, 1] > 0.7
+
+
+def test_the_recalibration_is_kept_in_the_checkpoint(
+    memoryless: Path, survival_checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((survival_checkpoint / "config.json").read_text())
+    predictor = load_survival(survival_checkpoint)
+    fitted = predictor.recalibration
+    assert config["recalibration_nominal"] == list(fitted.nominal)
+    assert config["recalibration_observed"] == list(fitted.observed)
+    assert (fitted.nominal, fitted.observed) != IDENTITY, "fitted on the validation rows"
+    rows = request_rows(load_rows(memoryless))
+    learned = predictor.forecast_as_learned(rows).survival
+    np.testing.assert_array_equal(predictor.forecast(rows).survival, fitted.apply(learned))
+
+    predictor.recalibrate(Recalibration(*IDENTITY))
+    predictor.save_pretrained(tmp_path)
+    np.testing.assert_array_equal(load_survival(tmp_path).forecast(rows).survival, learned)
+
+
+def test_without_recalibration_the_learned_curves_are_used(
+    memoryless: Path, tmp_path: Path
+) -> None:
+    options = ("--model.init_args.recalibrate", "false", "--model.init_args.edges", "[0, 9, 90]")
+    fit("survival", memoryless, tmp_path / "raw", *SURVIVAL, *FEW_ROWS, *TRAINED, *options)
+    predictor = load_survival(tmp_path / "raw")
+    assert (predictor.recalibration.nominal, predictor.recalibration.observed) == IDENTITY
+    assert predictor.edges.tolist() == [0, 9, 90], "a grid of one's own"
+
+
+def test_training_starts_from_the_hazards_of_all_rows(tmp_path: Path) -> None:
+    record_memoryless(tmp_path / "dataset", n_requests=100)
+    data = RowsDataModule(tmp_path / "dataset", cut_requests="censor")
+    data.setup("fit")
+    train = data.parts["train"]
+    train.remaining_tokens[:] = 1
+    train.censored[:] = False
+    shared = {"model": "m", "model_revision": "r", "hidden_size": 8, "k": 5, "widths": [16]}
+    predictor = SurvivalTraining().build(data, shared)
+    assert all(torch.isfinite(weights).all() for weights in predictor.parameters())
+    survival = predictor.forecast(RequestRows(torch.randn(3, 8), torch.full((3, 6), 9e3))).at(5.0)
+    np.testing.assert_allclose(survival, 0, atol=0.05)
+
+
+def test_tune_writes_its_table_and_goes_on(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "dataset")
+    options = ["train", "tune", str(tmp_path / "dataset"), "--predictor", kind, "--limit", "128"]
+    options += ["--out", str(tmp_path / "tune"), "--max_epochs", "1"]
+    assert main([*options, "--trials", "1"]) == 0
+    assert main([*options, "--trials", "2"]) == 0
+    head, *trials = (tmp_path / "tune" / "trials.csv").read_text().splitlines()
+    noise = "noise," if kind == "survival" else ""
+    assert head == f"trial,state,depth,width,batch_size,lr,{noise}epochs,validation_figure"
+    assert len(trials) == 2, "the first is kept from the first run"
+    assert float(trials[0].split(",")[-1]) > 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "tune" / "trials.md").read_text() in printed
+    assert f"--config configs/predictor/{kind}.yaml" in printed
+    assert ("--model.init_args.noise" in printed) == (kind == "survival")
+
+
+# The rows.
+
+
+@pytest.mark.parametrize(
+    ("cut_requests", "kept"),
+    [
+        ("leave_out", ["stop"]),
+        ("as_ended", ["stop", "length"]),
+        ("censor", ["stop", "length", "abort"]),
+    ],
+)
+def test_parts_share_no_request_and_cut_ones_count_as_asked(
+    memoryless: Path, cut_requests: Literal["leave_out", "as_ended", "censor"], kept: list[str]
+) -> None:
+    data = RowsDataModule(memoryless, cut_requests=cut_requests)
+    data.setup("fit")
+    table = load_rows(memoryless)
+    reasons = np.array(table.requests.finish_reason)[table.request]
+    assert data.censored_rows == table.censored.sum() > 0
+    assert sum(len(part) for part in data.parts.values()) == np.isin(reasons, kept).sum()
+    requests = [set(part.request.tolist()) for part in data.parts.values()]
+    assert len(set.union(*requests)) == sum(map(len, requests))
+
+
+def test_tokens_left_end_at_max_tokens_or_the_longest_answer(memoryless: Path) -> None:
+    table = load_rows(memoryless).select(np.arange(3))
+    table.generated_tokens[:] = (0, 40, 300)
+    table.max_tokens[:] = (100, 0, 200)
+    assert table.tokens_left().tolist() == [100, 160, 1]
+    assert table.numbers()[:, :3].tolist() == [[0, 11, 100], [40, 11, 160], [300, 11, 1]]
+
+
+def test_repetition_is_unknown_where_tokens_were_not_recorded(memoryless: Path) -> None:
+    table = load_rows(memoryless)
+    tokens = table.requests.output_token_ids
+    tokens[int(table.request[0])] = None
+    tokens[:] = [[7] * len(one) if one is not None else None for one in tokens]
+    column = table.numbers()[:, INPUTS.index("repetition")]
+    of_unknown = table.request == table.request[0]
+    assert of_unknown.any() and (np.isnan(column) == of_unknown).all()
+    known = ~np.isnan(column)
+    repeats = table.generated_tokens[known] - 1 > 4  # all but the newest token are read
+    assert ((column[known] > 0) == repeats).all()
+
+
+def test_an_unknown_number_counts_as_the_average(survival_checkpoint: Path) -> None:
+    predictor = load_survival(survival_checkpoint)
+    hidden, average = torch.randn(1, 8), predictor.count_mean.expm1()
+    numbers = torch.zeros(1, len(INPUTS))
+    numbers[0, [INPUTS.index(name) for name in predictor.inputs]] = average
+    known = predictor.forecast(RequestRows(hidden, numbers)).survival
+    numbers[0, INPUTS.index("repetition")] = torch.nan
+    unknown = predictor.forecast(RequestRows(hidden, numbers)).survival
+    np.testing.assert_allclose(unknown, known, atol=1e-6)
+    with pytest.raises(ValueError, match=r"RequestRows needs all of generated_tokens, .*, not 3"):
+        predictor.forecast(RequestRows(hidden, numbers[:, :3]))
+
+
+def with_column(name: str, values: Callable[[int], Any]) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        column = table.schema.get_field_index(name)
+        field = table.schema.field(column)
+        return table.set_column(column, field, pa.array(values(len(table)), field.type))
+
+    return change
+
+
+def test_shards_of_an_earlier_version_have_vllms_default_temperature(tmp_path: Path) -> None:
+    record(tmp_path / "earlier")
+    record(tmp_path / "later", new_session("20250102T000000-2"), prefix="b")
+    for file in requests_files(tmp_path / "earlier"):
+        change_shard(file, lambda table: table.drop_columns(["temperature", "top_p"]))
+    for file in requests_files(tmp_path / "later"):
+        change_shard(file, with_column("temperature", lambda n: [0.5] * n))
+    merge([tmp_path / "earlier", tmp_path / "later"], tmp_path / "merged")
+    table = load_rows(tmp_path / "merged")
+    later = np.array(["-b" in name for name in table.requests.request_id])[table.request]
+    temperature = table.numbers()[:, INPUTS.index("temperature")]
+    assert (temperature[later] == 0.5).all() and (temperature[~later] == 1).all()
+    assert later.any() and not later.all()
+
+
+# What is refused.
+
+
+def test_training_on_repetition_without_recorded_tokens_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Learned from nothing, its weights would be noise once an engine tells the true values."""
+    record_memoryless(tmp_path / "data", n_requests=60)
+    for file in requests_files(tmp_path / "data"):
+        change_shard(file, with_column("output_token_ids", lambda n: [None] * n))
+    arguments = ["train", "fit", "--config", str(CONFIGS / "survival.yaml"), *QUIET, *TRAINED]
+    arguments += ["--data.dataset", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *SURVIVAL, *FEW_ROWS]) == 1
+    assert "repetition is known of no row: record with token ids" in capsys.readouterr().err
+    inputs = "[generated_tokens, prompt_tokens]"
+    assert main([*arguments, *SURVIVAL, *FEW_ROWS, "--model.init_args.inputs", inputs]) == 0
+
+
+@pytest.mark.parametrize(
+    ("predictor", "option", "value", "message"),
+    [
+        ("survival", "data.cut_requests", "leave_out", "give --data.cut_requests censor"),
+        ("survival", "data.cut_requests", "as_ended", "give --data.cut_requests censor"),
+        ("star", "data.cut_requests", "censor", "give --data.cut_requests leave_out or as_ended"),
+        ("star", "data.batch_size", "0", "batch_size must be at least 1"),
+        ("survival", "model.init_args.inputs", "[age]", f"unknown input 'age'; known: {INPUTS[0]}"),
+    ],
+)
+def test_what_a_training_cannot_use_is_refused(
+    memoryless: Path,
+    tmp_path: Path,
+    predictor: str,
+    option: str,
+    value: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["train", "fit", "--config", str(CONFIGS / f"{predictor}.yaml"), *QUIET]
+    arguments += ["--data.dataset", str(memoryless), "--out", str(tmp_path / "out")]
+    assert main([*arguments, f"--{option}", value]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_dataset_of_cut_requests_only_cannot_be_trained_on(tmp_path: Path) -> None:
+    record(tmp_path / "cut", finish_reason="length")
+    data = RowsDataModule(tmp_path / "cut")
+    with pytest.raises(DatasetError, match="no row with a known remaining length"):
+        data.setup("fit")
