@@ -127,9 +127,6 @@ class Instance:
         return self.admitted + self.queue
 
 
-ForecastSource = Callable[[Sequence[Request]], Forecast | None]
-
-
 def oracle(requests: Sequence[Request]) -> Forecast:
     """Return the true remaining tokens."""
     return PointForecast.new([request.output - request.generated for request in requests])
@@ -139,36 +136,22 @@ def reference_run(
     config: ReferenceConfig,
     requests: Sequence[tuple[float | None, int, int]],
     policy: RoutingPolicy,
-    forecast: ForecastSource = oracle,
 ) -> ReferenceResult:
     """Serve requests (arrival, prompt, output), in order of arrival.
 
     Without arrivals (None, for all of them) the pool is filled up to its limit as it empties.
-
-    Raises:
-        ValueError: a request that cannot be served, or modes that do not go together.
-        RuntimeError: the policy leaves requests waiting in an idle cluster for good.
     """
-    given = [arrival is not None for arrival, _, _ in requests]
-    if any(given) and not all(given):
-        raise ValueError("some requests have an arrival and some have none")
-    if not all(given) and (config.prefill == "stage" or config.dispatch == "instant"):
-        raise ValueError("a prefill stage and instant dispatch need requests with arrivals")
-    trace = []
-    for number, (arrival, prompt, output) in enumerate(requests):
-        most = prompt + max(output * max(config.drift), config.prefill == "stage")
-        if prompt < 1 or output < 1 or most > config.capacity:
-            wants = f"{prompt} prompt and {output} output tokens, both to be 1 or more"
-            raise ValueError(f"request {number}: {wants}, in {config.capacity} tokens of KV cache")
-        trace.append(Request(number, arrival or 0.0, prompt, output, prompt, arrival or 0.0))
-    return _Simulation(config, policy, forecast, not all(given), trace).run()
+    trace = [
+        Request(number, arrival or 0.0, prompt, output, prompt, arrival or 0.0)
+        for number, (arrival, prompt, output) in enumerate(requests)
+    ]
+    return _Simulation(config, policy, requests[0][0] is None, trace).run()
 
 
 @dataclass
 class _Simulation:
     config: ReferenceConfig
     policy: RoutingPolicy
-    forecast: ForecastSource
     revelation: bool
     coming: list[Request]  # what the decode side has not been shown yet, in that order
     pool: list[Request] = field(default_factory=list)
@@ -302,10 +285,10 @@ class _Simulation:
             instance=_array([g for g, _ in there]),
             prompt_tokens=_array([one.prompt for _, one in there]),
             generated_tokens=_array([one.context - one.prompt for _, one in there]),
-            forecast=self.forecast([one for _, one in there]),
+            forecast=oracle([one for _, one in there]),
             waiting_prompt_tokens=_array([one.prompt for one in waiting]),
             waiting_generated_tokens=_array([one.context - one.prompt for one in waiting]),
-            waiting_forecast=self.forecast(waiting),
+            waiting_forecast=oracle(waiting),
             waited_steps=_array([self.instances[0].steps - one.entered for one in waiting]),
             dispatched=self.dispatched,
             instant=self.config.dispatch == "instant",

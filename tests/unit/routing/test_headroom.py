@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -132,18 +131,3 @@ def test_the_cache_overflows_no_more_often_than_accepted(
             wasted.append(1 - (survival * tokens).sum(axis=0).max() / capacity)
         assert np.mean(at_any) <= epsilon
         assert np.mean(wasted) < 0.6
-
-
-def test_a_normal_approximation_accepts_more(recording: ForecastRecording) -> None:
-    """Why there is a bound: what the test above asserts does not hold without it."""
-    generator, policy = np.random.default_rng(0), Headroom(epsilon=0.1, prefill_cost=1 / 3)
-    broken = 0
-    for _ in range(CLUSTERS):
-        survival, tokens = looked_at(one_instance(recording, "recorded", 2, generator), policy)
-        most = accepted(tokens, policy)
-        quantile = np.array([NormalDist().inv_cdf(1 - p) for p in most])
-        deviation = np.sqrt((survival * (1 - survival) * tokens**2).sum(axis=0))
-        capacity = ((survival * tokens).sum(axis=0) + quantile * deviation).max()
-        at_a_step, _ = overflows(survival, tokens, capacity, generator)
-        broken += bool((at_a_step > most + 5 * np.sqrt(most / DRAWS)).any())
-    assert broken >= CLUSTERS // 4

@@ -110,20 +110,6 @@ def one_instance(formation: str, requests: Requests, **changes: Any) -> RunResul
     return run(setup, create_policy("jsq_load"), seed=0)
 
 
-def test_a_prompt_has_the_time_that_a_decode_can_wait() -> None:
-    # Request 0 has its first token at 2, the next is due at 6, 8 and 10. At 2 there are 4 s, for
-    # its decode and 23 of request 1's 40 tokens; at 6 and at 8 there are 2 s, for 7 of them; and
-    # the last 3 take 1.375 s alone. Sarathi's 9 tokens a step, of 2.125 s, are slower.
-    requests: Requests = [(0.0, 8, 4), (1.0, 40, 2)]
-    result = one_instance("fairbatching", requests)
-    assert ordered(result, "first_token") == [2.0, 11.375]
-    assert ordered(result, "end")[0] == 10.0
-    assert ordered(result, "tpot_worst")[0] == 2.0, "each token just in time"
-    sarathi = one_instance("sarathi", requests, token_budget=9)
-    assert ordered(sarathi, "first_token") == [2.0, 12.375]
-    assert ordered(sarathi, "end")[0] == 8.375
-
-
 def test_decodes_sit_out_and_are_not_read() -> None:
     # A step takes 1 s and 1/8 s a context token, its budget are 8 tokens. Both prompts: 1 + 8/8;
     # the third alone, since the decodes are not due for long: 1 + 8/8; then theirs, 1 + 10/8 and

@@ -1,4 +1,4 @@
-"""The reference simulator against runs worked out by hand, and what every run conserves.
+"""The reference simulator against runs worked out by hand.
 
 Unless a test says otherwise a step takes one second, so that times can be counted.
 """
@@ -6,25 +6,17 @@ Unless a test says otherwise a step takes one second, so that times can be count
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from reference_simulator import (
     ReferenceConfig,
     ReferenceResult,
-    Request,
     StepRecord,
     reference_run,
 )
-from simulated_cases import reference_cases
 
-from predictor.forecasts.forecast import Forecast, PointForecast
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 
 
@@ -63,11 +55,6 @@ def column(result: ReferenceResult, name: str) -> list[float]:
     return [getattr(request, name) for request in result.requests]
 
 
-def outcome(result: ReferenceResult) -> tuple[list[str], list[StepRecord]]:
-    names = ("instance", "arrival", "placed", "start", "first_token", "end", "preemptions")
-    return [repr([getattr(one, name) for name in names]) for one in result.requests], result.steps
-
-
 def alone(
     requests: Sequence[tuple[float | None, int, int]],
     config: ReferenceConfig,
@@ -76,9 +63,6 @@ def alone(
     """Run on one instance, so that L and its only load are the same."""
     assert config.instances == 1
     return reference_run(config, requests, policy or FirstFit())
-
-
-# The barrier
 
 
 def test_a_barrier_step_takes_the_slowest_instance_plus_the_mean_load() -> None:
@@ -98,14 +82,6 @@ def test_a_barrier_step_takes_the_slowest_instance_plus_the_mean_load() -> None:
     # G·max − sum = 4, 3; max − min = 4, 3; 1 − mean/max = 1 − 6/8, 1 − 3.5/5
     assert (result.imbalance, result.max_minus_min) == (3.5, 3.5)
     assert result.idle_share == pytest.approx(0.275)
-
-
-def test_an_idle_instance_takes_part_in_a_barrier_step() -> None:
-    # t = 1 + L, plus mean L: (1 + 4) + 4/2 = 7 though one of the two instances is idle.
-    config = ReferenceConfig(2, 1, c=1.0, mean_context=1.0)
-    result = reference_run(config, [(None, 4, 1)], FirstFit())
-    assert result.steps == [StepRecord(0.0, 7.0, [4, 0], [1, 0])]
-    assert (result.imbalance, result.max_minus_min, result.idle_share) == (4.0, 4.0, 0.5)
 
 
 def test_an_instances_own_step_has_its_own_load_in_place_of_the_mean() -> None:
@@ -130,15 +106,6 @@ def test_a_pool_sees_arrivals_at_step_ends_or_at_once() -> None:
     assert column(own, "end") == [2.0, 1.5]
 
 
-def test_an_idle_cluster_goes_on_at_the_next_arrival() -> None:
-    result = alone([(2.5, 1, 1), (7.25, 1, 2)], ReferenceConfig(1, 1))
-    assert column(result, "start") == [2.5, 7.25]
-    assert column(result, "end") == [3.5, 9.25]
-
-
-# The pool
-
-
 @pytest.mark.parametrize("clock", ["barrier", "independent"])
 def test_the_pool_is_filled_up_to_its_limit_at_every_event(clock: str) -> None:
     # All are there at 0, and there is room for all, but the pool shows one at a time.
@@ -156,21 +123,6 @@ def test_a_request_counts_the_steps_it_has_waited() -> None:
     result = alone([(0.0, 1, 9), (0.5, 1, 1)], ReferenceConfig(1, 2), policy)
     assert [view.waited_steps.tolist() for view in policy.seen] == [[0], [0], [1], [2]]
     assert column(result, "placed") == [0.0, 3.0]
-
-
-def test_requests_that_would_wait_forever_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="first_fit leaves requests waiting"):
-        alone([(0.0, 1, 1), (0.5, 1, 1)], ReferenceConfig(1, 2), FirstFit(wait=2))
-
-
-def test_with_a_clock_of_its_own_instance_0_counts_the_steps() -> None:
-    # t = L: request 0 (prompt 2) steps at 2, 5, ...; request 1 (prompt 1) at 1, 3, 6. Request 2
-    # comes at 0.5 to two full instances; a place is free at 3, after one step of instance 0.
-    config = ReferenceConfig(2, 1, clock="independent", a=0.0, c=1.0)
-    policy = FirstFit()
-    result = reference_run(config, [(0.0, 2, 3), (0.0, 1, 2), (0.5, 7, 1)], policy)
-    assert [view.waited_steps.tolist() for view in policy.seen] == [[0, 0], [1]]
-    assert column(result, "placed") == [0.0, 0.0, 3.0]
 
 
 def test_the_policy_sees_contexts_queues_and_what_truly_remains() -> None:
@@ -192,35 +144,6 @@ def test_the_policy_sees_contexts_queues_and_what_truly_remains() -> None:
     assert second.waiting_generated_tokens.tolist() == [0]
 
 
-def test_forecasts_can_be_given() -> None:
-    def doubled(requests: Sequence[Request]) -> Forecast:
-        return PointForecast.new([2 * request.output for request in requests])
-
-    policy = FirstFit()
-    reference_run(ReferenceConfig(1, 1), [(None, 1, 7)], policy, doubled)
-    assert policy.seen[0].waiting_forecast is not None
-    assert policy.seen[0].waiting_forecast.mean().tolist() == [14]
-
-
-def test_a_policy_has_no_say_while_every_slot_is_taken() -> None:
-    policy = FirstFit()
-    alone([(0.0, 1, 3), (0.0, 1, 1)], ReferenceConfig(1, 1), policy)
-    assert [view.n_waiting for view in policy.seen] == [2, 1]  # at 0 and at 3
-
-
-def test_a_queued_request_has_taken_its_slot() -> None:
-    # Two slots: 0 decodes and 1 is queued at 0.25; 2, at 0.5, is not shown until 0 ends at 2.
-    policy = FirstFit()
-    config = ReferenceConfig(1, 2, clock="independent")
-    result = alone([(0.0, 1, 2), (0.25, 1, 9), (0.5, 1, 1)], config, policy)
-    assert [view.queued.tolist() for view in policy.seen] == [[0], [0], [0]]
-    assert column(result, "placed") == [0.0, 0.25, 2.0]
-    assert column(result, "start") == [0.0, 1.0, 2.0]
-
-
-# Instant dispatch
-
-
 @pytest.mark.parametrize(("clock", "steps"), [("barrier", 5), ("independent", 3 + 5)])
 def test_instant_dispatch_counts_queued_requests(clock: str, steps: int) -> None:
     # JSQ-Load with one slot each. At 0: 0 -> instance 0 (tie), 1 -> instance 1 (0 < 5).
@@ -234,20 +157,6 @@ def test_instant_dispatch_counts_queued_requests(clock: str, steps: int) -> None
     assert column(result, "start") == [0.0, 0.0, 3.0, 4.0]
     assert column(result, "end") == [3.0, 3.0, 4.0, 5.0]
     assert len(result.steps) == steps
-
-
-def test_instant_dispatch_shows_one_request_and_no_limits() -> None:
-    policy = FirstFit()
-    config = ReferenceConfig(2, 1, capacity=8, dispatch="instant")
-    reference_run(config, [(0.0, 5, 3), (0.0, 3, 3), (0.5, 1, 1)], policy)
-    last = policy.seen[-1]
-    assert [view.n_waiting for view in policy.seen] == [1, 1, 1]
-    assert last.queued.tolist() == [1, 0] and last.running.tolist() == [2, 0]
-    assert last.instant
-    assert last.kv_load.tolist() == [8, 0]
-
-
-# Memory
 
 
 def test_memory_runs_out_and_the_last_admitted_is_recomputed() -> None:
@@ -305,16 +214,6 @@ def test_batching_orders(batching: str, start: list[float], end: list[float]) ->
     assert column(result, "end") == end
 
 
-def test_bin_packing_goes_on_to_smaller_requests() -> None:
-    # 9 tokens are left at 1: not for 1 (10), but for 3 (6), and then for 2 (3). 1 waits for 0.
-    config = ReferenceConfig(1, 3, capacity=14, dispatch="instant", batching="bin_packing")
-    result = alone([(0.0, 4, 3), (0.5, 10, 1), (0.5, 3, 1), (0.5, 6, 1)], config)
-    assert column(result, "start") == [0.0, 3.0, 1.0, 1.0]
-
-
-# Prefill
-
-
 def test_chunked_prefill_shares_the_budget() -> None:
     # t = 1 + new, four tokens a step.
     #   0  4 of request 0's 6; none left to admit 1           5 s
@@ -341,19 +240,6 @@ def test_a_request_preempted_while_it_is_filled_begins_again() -> None:
     assert column(result, "preemptions") == [0, 1]
 
 
-def test_a_preempted_request_is_filled_with_what_it_had_generated_too() -> None:
-    # Capacity 9, three tokens a step.
-    #   0  request 0 reads its 3 tokens and decodes
-    #   1  0 holds 4; 1 reads 2 of 3            2  0 holds 5; 1 reads the third and decodes
-    #   3  6 + 4 > 9: 1 is preempted with n = 1, and 0 goes on alone
-    #   4  0 ends; 1 reads 3 of its 3 + 1       5  and the fourth, and decodes: n = 3 at 7
-    config = ReferenceConfig(1, 2, capacity=9, prefill="chunked", max_batched_tokens=3)
-    result = alone([(None, 3, 4), (None, 3, 3)], config)
-    assert loads(result) == [[3], [7], [8], [6], [4], [4], [5]]
-    assert column(result, "first_token") == [1.0, 3.0]
-    assert column(result, "end") == [4.0, 7.0]
-
-
 def test_a_prefill_stage_gives_the_first_token() -> None:
     # t = 1 + new. Two servers: 0 from 0 to 3, 1 from 0.5 to 4.5 (its only token), 2 on the server
     # free first, from 3 to 5. Decoding: 0 at 3 (2 s); at 5 with 2 (3 s).
@@ -373,33 +259,12 @@ def test_a_prefill_stage_gives_the_first_token() -> None:
     assert column(one, "first_token") == [3.0, 7.0, 9.0]
 
 
-def test_the_stage_hands_over_in_order_of_completion() -> None:
-    # t = new: 0 takes 9 s, 1 takes 2 s, and 2 follows it with 7 s: done at 9, 2, 9.
-    policy = FirstFit()
-    config = ReferenceConfig(1, 1, prefill="stage", n_prefill=2, a=0.0, b=1.0)
-    result = alone([(0.0, 9, 2), (0.0, 2, 9), (0.0, 7, 2)], config, policy)
-    assert column(result, "first_token") == [9.0, 2.0, 9.0]
-    assert policy.seen[0].waiting_prompt_tokens.tolist() == [2]
-    assert policy.seen[0].waiting_generated_tokens.tolist() == [1]
-    assert policy.seen[1].waiting_prompt_tokens.tolist() == [9, 7]
-
-
-# Drift
-
-
 @pytest.mark.parametrize(
     ("drift", "expected"), [((0,), [4, 4, 4]), ((2,), [4, 6, 8]), ((1, 3), [4, 5, 8])]
 )
 def test_drift_is_what_a_request_gains_a_step(drift: tuple[int, ...], expected: list[int]) -> None:
     result = alone([(None, 4, 3)], ReferenceConfig(1, 1, drift=drift))
     assert loads(result) == [[load] for load in expected]
-
-
-@pytest.mark.parametrize("clock", ["barrier", "independent"])
-def test_drift_goes_by_the_instances_steps(clock: str) -> None:
-    # Request 1 begins with the instance's second step, which gives 3.
-    config = ReferenceConfig(1, 1, clock=clock, drift=(1, 3))  # type: ignore[arg-type]
-    assert loads(alone([(None, 4, 1), (None, 10, 3)], config)) == [[4], [10], [13], [14]]
 
 
 def test_in_a_barrier_an_idle_instances_steps_count() -> None:
@@ -411,94 +276,3 @@ def test_in_a_barrier_an_idle_instances_steps_count() -> None:
     config = ReferenceConfig(2, 1, clock="independent", drift=(1, 3))
     own = reference_run(config, requests, policy)
     assert [step.loads for step in own.steps if step.time == 2.0] == [[8, 2]] * 2
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("request_", "config", "message"),
-    [
-        ((None, 0, 1), ReferenceConfig(1, 1), "request 1: 0 prompt"),
-        ((None, 1, 0), ReferenceConfig(1, 1), "request 1: 1 prompt and 0 output"),
-        ((None, 5, 6), ReferenceConfig(1, 1, capacity=10), "request 1: .* in 10 tokens"),
-        ((None, 5, 3), ReferenceConfig(1, 1, capacity=10, drift=(0, 2)), "request 1"),
-        ((0.0, 1, 1), ReferenceConfig(1, 1), "some requests have an arrival"),
-        ((None, 1, 1), ReferenceConfig(1, 1, prefill="stage"), "need requests with arrivals"),
-        ((None, 1, 1), ReferenceConfig(1, 1, dispatch="instant"), "need requests with arrivals"),
-    ],
-)
-def test_refusals(
-    request_: tuple[float | None, int, int], config: ReferenceConfig, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        alone([(None, 1, 1), request_], config)
-
-
-# What every run conserves
-
-
-Trace = list[tuple[float | None, int, int]]
-
-
-@st.composite
-def cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, Trace, RoutingPolicy]:
-    config, requests = draw(reference_cases(**fixed))
-    policy = draw(st.sampled_from([FirstFit, JSQLoad]))
-    return config, requests, policy()
-
-
-Case = tuple[ReferenceConfig, Trace, RoutingPolicy]
-
-
-@given(cases())
-def test_every_request_is_served_once_within_the_limits(case: Case) -> None:
-    config, requests, policy = case
-    result = reference_run(config, requests, policy)
-    assert column(result, "number") == list(range(len(requests)))
-    served = [(one.prompt, one.output, one.generated) for one in result.requests]
-    assert served == [(prompt, output, output) for _, prompt, output in requests]
-    assert result.tokens == sum(output for _, _, output in requests)
-    for step in result.steps:
-        assert max(step.loads) <= config.capacity
-        assert max(step.running) <= config.slots
-        assert [load > 0 for load in step.loads] == [count > 0 for count in step.running]
-
-
-@given(cases())
-def test_what_happens_to_a_request_happens_in_order(case: Case) -> None:
-    config, requests, policy = case
-    stage = config.prefill == "stage"
-    result = reference_run(config, requests, policy)
-    for one, (arrival, _, output) in zip(result.requests, requests, strict=True):
-        assert arrival is None or one.arrival == arrival
-        if stage and output == 1:
-            assert one.instance == -1 and math.isnan(one.placed) and math.isnan(one.start)
-            assert one.arrival < one.first_token == one.end
-        else:
-            times = [one.arrival, one.placed, one.start, one.first_token, one.end]
-            times = [one.arrival, one.first_token, *times[1:3], one.end] if stage else times
-            assert times == sorted(times)
-            assert one.end - one.start >= config.a * (output - stage)
-
-
-@given(cases(clock="barrier"))
-def test_barrier_steps_do_not_overlap(case: Case) -> None:
-    for step, following in pairwise(reference_run(*case).steps):
-        assert following.time >= step.time + step.seconds
-
-
-@given(cases(clock="barrier", prefill="none", drift=(1,)))
-def test_a_barriers_total_load_does_not_depend_on_the_policy(case: Case) -> None:
-    # Each request is there with p, p + 1, ..., p + o − 1 tokens, one step each, preempted or not.
-    expected = sum(o * p + o * (o - 1) // 2 for _, p, o in case[1])
-    assert sum(map(sum, loads(reference_run(*case)))) == expected
-
-
-@given(cases(instances=1, dispatch="instant"))
-def test_a_single_instance_is_a_barrier_of_its_own(case: Case) -> None:
-    # Not so with a pool: by its own clock the policy decides while a step is in progress, too.
-    config, requests, policy = case
-    barrier = reference_run(replace(config, clock="barrier"), requests, policy)
-    own = reference_run(replace(config, clock="independent"), requests, policy)
-    assert outcome(barrier) == outcome(own)
