@@ -91,7 +91,7 @@ def test_an_id_that_appears_twice_is_named(tmp_path: Path) -> None:
         load_prompts(source)
 
 
-WHOLE = gzip.compress(json.dumps({"prompt": "a" * 1000}).encode())
+WHOLE = gzip.compress(json.dumps({"prompt": "a" * 1000}).encode(), mtime=0)
 
 
 @pytest.mark.parametrize(
