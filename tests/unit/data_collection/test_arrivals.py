@@ -57,15 +57,6 @@ def test_a_wrong_trace_is_named(tmp_path: Path, text: str, message: str) -> None
         list(arrival_times(arrivals))
 
 
-def test_a_missing_or_damaged_trace_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv.gz"
-    with pytest.raises(ValueError, match=r"trace\.csv\.gz: cannot be read: No such file"):
-        list(arrival_times(Arrivals(kind="trace", trace=str(path))))
-    path.write_bytes(gzip.compress(b"arrival_s\n1\n")[:-10])
-    with pytest.raises(ValueError, match=r"trace\.csv\.gz:2: the gzip file is not whole"):
-        list(arrival_times(Arrivals(kind="trace", trace=str(path))))
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

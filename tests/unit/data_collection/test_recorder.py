@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from recorded_dataset import D, K, ended, new_session, record, step_rows
 
 from data_collection.capture.capture_config import RecordConfig
+from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import (
     SERVER_STOPPED,
@@ -28,6 +29,19 @@ from data_collection.dataset.validate_dataset import validate
 
 def recorder_in(dataset: Path, **config: Any) -> Recorder:
     return Recorder(RecordConfig(path=str(dataset), **config), new_session())
+
+
+def write(
+    dataset: Path, rows: list[CapturedRows], ends: list[FinishedRequest], **config: Any
+) -> Recorder:
+    """Record rows and ends, and close."""
+    recorder = recorder_in(dataset, **config)
+    for step in rows:
+        recorder.on_rows(step)
+    if ends:
+        recorder.on_finished(ends)
+    recorder.close()
+    return recorder
 
 
 def rows_of(dataset: Path) -> pa.Table:
@@ -72,14 +86,13 @@ def test_remaining_is_total_minus_generated(
     tmp_path_factory: pytest.TempPathFactory, totals: list[int]
 ) -> None:
     dataset = tmp_path_factory.mktemp("dataset")
-    recorder = recorder_in(dataset)
-    names = [f"prompt-{i}-{i:08x}" for i in range(len(totals))]
-    for n in range(0, max(totals) + 1, K):
-        running = {name: n for name, total in zip(names, totals, strict=True) if n < total}
-        if running:
-            recorder.on_rows(step_rows(n, running))
-    recorder.on_finished([ended(*end) for end in zip(names, totals, strict=True)])
-    recorder.close()
+    total_of = {f"prompt-{i}-{i:08x}": total for i, total in enumerate(totals)}
+    names = list(total_of)
+    steps = [
+        step_rows(n, dict.fromkeys((name for name in names if n < total_of[name]), n))
+        for n in range(0, max(totals), K)
+    ]
+    write(dataset, steps, [ended(*end) for end in total_of.items()])
     for row in rows_of(dataset).select(range(6)).to_pylist():
         assert (
             row["remaining_tokens"]
@@ -91,22 +104,17 @@ def test_remaining_is_total_minus_generated(
 
 
 def test_rows_past_the_end_are_dropped(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    for n in (0, 20, 40):  # asynchronous scheduling runs one step past the end
-        recorder.on_rows(step_rows(n, {"a-00000001": n}))
-    recorder.on_finished([ended("a-00000001", 40)])
-    recorder.close()
+    # Asynchronous scheduling runs one step past the end.
+    steps = [step_rows(n, {"a-00000001": n}) for n in (0, 20, 40)]
+    write(tmp_path, steps, [ended("a-00000001", 40)])
     assert rows_of(tmp_path)["generated_tokens"].to_pylist() == [0, 20]
     assert rows_of(tmp_path)["remaining_tokens"].to_pylist() == [40, 20]
 
 
 def test_a_row_captured_again_after_preemption_replaces_the_first(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    recorder.on_rows(step_rows(1, {"a-00000001": 0}))
-    recorder.on_rows(step_rows(2, {"a-00000001": 20}, [[1.0] * D]))
-    recorder.on_rows(step_rows(3, {"a-00000001": 20}, [[2.0] * D]))
-    recorder.on_finished([ended("a-00000001", 30)])
-    recorder.close()
+    steps = [step_rows(1, {"a-00000001": 0})]
+    steps += [step_rows(1 + n, {"a-00000001": 20}, [[float(n)] * D]) for n in (1, 2)]
+    write(tmp_path, steps, [ended("a-00000001", 30)])
     rows = rows_of(tmp_path)
     assert rows["generated_tokens"].to_pylist() == [0, 20]
     assert rows["step_index"].to_pylist() == [1, 3]
@@ -114,10 +122,7 @@ def test_a_row_captured_again_after_preemption_replaces_the_first(tmp_path: Path
 
 
 def test_requests_that_still_run_at_the_end_are_censored(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    for n in (0, 20, 40):
-        recorder.on_rows(step_rows(n, {"a-00000001": n}))
-    recorder.close()
+    write(tmp_path, [step_rows(n, {"a-00000001": n}) for n in (0, 20, 40)], [])
     rows = rows_of(tmp_path)
     assert rows["finish_reason"].unique().to_pylist() == [SERVER_STOPPED]
     assert rows["censored"].to_pylist() == [True] * 3
@@ -127,28 +132,23 @@ def test_requests_that_still_run_at_the_end_are_censored(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reason", ["length", "abort", "repetition"])
 def test_cut_requests_are_censored(tmp_path: Path, reason: str) -> None:
-    recorder = recorder_in(tmp_path)
-    recorder.on_rows(step_rows(1, {"a-00000001": 0}))
-    recorder.on_finished([ended("a-00000001", 7, reason)])
-    recorder.close()
+    write(tmp_path, [step_rows(1, {"a-00000001": 0})], [ended("a-00000001", 7, reason)])
     assert requests_of(tmp_path)["censored"].to_pylist() == [True]
 
 
 def test_a_value_outside_float16_is_refused_and_counted(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    recorder.on_rows(
-        step_rows(1, {"a-00000001": 0, "b-00000002": 0}, [[70_000.0] + [0.0] * (D - 1), [1.0] * D])
-    )
-    recorder.on_finished([ended("a-00000001", 5), ended("b-00000002", 5)])
-    recorder.close()
+    vectors = [[70_000.0] + [0.0] * (D - 1), [1.0] * D]
+    rows = step_rows(1, {"a-00000001": 0, "b-00000002": 0}, vectors)
+    recorder = write(tmp_path, [rows], [ended("a-00000001", 5), ended("b-00000002", 5)])
     assert rows_of(tmp_path)["request_id"].to_pylist() == ["b-00000002"]
     assert requests_of(tmp_path)["rows"].to_pylist() == [0, 1]
     assert recorder.status()["refused_rows"] == session_of(tmp_path)["refused_rows"] == 1
 
 
 def test_float32_keeps_what_float16_cannot(tmp_path: Path) -> None:
-    config = RecordConfig(path=str(tmp_path), dtype="float32")
-    recorder = Recorder(config, new_session(dtype="float32"))
+    recorder = Recorder(
+        RecordConfig(path=str(tmp_path), dtype="float32"), new_session(dtype="float32")
+    )
     recorder.on_rows(step_rows(1, {"a-00000001": 0}, [[70_000.0] * D]))
     recorder.on_finished([ended("a-00000001", 5)])
     recorder.close()
@@ -218,11 +218,8 @@ def test_a_full_disk_keeps_rows_and_the_folder_valid_until_there_is_room(
     recorder.close()
     assert not broken
     validate(tmp_path)
-    assert sorted(rows_of(tmp_path)["request_id"].to_pylist()) == [
-        "a-00000001",
-        "b-00000002",
-        "c-00000003",
-    ]
+    names = ["a-00000001", "b-00000002", "c-00000003"]
+    assert sorted(rows_of(tmp_path)["request_id"].to_pylist()) == names
     assert session_of(tmp_path)["dropped_rows"] == 0
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -284,19 +281,15 @@ def test_a_dataset_of_the_same_model_is_continued(tmp_path: Path) -> None:
 
 
 def test_token_ids_are_left_out_when_asked(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path, tokens=False)
-    recorder.on_finished([ended("a-00000001", 5)])
-    recorder.close()
+    write(tmp_path, [], [ended("a-00000001", 5)], tokens=False)
     assert requests_of(tmp_path)["prompt_token_ids"].null_count == 1
     assert requests_of(tmp_path)["output_token_ids"].null_count == 1
 
 
 def test_vectors_are_stored_as_they_were_captured(tmp_path: Path) -> None:
     vectors = np.random.default_rng(3).standard_normal((2, D)).astype(np.float16)
-    recorder = recorder_in(tmp_path)
-    recorder.on_rows(step_rows(1, {"a-00000001": 0, "b-00000002": 0}, vectors.tolist()))
-    recorder.on_finished([ended("b-00000002", 5), ended("a-00000001", 5)])
-    recorder.close()
+    rows = step_rows(1, {"a-00000001": 0, "b-00000002": 0}, vectors.tolist())
+    write(tmp_path, [rows], [ended("b-00000002", 5), ended("a-00000001", 5)])
     stored = rows_of(tmp_path)["hidden_state"].combine_chunks().flatten().to_numpy()
     np.testing.assert_array_equal(stored.reshape(2, D), vectors[::-1])
 
