@@ -21,7 +21,6 @@ __all__ = [
     "report_budget",
     "resume_tokens",
     "sit_out",
-    "slack_of",
     "turns_away",
 ]
 
