@@ -48,7 +48,7 @@ from rescheduler.engines.launch_local import free_ports
 from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.profiling.profile_command import profile as measure_profile
 from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
-from rescheduler.simulator.workloads.trace_files import read_trace
+from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.step_time.profile import Profile, load_profile
 
 MODEL = "smollm2"
@@ -237,7 +237,7 @@ class Deployed:
 
 def scaled_trace(path: Path) -> TraceBlock:
     """Return the trace's first requests, with lengths that this model holds."""
-    trace = read_trace(path)
+    trace = TraceFile(path)
     print(trace.read_as, file=sys.stderr)
     block = first_requests(trace, np.random.default_rng(0), REQUESTS)
     prompt = np.clip(np.rint(block.prompt * LENGTH_SCALE), 4, LONGEST_PROMPT)

@@ -5,9 +5,9 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
-__all__ = ["Registry"]
+__all__ = ["COUNT", "NOT_NEGATIVE", "POSITIVE", "Checked", "Registry"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
@@ -97,3 +97,56 @@ def _check_kind(what: str, wanted: Any, value: object) -> None:
 def _nearest(given: str, known: Iterable[str]) -> str:
     near = get_close_matches(str(given), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+COUNT, POSITIVE, NOT_NEGATIVE = "[1, inf)", "(0, inf)", "[0, inf)"
+
+
+class Checked:
+    """A dataclass whose numbers have ranges; a `Literal` field takes its own values alone.
+
+    ``class Star(Checked, beta="[0, 1]")``: beta lies in that interval, or is None.
+
+    Raises:
+        ValueError: names the field, what it may be, and what it is.
+    """
+
+    _ranges: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **ranges: str) -> None:
+        """Keep the ranges of the fields, those that are inherited too."""
+        super().__init_subclass__()
+        cls._ranges = {**cls._ranges, **ranges}
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value, known = getattr(self, field.name), get_args(field.type)
+            if get_origin(field.type) is Literal and value not in known:
+                listed = " or ".join(map(repr, known))
+                if len(known) > 2:
+                    listed = f"one of {', '.join(map(repr, known))}"
+                raise ValueError(f"{self._section()}{field.name} is {listed}, not {value!r}")
+        for name, interval in self._ranges.items():
+            value = getattr(self, name)
+            if value is not None and not _lies_in(interval, value):
+                words = _words(interval)
+                raise ValueError(f"{self._section()}{name} must be {words}, not {value}")
+
+    def _section(self) -> str:
+        """Return what an error begins with."""
+        return ""
+
+
+def _lies_in(interval: str, value: float) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)
+
+
+def _words(interval: str) -> str:
+    low, high = interval[1:-1].split(", ")
+    words = f"{'above' if interval[0] == '(' else 'at least'} {low}"
+    if high != "inf":
+        words += f" and {'below' if interval[-1] == ')' else 'at most'} {high}"
+    return words

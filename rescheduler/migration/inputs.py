@@ -12,20 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
-from predictor.forecasts.curve import (
-    aged_mean,
-    aged_survival,
-    load_of_known_ends,
-    tokens_left,
-)
+from predictor.forecasts.curve import aged_mean, aged_survival, load_of_known_ends, tokens_left
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import NEVER_MOVED, ClusterView
+from rescheduler.routing.inputs import FloatArray, IntArray
 
 __all__ = ["MigrationInputs", "RequestForecasts", "migration_inputs"]
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class RequestForecasts(NamedTuple):
@@ -91,8 +84,16 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
         if forecast is None:
             raise ValueError("the planner looks ahead, but there are no forecasts")
         if isinstance(forecast, PointForecast):
-            growth = points.astype(np.float64)
-            _add_point_loads(forecast.mean(), view.instance, context, points, growth, ahead)
+            load_of_known_ends(
+                forecast.mean(),
+                view.instance,
+                context,
+                points,
+                growth=points.astype(np.float64),
+                ending=np.empty((2, view.n_instances, len(points) + 1)),
+                ahead=ahead,
+                alive=np.empty((view.n_instances, 0)),
+            )
         else:
             expected = expected_load(
                 forecast, view.instance, context, view.n_instances, int(points[-1])
@@ -132,19 +133,6 @@ def _request_forecasts(
         return found
     some = forecast.select(rows)
     return RequestForecasts(some.at(points), some.mean(), some.at_each(steps))
-
-
-@compiled
-def _add_point_loads(
-    remaining: FloatArray,
-    instance: IntArray,
-    context: IntArray,
-    points: IntArray,
-    growth: FloatArray,
-    ahead: FloatArray,
-) -> None:
-    ending, alive = np.empty((2, ahead.shape[0], len(points) + 1)), np.empty((ahead.shape[0], 0))
-    load_of_known_ends(remaining, instance, context, points, growth, ending, ahead, alive)
 
 
 @compiled

@@ -3,17 +3,18 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecasts.curve_plot import axes_to_draw
+from predictor.forecasts.curve_plot import MOVING, axes_to_draw
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.cluster.registry import Registry
+from rescheduler.cluster.load_bars import BAR_HEIGHT
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, POSITIVE, Checked, Registry
 from rescheduler.migration.inputs import MigrationInputs, migration_inputs
-from rescheduler.migration.move_arrows import draw_move, draw_reason
+from rescheduler.routing.inputs import FloatArray, IntArray
 from rescheduler.routing.policy import Needs
 from rescheduler.step_time.profile import Profile, load_profile
 
@@ -29,8 +30,56 @@ __all__ = [
     "migration_policy_names",
 ]
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+
+_CHARACTERS = 90
+
+
+def _draw_move(
+    axes: "Axes", source: tuple[float, int], target: tuple[float, int], tokens: int, label: str
+) -> None:
+    """Draw a request where it is, outlined where it goes, with an arrow and a label."""
+    for (start, row), filled in ((source, True), (target, False)):
+        axes.barh(
+            row,
+            tokens,
+            left=start,
+            height=BAR_HEIGHT,
+            facecolor=MOVING if filled else "none",
+            edgecolor=MOVING,
+            linestyle="solid" if filled else "dashed",
+            linewidth=1.5,
+            zorder=3,
+        )
+    ends = [(start + tokens / 2, row) for start, row in (source, target)]
+    axes.annotate(
+        "",
+        xy=ends[1],
+        xytext=ends[0],
+        arrowprops={
+            "arrowstyle": "-|>",
+            "connectionstyle": "arc3,rad=0.2",
+            "color": MOVING,
+            "linewidth": 2,
+            "mutation_scale": 18,
+        },
+        zorder=4,
+    )
+    side = 1 if source[1] < target[1] else -1  # away from where the arrow comes
+    axes.text(
+        ends[1][0],
+        target[1] + side * BAR_HEIGHT / 1.75,
+        label,
+        ha="center",
+        va="top" if side > 0 else "bottom",  # rows are numbered downwards
+        fontsize="small",
+        zorder=4,
+    )
+
+
+def _draw_reason(axes: "Axes", reason: str) -> None:
+    """Write why above the legend; signs of mathematics in it are only signs."""
+    title = axes.set_title(fill(reason, _CHARACTERS), loc="left", fontsize="small", pad=24)
+    title.set_parse_math(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +113,7 @@ class Plan:
     reason: str
 
     def plot(self, view: ClusterView, ax: "Axes | None" = None) -> "Axes":
-        """Draw the cluster, an arrow for each move, and the reason.
-
-        Args:
-            view: of the cluster that was planned for.
-            ax: matplotlib axes to draw on; a new figure if there are none.
-
-        Raises:
-            IndexError: the plan is of another cluster.
-        """
+        """Draw the cluster, an arrow for each move, and the reason."""
         bars = view.load_bars()
         starts, remaining = bars.starts(), None if view.forecast is None else view.forecast.mean()
         arrives = view.kv_load.copy()
@@ -84,14 +125,24 @@ class Plan:
                 if remaining is not None:
                     label += f", about {remaining[move.request]:,.0f} tokens to come"
                 start, end = starts[move.request], arrives[move.target]
-                draw_move(axes, (start, move.source), (end, move.target), tokens, label)
+                _draw_move(axes, (start, move.source), (end, move.target), tokens, label)
                 arrives[move.target] += tokens
-            draw_reason(axes, self.reason)
+            _draw_reason(axes, self.reason)
         return axes
 
 
 @dataclass(frozen=True, kw_only=True)
-class MigrationPolicy(ABC):
+class MigrationPolicy(
+    Checked,
+    ABC,
+    handshake_seconds=NOT_NEGATIVE,
+    bandwidth=POSITIVE,
+    kv_bytes_per_token=POSITIVE,
+    step_seconds=POSITIVE,
+    horizon=COUNT,
+    stride=COUNT,
+    memory_share="(0, 1]",
+):
     r"""Plans which running requests move to other decode instances.
 
     A planner is pure: the same view gives the same plan. It looks at the loads at
@@ -115,9 +166,6 @@ class MigrationPolicy(ABC):
         horizon: H, decode steps looked ahead.
         stride: decode steps between two looks.
         memory_share: C_mem, as a part of the target's KV capacity.
-
-    Raises:
-        ValueError: a number that means nothing.
     """
 
     name: ClassVar[str]
@@ -133,23 +181,13 @@ class MigrationPolicy(ABC):
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, and a file that is no profile."""
+        super().__post_init__()
         if self.profile is not None:
             _profile(self.profile)
-        for option in ("bandwidth", "kv_bytes_per_token", "step_seconds"):
-            if not 0 < getattr(self, option) < inf:
-                raise ValueError(f"{option} must be above 0, not {getattr(self, option)}")
-        if not 0 <= self.handshake_seconds < inf:
-            raise ValueError(f"handshake_seconds must be at least 0, not {self.handshake_seconds}")
-        for option in ("horizon", "stride"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option} must be a whole number from 1, not {value!r}")
         if self.horizon % self.stride:
             raise ValueError(
                 f"horizon, {self.horizon}, must be a multiple of stride, {self.stride}"
             )
-        if not 0 < self.memory_share <= 1:
-            raise ValueError(f"memory_share must be above 0 and at most 1, not {self.memory_share}")
 
     @property
     @abstractmethod

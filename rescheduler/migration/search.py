@@ -19,19 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-__all__ = [
-    "Candidates",
-    "Targets",
-    "best_moves",
-    "weighted_variance",
-    "why_none",
-]
+from rescheduler.routing.inputs import FloatArray, IntArray
+
+__all__ = ["Candidates", "Targets", "best_moves", "weighted_variance", "why_none"]
 
 _LEAST = 1e-9
 """Least score of a move. Below are rounding errors, as of a lone request's, which gains nothing."""
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class Candidates(NamedTuple):
@@ -166,13 +159,7 @@ def weighted_variance(ahead: FloatArray, weights: FloatArray) -> float:
 
 
 def why_none(candidates: Candidates, targets: Targets, wanted: str) -> str:
-    """Return in words why no candidate moves.
-
-    Args:
-        candidates: that might have.
-        targets: where to.
-        wanted: what no move does, if there is room for one.
-    """
+    """Return in words why no candidate moves."""
     if not targets.open.any():
         return "no instance below the mean load has a free slot"
     room = max(float((targets.limit - targets.load)[targets.open].max()), 0.0)

@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rescheduler.cluster.registry import NOT_NEGATIVE
 from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
 from rescheduler.migration.search import (
@@ -15,12 +16,10 @@ from rescheduler.migration.search import (
     weighted_variance,
     why_none,
 )
+from rescheduler.routing.inputs import FloatArray, IntArray
 from rescheduler.routing.policy import Needs
 
 __all__ = ["Star", "decayed_weights"]
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 def decayed_weights(beta: float, points: IntArray) -> FloatArray:
@@ -36,7 +35,7 @@ def decayed_weights(beta: float, points: IntArray) -> FloatArray:
 
 @migration_policy("star")
 @dataclass(frozen=True, kw_only=True)
-class Star(MigrationPolicy):
+class Star(MigrationPolicy, theta=NOT_NEGATIVE, beta="[0, 1]"):
     r"""Algorithm 1 of STAR (Wang et al. 2026, §5.2); its oracle is the same with true lengths.
 
     .. math:: w_i = \sum_{t=1}^H \beta_t \hat N_i(t), \quad O = \{w_i > (1 + \theta)\bar w\}, \quad
@@ -69,18 +68,6 @@ class Star(MigrationPolicy):
     beta: float = 0.99
     underloaded: Literal["below_mean", "paper"] = "below_mean"
     memory: Literal["whole", "paper"] = "whole"
-
-    def __post_init__(self) -> None:
-        """Refuse numbers and names that mean nothing."""
-        super().__post_init__()
-        if not 0 <= self.theta < np.inf:
-            raise ValueError(f"theta must be at least 0, not {self.theta}")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must be in [0, 1], not {self.beta}")
-        if self.underloaded not in ("below_mean", "paper"):
-            raise ValueError(f"underloaded is below_mean or paper, not {self.underloaded!r}")
-        if self.memory not in ("whole", "paper"):
-            raise ValueError(f"memory is whole or paper, not {self.memory!r}")
 
     @property
     def needs(self) -> Needs:

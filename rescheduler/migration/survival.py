@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
 from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
 from rescheduler.migration.search import (
@@ -21,7 +22,15 @@ __all__ = ["Survival"]
 
 @migration_policy("survival")
 @dataclass(frozen=True, kw_only=True)
-class Survival(MigrationPolicy):
+class Survival(
+    MigrationPolicy,
+    theta=NOT_NEGATIVE,
+    beta="(0, 1]",
+    payback=NOT_NEGATIVE,
+    load_share="(0, 1]",
+    moves=COUNT,
+    crowded="(0, 1]",
+):
     r"""STAR's objective on random loads, each move weighted by the chance that it pays back.
 
     With the loads' means Λ and variances V from survival curves, the expected variance over the
@@ -72,21 +81,6 @@ class Survival(MigrationPolicy):
     load_share: float = 0.5
     moves: int = 16
     crowded: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
-        super().__post_init__()
-        for option in ("theta", "payback"):
-            if not 0 <= getattr(self, option) < np.inf:
-                raise ValueError(f"{option} must be at least 0, not {getattr(self, option)}")
-        if not 0 < self.beta <= 1:
-            raise ValueError(f"beta must be above 0 and at most 1, not {self.beta}")
-        if not isinstance(self.moves, int) or self.moves < 1:
-            raise ValueError(f"moves must be a whole number from 1, not {self.moves!r}")
-        if not 0 < self.crowded <= 1:
-            raise ValueError(f"crowded must be above 0 and at most 1, not {self.crowded}")
-        if not 0 < self.load_share <= 1:
-            raise ValueError(f"load_share must be above 0 and at most 1, not {self.load_share}")
 
     @property
     def needs(self) -> Needs:

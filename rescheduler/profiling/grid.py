@@ -9,7 +9,7 @@ import numpy as np
 
 from rescheduler.step_time.profile import EngineDescription
 
-__all__ = ["Cell", "drive", "grid"]
+__all__ = ["drive", "grid"]
 
 _DECODED = 10
 _SHORTEST = 8
@@ -77,11 +77,7 @@ async def drive(url: str, cells: Sequence[Cell], seed: int) -> AsyncIterator[Cel
 
 
 async def _send(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    cell: Cell,
-    generator: np.random.Generator,
+    session: aiohttp.ClientSession, url: str, model: str, cell: Cell, generator: np.random.Generator
 ) -> None:
     """Send a cell's requests, and wait for all answers."""
     first_token = asyncio.Event()

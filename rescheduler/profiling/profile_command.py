@@ -22,16 +22,11 @@ from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.profiling.grid import drive, grid
-from rescheduler.step_time.fit import (
-    fit_batch_time,
-    fit_gradients,
-    fit_quality,
-    typical_steps,
-)
+from rescheduler.step_time.fit import fit_batch_time, fit_gradients, fit_quality, typical_steps
 from rescheduler.step_time.profile import EngineDescription, Profile, write_profile
 from rescheduler.step_time.step_log import read_engine, read_steps
 
-__all__ = ["draw_profile", "fitted_profile", "profile", "profiled_engine"]
+__all__ = ["profile"]
 
 
 def draw_profile(profile: Profile, steps: npt.NDArray[np.float64], out: Path) -> None:
@@ -137,11 +132,7 @@ def profile(
 
 
 def fitted_profile(engine: EngineDescription, measured: FloatArray) -> Profile:
-    """Return the profile of an engine whose steps [n, 3] were measured.
-
-    Raises:
-        ValueError: the steps are too few, or all alike.
-    """
+    """Return the profile of an engine whose steps [n, 3] were measured."""
     steps = typical_steps(measured[measured[:, 0] > 0])
     batch = fit_batch_time(steps)
     return Profile(

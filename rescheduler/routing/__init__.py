@@ -7,6 +7,7 @@ from rescheduler.routing.bfio.policy import BFIO
 from rescheduler.routing.heuristics.headroom import Headroom
 from rescheduler.routing.heuristics.join_shortest_queue import (
     JSQ,
+    PAB,
     DecodeBalancer,
     JSQLoad,
     JSQTokens,
@@ -16,7 +17,6 @@ from rescheduler.routing.heuristics.max_capacity import DedicatedSmallLarge, Max
 from rescheduler.routing.heuristics.pool_order import FCFS, MaxMin, MinMin, Throttled
 from rescheduler.routing.heuristics.random_choice import PowerOfD, RandomChoice, RoundRobin
 from rescheduler.routing.learned.rl import LearnedRouter
-from rescheduler.routing.pab import PAB
 from rescheduler.routing.policy import (
     Needs,
     RoutingPolicy,

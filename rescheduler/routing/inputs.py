@@ -17,6 +17,8 @@ from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
 __all__ = [
     "NO_EDGES",
+    "FloatArray",
+    "IntArray",
     "RoutingInputs",
     "best_by_load",
     "count_length",
@@ -123,14 +125,7 @@ def full(inputs: RoutingInputs) -> bool:
 
 @compiled
 def passable(inputs: RoutingInputs, i: int, held_back: int, starvation: float) -> bool:
-    """Return whether requests behind i, which has to wait, may be placed before it.
-
-    Args:
-        inputs: of the decision.
-        i: the waiting request.
-        held_back: requests before it that wait, too.
-        starvation: decode steps that a request waits while others pass it, at most.
-    """
+    """Return whether requests behind i, which has to wait, may be placed before it."""
     return held_back < MOST_PASSED and inputs.waited[i] < starvation and not full(inputs)
 
 
@@ -284,13 +279,7 @@ def routing_inputs(
     """
     growth = points.astype(np.float64)
     inputs = new_routing_inputs(
-        view.kv_capacity,
-        view.n_waiting,
-        points,
-        growth,
-        with_excess,
-        with_alive,
-        edges,
+        view.kv_capacity, view.n_waiting, points, growth, with_excess, with_alive, edges
     )
     inputs.load[:] = view.kv_load
     inputs.running[:] = view.running

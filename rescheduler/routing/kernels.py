@@ -9,16 +9,21 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import cfunc, typeof, types
 
 import predictor.compilation  # noqa: F401  (says where machine code is kept)
-from rescheduler.routing.inputs import NO_EDGES, RoutingInputs, new_routing_inputs
+from rescheduler.routing.inputs import (
+    NO_EDGES,
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    new_routing_inputs,
+)
 from rescheduler.routing.policy import RoutingPolicy
 
 __all__ = ["NO_KERNEL", "Kernel", "kernel_of"]
 
-Kernel = Callable[[RoutingInputs, npt.NDArray[np.float64], npt.NDArray[np.int64]], None]
+Kernel = Callable[[RoutingInputs, FloatArray, IntArray], None]
 
 
 def kernel_of(policy: RoutingPolicy) -> Kernel | None:
@@ -41,9 +46,7 @@ def _signature() -> Any:
     return types.void(inputs, types.float64[::1], types.int64[::1])
 
 
-def _no_kernel(
-    inputs: RoutingInputs, parameters: npt.NDArray[np.float64], target: npt.NDArray[np.int64]
-) -> None:
+def _no_kernel(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Stand in for the kernel of a policy that has none; it is never called."""
 
 

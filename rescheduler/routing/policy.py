@@ -9,8 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.cluster.registry import Registry
-from rescheduler.routing.inputs import NO_EDGES, RoutingInputs, empty_target, routing_inputs
+from rescheduler.cluster.registry import Checked, Registry
+from rescheduler.routing.inputs import (
+    NO_EDGES,
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    empty_target,
+    routing_inputs,
+)
 
 __all__ = [
     "NO_POINTS",
@@ -22,8 +29,6 @@ __all__ = [
     "spaced_points",
 ]
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 NO_POINTS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -49,7 +54,7 @@ class Needs(IntEnum):
 
 
 @dataclass(frozen=True)
-class RoutingPolicy(ABC):
+class RoutingPolicy(Checked, ABC):
     """Assigns waiting requests to decode instances.
 
     A policy is pure: the same view gives the same assignment. It is asked with a pool of
@@ -72,6 +77,9 @@ class RoutingPolicy(ABC):
     """Whether it must be shown every instance; those out of service have no slots then."""
     kernel: ClassVar[Any] = None
     """``kernel(inputs, parameters, target)``, compiled by numba; None for a Python policy."""
+
+    def _section(self) -> str:
+        return f"{self.name}: "
 
     def parameters(self) -> FloatArray:
         """Return the numbers that the kernel reads."""
@@ -122,12 +130,7 @@ class RoutingPolicy(ABC):
         with_lengths = self.needs == Needs.LENGTHS
         edges = self.length_edges()
         return routing_inputs(
-            view,
-            self.points(),
-            self.with_alive(),
-            with_lengths,
-            edges,
-            self.with_excess(),
+            view, self.points(), self.with_alive(), with_lengths, edges, self.with_excess()
         )
 
     def assign(self, view: ClusterView) -> Assignment:

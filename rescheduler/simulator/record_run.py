@@ -52,13 +52,6 @@ def log_paths(path: Path, labels: Iterable[str]) -> dict[str, Path]:
 def record_run(candidate: Candidate, seed: int, label: str, path: Path, every: float) -> RunResult:
     """Simulate as `run` does, and log the cluster again and again.
 
-    Args:
-        candidate: policy, planner and setup.
-        seed: see `run`.
-        label: what the result and the log call it.
-        path: of the log; replaced if it exists.
-        every: simulated seconds between two snapshots.
-
     Raises:
         ValueError: as `run`.
         OSError: the log cannot be written.

@@ -1,6 +1,6 @@
 """One run of a policy on the simulated cluster, from Python."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -18,24 +18,11 @@ from rescheduler.simulator.config.service_rules import service_rules
 from rescheduler.simulator.engine.batch_choice import new_batch_arrays
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import (
-    ASK,
-    BIN_PACKING,
-    CHUNKED,
-    DONE,
-    FCFS,
-    FLUSH,
-    GROW,
-    LEAST_WORK_LEFT,
     NONE,
-    OVERSIZED,
-    PAUSED,
-    PLAN,
-    PREFILLED,
-    STAGE,
-    STUCK,
-    TRACE,
-    WIDEN,
+    Batching,
+    Prefill,
     Rules,
+    Wanted,
     new_arrivals,
     new_cluster,
     new_policy_state,
@@ -54,14 +41,12 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.workloads.trace import Trace, TraceBlock, first_requests, with_arrivals
+from rescheduler.simulator.workloads.trace import TimedTrace, Trace, TraceBlock, first_requests
 
 __all__ = ["Simulation", "run"]
 
 IntArray = npt.NDArray[np.int64]
 
-_PREFILLS = {"none": PREFILLED, "stage": STAGE, "chunked": CHUNKED}
-_BATCHINGS = {"fcfs": FCFS, "bin_packing": BIN_PACKING, "least_work_left": LEAST_WORK_LEFT}
 _NO_LIMIT = np.iinfo(np.int64).max
 _SAMPLE_REQUESTS = 20_000
 _OTHER_DRAW = 1_000_003
@@ -111,11 +96,12 @@ class Simulation:
             known = _length_sample(setup.trace, seed)
         self.policy = policy if known is None else policy.with_lengths(known)
         self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
-        if self.policy.needs >= Needs.LENGTHS and self.forecast.kind == 0:
-            raise ValueError(
-                f"{self.policy.name} needs forecasts, but forecast.name is none; choose oracle, "
-                "classified, kaplan_meier, replay, or another policy"
-            )
+        for asked, kind in ((self.policy, "policy"), (planner, "planner")):
+            if asked and asked.needs >= Needs.LENGTHS and self.forecast.kind == 0:
+                raise ValueError(
+                    f"{asked.name} needs forecasts, but forecast.name is none; choose oracle, "
+                    f"kaplan_meier, replay, or another {kind}"
+                )
         if (
             self.policy.needs_curves
             and self.forecast.kind == POINT
@@ -127,11 +113,6 @@ class Simulation:
                 "another policy"
             )
         self.planner = planner
-        if planner is not None and planner.needs >= Needs.LENGTHS and self.forecast.kind == 0:
-            raise ValueError(
-                f"{planner.name} needs forecasts, but forecast.name is none; choose oracle, "
-                "kaplan_meier, replay, or another planner"
-            )
         self._rules = _rules(setup, self.policy, planner)
         self._step_time, self._power = setup.step_time, setup.power
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
@@ -147,6 +128,17 @@ class Simulation:
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         self._blocks = _blocks(setup, seed)
         self._finished: list[RequestRecords] = []
+        self._handlers: dict[int, Callable[[], None]] = {
+            Wanted.DONE: self._end,
+            Wanted.TRACE: self._next_block,
+            Wanted.GROW: self._grow,
+            Wanted.FLUSH: self._flush,
+            Wanted.ASK: self._ask,
+            Wanted.STUCK: self._refuse_waiting,
+            Wanted.OVERSIZED: self._refuse_oversized,
+            Wanted.PLAN: self._plan,
+            Wanted.WIDEN: self._widen,
+        }
 
     @property
     def now(self) -> float:
@@ -156,7 +148,7 @@ class Simulation:
     @property
     def joules(self) -> float:
         """Energy of all GPUs so far, utilisation being own load / max load."""
-        return float(self._cluster.scalars["energy_load"][0])
+        return float(self._cluster.scalars["energy_load_joules"][0])
 
     def advance(self, until: float = inf) -> bool:
         """Simulate to a time, or to the end; return whether there is more to do.
@@ -167,7 +159,7 @@ class Simulation:
         while not self.done:
             with held_interrupts():
                 wanted = advance(*self.parts(), self._kernel, until)
-            if wanted == PAUSED:
+            if wanted == Wanted.PAUSED:
                 return True
             self.provide(wanted)
         return False
@@ -186,36 +178,8 @@ class Simulation:
         )
 
     def provide(self, wanted: int) -> None:
-        """Do what the engine returned for.
-
-        Args:
-            wanted: why `advance` of the engine returned; not `PAUSED`.
-
-        Raises:
-            ValueError, RuntimeError: as `run`.
-        """
-        if wanted == TRACE:
-            self._next_block()
-        elif wanted == FLUSH:
-            self._flush()
-        elif wanted == GROW:
-            self._cluster = with_more_rows(self._cluster)
-            self._batch = new_batch_arrays(len(self._cluster.requests))
-        elif wanted == WIDEN:
-            self._arrivals, self._policy_state = with_wider_pool(self._arrivals, self._policy_state)
-        elif wanted == ASK:
-            self._ask()
-        elif wanted == PLAN:
-            self._plan()
-        elif wanted == DONE:
-            self.done = True
-        elif wanted == STUCK:
-            raise RuntimeError(
-                f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
-                "waiting on an idle cluster: nothing would ever happen again"
-            )
-        elif wanted == OVERSIZED:
-            raise ValueError(self._oversized())
+        """Do what the engine returned for, which is not `Wanted.PAUSED`."""
+        self._handlers[wanted]()
 
     def view(self) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones."""
@@ -282,42 +246,45 @@ class Simulation:
         self._flush()
         scalars, cluster, series = self._cluster.scalars[0], self._cluster, self._series
         weight = max(float(scalars["weight"]), 1e-300)
-        samples = int(scalars["samples"])
+        means = ("imbalance", "max_minus_min", "idle_share", "execution_variance")
+        sums = ("busy_seconds", "energy_load_joules", "energy_mfu_joules")
+        counts = ("tokens", "most_held", "preemptions", "migrations", "decisions", "plans")
+        figures: dict[str, Any] = {name: float(scalars[name]) / weight for name in means}
+        figures |= {name: float(scalars[name]) for name in sums}
+        figures |= {name: int(scalars[name]) for name in counts}
+        samples = series.samples[: scalars["samples"]]
         steps = scalars["recorded"] if self._rules.barrier else scalars["all_steps"]
         return RunResult(
             policy=label,
             seed=self.seed,
             n_instances=self._rules.n_instances,
             requests=RequestRecords(*map(np.concatenate, zip(*self._finished, strict=True))),
-            prefilled_first_token=self._rules.prefill != PREFILLED,
+            prefilled_first_token=self._rules.prefill != Prefill.NONE,
             steps=int(steps),
             seconds=float(scalars["last_end"]),
-            busy_seconds=float(scalars["busy_seconds"]),
-            tokens=int(scalars["tokens"]),
-            imbalance=float(scalars["imbalance"]) / weight,
-            max_minus_min=float(scalars["max_minus_min"]) / weight,
-            idle_share=float(scalars["idle"]) / weight,
-            execution_variance=float(scalars["execution_variance"]) / weight,
-            most_held=int(scalars["most_held"]),
-            energy_load_joules=float(scalars["energy_load"]),
-            energy_mfu_joules=float(scalars["energy_mfu"]),
-            preemptions=int(scalars["preemptions"]),
-            migrations=int(scalars["migrations"]),
-            decisions=int(scalars["decisions"]),
-            plans=int(scalars["plans"]),
             itl_histogram=cluster.histogram.copy(),
             itl_edges=cluster.histogram_edges.copy(),
             series=LoadSeries(
-                step=series.step[:samples].copy(),
-                time=series.time[:samples].copy(),
-                load=series.load[:samples].copy(),
-                running=series.running[:samples].copy(),
-                power=series.power[:samples].copy(),
-                execution_variance=series.execution_variance[:samples].copy(),
-                held=series.held[:samples].copy(),
-                preemptions=series.preemptions[:samples].copy(),
-                migrations=series.migrations[:samples].copy(),
+                load=series.load[: len(samples)].copy(),
+                **{name: samples[name].copy() for name in LoadSeries._fields if name != "load"},
             ),
+            **figures,
+        )
+
+    def _end(self) -> None:
+        self.done = True
+
+    def _grow(self) -> None:
+        self._cluster = with_more_rows(self._cluster)
+        self._batch = new_batch_arrays(len(self._cluster.requests))
+
+    def _widen(self) -> None:
+        self._arrivals, self._policy_state = with_wider_pool(self._arrivals, self._policy_state)
+
+    def _refuse_waiting(self) -> None:
+        raise RuntimeError(
+            f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
+            "waiting on an idle cluster: nothing would ever happen again"
         )
 
     def _ask(self) -> None:
@@ -365,10 +332,10 @@ class Simulation:
         self._finished.append(RequestRecords(*columns))
         self._cluster.scalars["finished"] = 0
 
-    def _oversized(self) -> str:
+    def _refuse_oversized(self) -> None:
         at = int(self._cluster.scalars["cursor"][0])
         prompt, output = self._arrivals.prompt[at], self._arrivals.output[at]
-        return (
+        raise ValueError(
             f"request {self._cluster.scalars['oversized'][0]} of the trace has a prompt of "
             f"{prompt} and generates {output} tokens, an instance holds "
             f"{self._rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
@@ -426,8 +393,8 @@ def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | No
         decide_every=every,
         pool_limit=(1 if instant else _NO_LIMIT) if queueing else config.pool_limit,
         revelation=config.arrivals.kind == "revelation",
-        prefill=_PREFILLS[config.prefill.kind],
-        batching=_BATCHINGS[config.batching],
+        prefill=int(Prefill[config.prefill.kind.upper()]),
+        batching=int(Batching[config.batching.upper()]),
         drift=drift,
         most_growth=int(drift.max()),
         handshake_seconds=config.transfer.handshake_s,
@@ -444,16 +411,9 @@ def _idle_budget(rules: Rules) -> float:
     """Return what an instance without requests reports; 0 if nothing is reported."""
     if not rules.service.reports:
         return 0.0
-    none, whole = np.empty(0), np.empty(0, dtype=np.int64)
-    service = rules.service
+    none, whole, service = np.empty(0), np.empty(0, dtype=np.int64), rules.service
     return prefill_budget(
-        service.batches,
-        service.ttft,
-        service.tpot,
-        none,
-        whole,
-        whole,
-        service.whole_steps,
+        service.batches, service.ttft, service.tpot, none, whole, whole, service.whole_steps
     )
 
 
@@ -466,5 +426,5 @@ def _length_sample(trace: Trace, seed: int) -> npt.NDArray[Any]:
 def _blocks(setup: RunSetup, seed: int) -> Iterator[TraceBlock]:
     arrivals, trace = setup.config.arrivals, setup.trace
     if arrivals.kind != "revelation":
-        trace = with_arrivals(trace, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv)
+        trace = TimedTrace(trace, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv)
     return trace.blocks(np.random.default_rng(seed))

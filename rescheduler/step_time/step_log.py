@@ -15,7 +15,7 @@ from data_collection.atomic_file import write_text_atomically
 from data_collection.text_file import read_text, text_lines
 from rescheduler.step_time.profile import EngineDescription
 
-__all__ = ["COLUMNS", "StepLog", "read_engine", "read_steps"]
+__all__ = ["StepLog", "read_engine", "read_steps"]
 
 FloatArray = npt.NDArray[np.float64]
 

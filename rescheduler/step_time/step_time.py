@@ -13,16 +13,7 @@ from predictor.compilation import compiled_core
 from rescheduler.step_time.profile import load_profile
 from rescheduler.step_time.step_log import read_steps
 
-__all__ = [
-    "StepTime",
-    "batch_step_time",
-    "bfio_step_time",
-    "create_step_time",
-    "moe_step_time",
-    "profile_step_time",
-    "step_seconds",
-    "table_step_time",
-]
+__all__ = ["StepTime", "batch_step_time", "create_step_time", "step_seconds"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -99,9 +90,6 @@ def bfio_step_time(
             with 61 layers of width 576, :math:`1.5 \cdot 2 \cdot 576 \cdot 61\cdot10^{-6} /
             2^{20}`, when None.
 
-    Raises:
-        ValueError: a time that is not above 0.
-
     Source: Chen et al. 2026, §6.2, equation (6), with the public setting of its authors.
     """
     a = (0.6e-3 * slots + 35e-3) / 16 if constant is None else constant
@@ -118,9 +106,6 @@ def moe_step_time(a: float, b: float | None = None, constant: float = 0.0) -> St
             balance shortens); half of a when None, as measured in the paper.
         constant: seconds of every step.
 
-    Raises:
-        ValueError: a time below 0, or none above 0.
-
     Source: Li 2026, 'MoE Step-Time Model'.
     """
     mean = a / 2 if b is None else b
@@ -130,25 +115,13 @@ def moe_step_time(a: float, b: float | None = None, constant: float = 0.0) -> St
 def batch_step_time(a: float, b: float, c: float) -> StepTime:
     """Return FairBatching's model of a batch, a + b · new tokens + c · context tokens.
 
-    Args:
-        a: seconds of every step.
-        b: seconds per token computed.
-        c: seconds per context token.
-
-    Raises:
-        ValueError: a time below 0, or none above 0.
-
     Source: Lyu et al. 2025, 'Batch execution time estimation'.
     """
     return _linear(constant=a, per_new=b, per_context=c)
 
 
 def profile_step_time(path: str | Path) -> StepTime:
-    """Return the a, b and c of an engine that `headway profile` has measured.
-
-    Raises:
-        ValueError: the file is no profile.
-    """
+    """Return the a, b and c of an engine that `headway profile` has measured."""
     return batch_step_time(*load_profile(path).batch)
 
 

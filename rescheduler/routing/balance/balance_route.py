@@ -5,26 +5,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled
-from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
+from rescheduler.cluster.registry import NOT_NEGATIVE
+from rescheduler.routing.inputs import (
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    best_by_load,
+    full,
+    place,
+)
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = [
-    "BR0",
-    "BRH",
-    "br0",
-    "brh",
-    "brh_scores",
-    "checked_steps",
-    "discounts",
-    "envelope",
-    "raise_envelope",
-]
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+__all__ = ["BR0", "BRH", "brh_scores", "checked_steps", "discounts", "envelope", "raise_envelope"]
 
 
 @compiled
@@ -159,7 +153,7 @@ def checked_steps(name: str, horizon: int, steps: Sequence[int]) -> tuple[int, .
 
 @routing_policy("brh")
 @dataclass(frozen=True)
-class BRH(RoutingPolicy):
+class BRH(RoutingPolicy, alpha=NOT_NEGATIVE, beta=NOT_NEGATIVE, gamma="(0, 1]"):
     r"""BR-H: BR-0 over the next H steps, the later ones discounted.
 
     .. math:: F_g = \alpha \Big(\sum_h \gamma^h\Big) \Delta
@@ -192,15 +186,8 @@ class BRH(RoutingPolicy):
     kernel = brh
 
     def __post_init__(self) -> None:
-        """Refuse what is no weight, no discount or no horizon.
-
-        Raises:
-            ValueError: an option out of range.
-        """
-        if self.alpha < 0 or self.beta < 0:
-            raise ValueError(f"brh: alpha {self.alpha} and beta {self.beta} cannot be negative")
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"brh: gamma is {self.gamma}; a discount is in (0, 1]")
+        """Refuse what is no weight, no discount or no horizon."""
+        super().__post_init__()
         checked_steps("brh", self.horizon, self.steps)
 
     def parameters(self) -> FloatArray:

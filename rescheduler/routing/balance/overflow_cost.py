@@ -8,14 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
 from rescheduler.routing.balance.balance_route import checked_steps, envelope, raise_envelope
-from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
+from rescheduler.routing.inputs import (
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    best_by_load,
+    full,
+    place,
+)
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = ["FastPhi", "Overflow", "overflow_cost", "overflow_costs", "trapezoid_weights"]
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+__all__ = ["FastPhi", "Overflow", "overflow_costs", "trapezoid_weights"]
 
 FIRST_DEFAULT_STEP = 64
 
@@ -63,7 +68,7 @@ def overflow_cost(inputs: RoutingInputs, parameters: FloatArray, target: IntArra
 
 @routing_policy("overflow")
 @dataclass(frozen=True)
-class Overflow(RoutingPolicy):
+class Overflow(RoutingPolicy, horizon=NOT_NEGATIVE):
     r"""ΔΦ: the tokens by which a request is expected to raise the heaviest worker.
 
     .. math:: \Delta\Phi_g(s) = \sum_{h=0}^{H} S(h)\,\big(s + h - m_g(h)\big)_+,
@@ -83,14 +88,6 @@ class Overflow(RoutingPolicy):
 
     needs = Needs.FORECASTS
     kernel = overflow_cost
-
-    def __post_init__(self) -> None:
-        """Refuse a negative horizon.
-
-        Raises:
-            ValueError: the horizon is negative.
-        """
-        checked_steps("overflow", self.horizon, ())
 
     def parameters(self) -> FloatArray:
         """Return the weights of the steps, which all count alike."""
@@ -116,7 +113,7 @@ def trapezoid_weights(points: npt.ArrayLike) -> FloatArray:
 
 @routing_policy("fast_phi")
 @dataclass(frozen=True)
-class FastPhi(RoutingPolicy):
+class FastPhi(RoutingPolicy, k=COUNT):
     r"""Fast-Φ: ΔΦ by the trapezoid rule on K points, at the cost of JSQ-Load times K.
 
     .. math:: \Delta\Phi_g \approx \sum_{k=0}^{K-1} w_k S(h_k) \big(s + h_k - m_g(h_k)\big)_+
@@ -144,13 +141,8 @@ class FastPhi(RoutingPolicy):
     kernel = overflow_cost
 
     def __post_init__(self) -> None:
-        """Refuse no points, or points that do not ascend from 0.
-
-        Raises:
-            ValueError: an option out of range.
-        """
-        if self.k < 1:
-            raise ValueError(f"fast_phi: k is {self.k}; it takes at least one point")
+        """Refuse no points, or points that do not ascend from 0."""
+        super().__post_init__()
         checked_steps("fast_phi", 0, self.steps)
         checked_steps("fast_phi", 0, self.fitted)
 

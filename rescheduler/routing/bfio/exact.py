@@ -8,12 +8,9 @@ import numpy.typing as npt
 
 from rescheduler.routing.bfio.fast import bfio_fast, evened_out, must_admit
 from rescheduler.routing.bfio.foresight import foresight, loads_ahead
-from rescheduler.routing.inputs import RoutingInputs, empty_target
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, empty_target
 
-__all__ = ["ExactSolution", "imbalance_of", "solve_exactly"]
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+__all__ = ["imbalance_of", "solve_exactly"]
 
 TOLERANCE = 0.1
 """Tokens of J within which an assignment counts as optimal: far less than one request's."""

@@ -1,15 +1,11 @@
 """How BF-IO weighs the steps to come, and what it takes the freed slots to be filled with."""
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled
-from rescheduler.routing.inputs import RoutingInputs
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs
 
 __all__ = ["FURTHEST", "foresight", "free_slots", "loads_ahead"]
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 FURTHEST = 2000
 """Steps looked ahead at most: far more than an instance usually goes without an admission."""

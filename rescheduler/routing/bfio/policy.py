@@ -1,13 +1,15 @@
 """BF-IO: balance a short future, by integer optimisation."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.cluster.registry import NOT_NEGATIVE
 from rescheduler.routing.bfio.fast import bfio_fast
 from rescheduler.routing.bfio.foresight import FURTHEST
+from rescheduler.routing.inputs import FloatArray, IntArray
 from rescheduler.routing.policy import (
     NO_POINTS,
     Needs,
@@ -18,13 +20,10 @@ from rescheduler.routing.policy import (
 
 __all__ = ["BFIO"]
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
 
 @routing_policy("bfio")
 @dataclass(frozen=True)
-class BFIO(RoutingPolicy):
+class BFIO(RoutingPolicy, horizon=NOT_NEGATIVE, time_limit="(0, inf]", starvation=NOT_NEGATIVE):
     r"""Admit the requests, and place them, that least unbalance the steps to come.
 
     With c_g free slots on instance g, U = min(n, Σ c_g) of the n waiting requests are admitted
@@ -63,24 +62,13 @@ class BFIO(RoutingPolicy):
     needs = Needs.FORECASTS
     kernel = bfio_fast
     horizon: int | None = None
-    solver: str = "fast"
+    solver: Literal["fast", "exact"] = "fast"
     time_limit: float = 10.0
     starvation: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse options that mean nothing; a myopic policy needs no forecasts.
-
-        Raises:
-            ValueError: a negative number, an unknown solver, or a time limit of 0.
-        """
-        if self.solver not in ("fast", "exact"):
-            raise ValueError(f"no solver {self.solver!r}; known: exact, fast")
-        if self.horizon is not None and not (type(self.horizon) is int and self.horizon >= 0):
-            raise ValueError(f"horizon must be 0 steps or more, or None: {self.horizon!r}")
-        if not self.time_limit > 0:
-            raise ValueError(f"time_limit must be more than 0 seconds, not {self.time_limit}")
-        if self.starvation is not None and self.starvation < 0:
-            raise ValueError(f"starvation must be 0 steps or more, or None: {self.starvation}")
+        """Refuse options that mean nothing; a myopic policy needs no forecasts."""
+        super().__post_init__()
         if self.horizon == 0:
             object.__setattr__(self, "needs", Needs.LOADS)
         if self.solver == "exact":
@@ -101,11 +89,7 @@ class BFIO(RoutingPolicy):
         return self.horizon is None
 
     def assign(self, view: ClusterView) -> Assignment:
-        """Return where the waiting requests of a view go.
-
-        Raises:
-            ValueError: the view lacks forecasts that the policy needs.
-        """
+        """Return where the waiting requests of a view go."""
         if self.solver == "fast":
             return super().assign(view)
         from rescheduler.routing.bfio.exact import solve_exactly

@@ -4,10 +4,10 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.routing.bfio.pool import best_waiting
 from rescheduler.routing.bfio.state import (
     Search,
     add,
+    best_waiting,
     envelope_exchanged,
     leave,
     rank,
@@ -16,11 +16,10 @@ from rescheduler.routing.bfio.state import (
     restore,
     value,
 )
+from rescheduler.routing.inputs import FloatArray, IntArray
 
 __all__ = ["even_out", "local_search"]
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 KICKS = 4
@@ -198,11 +197,7 @@ def local_search(
 
 @compiled_core
 def even_out(
-    search: Search,
-    row: FloatArray,
-    slots: IntArray,
-    room: IntArray,
-    best: IntArray,
+    search: Search, row: FloatArray, slots: IntArray, room: IntArray, best: IntArray
 ) -> None:
     """Choose among assignments of the same J one with less between the most and least loaded.
 

@@ -3,18 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
+from rescheduler.cluster.registry import NOT_NEGATIVE, POSITIVE
 from rescheduler.routing.heuristics.pool_order import UNBOUNDED
-from rescheduler.routing.inputs import RoutingInputs, passable, place
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
-__all__ = ["Headroom", "headroom"]
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+__all__ = ["Headroom"]
 
 FURTHEST = 16_384
 """Steps ahead of the last point. Half the load has ended long before, or the cache is full."""
@@ -66,7 +63,13 @@ def _lost(inputs: RoutingInputs, i: int, g: int) -> float:
 
 @routing_policy("headroom")
 @dataclass(frozen=True)
-class Headroom(RoutingPolicy):
+class Headroom(
+    RoutingPolicy,
+    epsilon=POSITIVE,
+    prefill_cost=POSITIVE,
+    starvation=NOT_NEGATIVE,
+    every=NOT_NEGATIVE,
+):
     r"""The instance where an overflow costs least; where it costs too much, requests wait.
 
     A request of s tokens that is preempted h steps from now has gained h + 1 tokens by then, and
@@ -108,9 +111,6 @@ class Headroom(RoutingPolicy):
             with hardly any requests: ``b / a`` of what `headway profile` fits.
         starvation: decode steps that a request waits while others pass it, at most.
         every: seconds between two decisions; 0: whenever something happens, which takes a pool.
-
-    Raises:
-        ValueError: a number that is not above 0, or a negative time.
     """
 
     needs = Needs.FORECASTS
@@ -121,19 +121,6 @@ class Headroom(RoutingPolicy):
     prefill_cost: float = 0.01
     starvation: int = 1000
     every: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse an invalid share, cost or time."""
-        for option in ("epsilon", "prefill_cost"):
-            if not 0 < getattr(self, option) < np.inf:
-                value = getattr(self, option)
-                raise ValueError(f"headroom: {option} must be above 0, not {value}")
-        if not isinstance(self.starvation, int) or self.starvation < 0:
-            raise ValueError(
-                f"headroom: starvation must be a whole number from 0, not {self.starvation!r}"
-            )
-        if not 0 <= self.every < np.inf:
-            raise ValueError(f"headroom: every must be 0 seconds or more, not {self.every}")
 
     def parameters(self) -> FloatArray:
         """Return ε, β / a, and the steps after which a request is not passed."""

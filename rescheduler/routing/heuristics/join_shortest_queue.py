@@ -4,32 +4,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled
-from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place, place_least
+from rescheduler.routing.inputs import (
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    best_by_load,
+    full,
+    place,
+    place_least,
+)
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = [
-    "JSQ",
-    "DecodeBalancer",
-    "JSQLoad",
-    "JSQTokens",
-    "VLLMScore",
-    "decode_balancer",
-    "jsq",
-    "jsq_load",
-    "jsq_tokens",
-    "vllm_score",
-]
+__all__ = ["JSQ", "PAB", "DecodeBalancer", "JSQLoad", "JSQTokens", "VLLMScore", "jsq_tokens"]
 
 
 @compiled
-def jsq(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def jsq(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the fewest requests are."""
     place_least(inputs, target, inputs.running)
 
@@ -50,11 +42,7 @@ class JSQ(RoutingPolicy):
 
 
 @compiled
-def jsq_load(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def jsq_load(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the load is least."""
     place_least(inputs, target, inputs.load)
 
@@ -74,11 +62,7 @@ class JSQLoad(RoutingPolicy):
 
 
 @compiled
-def jsq_tokens(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def jsq_tokens(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the fewest tokens are left to process."""
     left = inputs.work + inputs.unanswered
     for i in range(len(inputs.size)):
@@ -108,11 +92,7 @@ class JSQTokens(RoutingPolicy):
 
 
 @compiled
-def decode_balancer(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def decode_balancer(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the least work is left."""
     for i in range(len(inputs.size)):
         best = best_by_load(inputs, i, inputs.work)
@@ -140,11 +120,7 @@ class DecodeBalancer(RoutingPolicy):
 
 
 @compiled
-def vllm_score(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def vllm_score(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where vLLM's score is least."""
     queue_weight, pressure_weight, rotates = parameters[0], parameters[1], parameters[2] > 0
     slots, room, load, capacity = inputs.slots, inputs.room, inputs.load, inputs.capacity
@@ -200,15 +176,35 @@ class VLLMScore(RoutingPolicy):
     needs = Needs.LOADS
     kernel = vllm_score
 
-    def __post_init__(self) -> None:
-        """Refuse a version whose score is not known.
-
-        Raises:
-            ValueError: neither of the two versions.
-        """
-        if self.version not in ("0.32", "0.20"):
-            raise ValueError(f"vllm: version is {self.version!r}; choose '0.32' or '0.20', as text")
-
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the weights of the queue and of KV pressure, and whether ties take turns."""
         return np.array([1.0, 6.0, 1.0] if self.version == "0.32" else [4.0, 0.0, 0.0])
+
+
+@compiled
+def pab(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
+    """Place each request, in order of arrival, where the budget is greatest."""
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, -inputs.budget)
+        if best >= 0:
+            place(inputs, target, i, best)
+        elif full(inputs):
+            return
+
+
+@routing_policy("pab")
+@dataclass(frozen=True)
+class PAB(RoutingPolicy):
+    r"""The engine with the greatest prefill admission budget, :math:`g = \arg\max_g PAB_g`.
+
+    Every engine reports with each batch how many more prompt tokens it could compute within a
+    TTFT without its tokens being late (`prefill_budget`). Whoever routes subtracts the prompts
+    that it has sent there since. Ties go to the lowest load, then to the lowest index. The paper
+    asks for a suitable engine with sufficient budget; the greatest budget is one if any is.
+
+    Source: FairBatching (Lyu et al. 2025), §3.4.
+    """
+
+    needs = Needs.LOADS
+    needs_budget = True
+    kernel = pab

@@ -3,22 +3,18 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled
+from rescheduler.cluster.registry import NOT_NEGATIVE, POSITIVE
 from rescheduler.routing.heuristics.pool_order import UNBOUNDED
-from rescheduler.routing.inputs import RoutingInputs, full, passable, place
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, full, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = ["DedicatedSmallLarge", "MaxCapacity", "dedicated_small_large", "max_capacity"]
+__all__ = ["DedicatedSmallLarge", "MaxCapacity"]
 
 
 @compiled
-def max_capacity(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def max_capacity(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place requests where most tokens are free, in order of arrival.
 
     The parameters are [2] the reserve, and the steps after which a request is not passed any more.
@@ -51,7 +47,7 @@ def max_capacity(
 
 @routing_policy("max_capacity")
 @dataclass(frozen=True)
-class MaxCapacity(RoutingPolicy):
+class MaxCapacity(RoutingPolicy, every=NOT_NEGATIVE, reserve="[0, 1)", starvation=NOT_NEGATIVE):
     r"""The front of the queue to the worker with the most free KV tokens that can take it.
 
     .. math:: g = \arg\max_g \; (K_g - L_g)
@@ -74,9 +70,6 @@ class MaxCapacity(RoutingPolicy):
         reserve: ρ, share of a KV cache that is kept free; 0 as in the paper.
         starvation: decode steps that a request which fits nowhere waits while others pass it, at
             most; 0 as in the paper, where it blocks those behind it.
-
-    Raises:
-        ValueError: a negative time or number of steps, or a reserve outside [0, 1).
     """
 
     needs = Needs.LOADS
@@ -86,18 +79,7 @@ class MaxCapacity(RoutingPolicy):
     reserve: float = 0.0
     starvation: int = 0
 
-    def __post_init__(self) -> None:
-        """Refuse a negative time, and a reserve that leaves nothing."""
-        if not 0 <= self.every < np.inf:
-            raise ValueError(f"max_capacity: every must be 0 seconds or more, not {self.every}")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"max_capacity: reserve must be in [0, 1), not {self.reserve}")
-        if not isinstance(self.starvation, int) or self.starvation < 0:
-            raise ValueError(
-                f"max_capacity: starvation must be a whole number from 0, not {self.starvation!r}"
-            )
-
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the reserve, and the steps after which a request is not passed."""
         return np.array([self.reserve, self.starvation], dtype=np.float64)
 
@@ -111,11 +93,7 @@ class MaxCapacity(RoutingPolicy):
 
 
 @compiled
-def dedicated_small_large(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def dedicated_small_large(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, among the instances of its class."""
     heavy_tokens, share = parameters[0], parameters[1]
     running, slots, room = inputs.running, inputs.slots, inputs.room
@@ -139,7 +117,7 @@ def dedicated_small_large(
 
 @routing_policy("dedicated_small_large")
 @dataclass(frozen=True)
-class DedicatedSmallLarge(RoutingPolicy):
+class DedicatedSmallLarge(RoutingPolicy, heavy_tokens=POSITIVE, share="(0, 1)"):
     """Heavy decodes to the first workers, light ones to the others, however idle the first are.
 
     The paper has two workers, one for each class. With more, ``share`` of them (rounded, at least
@@ -160,21 +138,6 @@ class DedicatedSmallLarge(RoutingPolicy):
     needs = Needs.LENGTHS
     kernel = dedicated_small_large
 
-    def __post_init__(self) -> None:
-        """Refuse a threshold or a share that leaves a class empty.
-
-        Raises:
-            ValueError: an option out of range.
-        """
-        if not self.heavy_tokens > 0:
-            raise ValueError(
-                f"dedicated_small_large: heavy_tokens is {self.heavy_tokens}; it must be above 0"
-            )
-        if not 0 < self.share < 1:
-            raise ValueError(
-                f"dedicated_small_large: share is {self.share}; it must be between 0 and 1"
-            )
-
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the threshold and the share."""
         return np.array([self.heavy_tokens, self.share])

@@ -3,25 +3,21 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled
 from rescheduler.cluster.cluster_view import UNLIMITED
-from rescheduler.routing.inputs import RoutingInputs, best_by_load, full, place
+from rescheduler.cluster.registry import COUNT
+from rescheduler.routing.inputs import (
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    best_by_load,
+    full,
+    place,
+)
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = [
-    "FCFS",
-    "UNBOUNDED",
-    "MaxMin",
-    "MinMin",
-    "Throttled",
-    "assign_by_completion",
-    "fcfs",
-    "max_min",
-    "min_min",
-    "throttled",
-]
+__all__ = ["FCFS", "UNBOUNDED", "MaxMin", "MinMin", "Throttled"]
 
 
 UNBOUNDED = UNLIMITED // 2
@@ -30,11 +26,7 @@ reported its KV capacity."""
 
 
 @compiled
-def fcfs(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def fcfs(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Fill the instances in turn; stop at the first request that fits nowhere."""
     slots, room, queued = inputs.slots, inputs.room, inputs.queued
     load, capacity = inputs.load, inputs.capacity
@@ -76,10 +68,6 @@ class FCFS(RoutingPolicy):
 
     needs = Needs.COUNTS
     kernel = fcfs
-
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @compiled
@@ -141,11 +129,7 @@ class MinMin(RoutingPolicy):
 
 
 @compiled
-def max_min(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def max_min(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place the request completed last first."""
     assign_by_completion(inputs, target, True)
 
@@ -169,11 +153,7 @@ class MaxMin(RoutingPolicy):
 
 
 @compiled
-def throttled(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def throttled(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Send each request, in order of arrival, to the first instance below the threshold."""
     limit = int(parameters[0])
     running, slots, room = inputs.running, inputs.slots, inputs.room
@@ -196,7 +176,7 @@ def throttled(
 
 @routing_policy("throttled")
 @dataclass(frozen=True)
-class Throttled(RoutingPolicy):
+class Throttled(RoutingPolicy, limit=COUNT):
     """The lowest-indexed worker with fewer requests than a threshold; none, and it waits.
 
     Where slots are unlimited (instant dispatch) nothing can wait: above the threshold everywhere,
@@ -213,15 +193,6 @@ class Throttled(RoutingPolicy):
     needs = Needs.COUNTS
     kernel = throttled
 
-    def __post_init__(self) -> None:
-        """Refuse a threshold that nothing passes.
-
-        Raises:
-            ValueError: the limit is below 1.
-        """
-        if self.limit < 1:
-            raise ValueError(f"throttled: limit is {self.limit}; no instance would get a request")
-
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the threshold."""
         return np.array([self.limit], dtype=np.float64)

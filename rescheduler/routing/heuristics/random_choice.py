@@ -4,27 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_inline
-from rescheduler.routing.inputs import RoutingInputs, full, place
+from rescheduler.cluster.registry import COUNT
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, full, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = [
-    "PowerOfD",
-    "RandomChoice",
-    "RoundRobin",
-    "check_seed",
-    "draw",
-    "power_of_d",
-    "random_choice",
-    "round_robin",
-    "splitmix64",
-]
+__all__ = ["PowerOfD", "RandomChoice", "RoundRobin", "splitmix64"]
 
 
-MOST_SEED = 2**53
-"""Seeds travel among the kernel's numbers, which are exact below this."""
+SEED = f"[0, {2**53 - 1}]"
+"""Seeds travel among the kernel's numbers, which are exact up to there."""
 
 
 @compiled_inline
@@ -43,22 +33,8 @@ def draw(seed: int, counter: int, which: int, n: int) -> int:
     return np.int64(splitmix64(key + np.uint64(which)) % np.uint64(n))  # type: ignore[return-value]
 
 
-def check_seed(name: str, seed: int) -> None:
-    """Refuse a seed that does not fit among a kernel's numbers.
-
-    Raises:
-        ValueError: the seed is negative or too large.
-    """
-    if not 0 <= seed < MOST_SEED:
-        raise ValueError(f"{name}: seed is {seed}; it must be from 0 to 2**53 - 1")
-
-
 @compiled
-def random_choice(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def random_choice(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, on one of the instances it fits."""
     seed = int(parameters[0])
     slots, room = inputs.slots, inputs.room
@@ -82,7 +58,7 @@ def random_choice(
 
 @routing_policy("random")
 @dataclass(frozen=True)
-class RandomChoice(RoutingPolicy):
+class RandomChoice(RoutingPolicy, seed=SEED):
     """Uniformly one of the instances that a request fits.
 
     The choice is a hash of the seed and of the number of requests dispatched before: the same
@@ -97,25 +73,13 @@ class RandomChoice(RoutingPolicy):
     needs = Needs.COUNTS
     kernel = random_choice
 
-    def __post_init__(self) -> None:
-        """Refuse a seed out of range.
-
-        Raises:
-            ValueError: the seed is negative or too large.
-        """
-        check_seed("random", self.seed)
-
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the seed."""
         return np.array([self.seed], dtype=np.float64)
 
 
 @compiled
-def power_of_d(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def power_of_d(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, on the least of d sampled instances."""
     seed, d, by_load = int(parameters[0]), int(parameters[1]), parameters[2] > 0
     queue = inputs.load if by_load else inputs.running
@@ -144,7 +108,7 @@ def power_of_d(
 
 @routing_policy("power_of_d")
 @dataclass(frozen=True)
-class PowerOfD(RoutingPolicy):
+class PowerOfD(RoutingPolicy, d=COUNT, seed=SEED):
     """The shortest queue among d distinct instances sampled uniformly.
 
     The sample is drawn from the instances that the request fits, by a hash as in `RandomChoice`;
@@ -166,30 +130,18 @@ class PowerOfD(RoutingPolicy):
     kernel = power_of_d
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be sampled, measured or hashed; loads have to be known.
-
-        Raises:
-            ValueError: an option out of range.
-        """
-        if self.d < 1:
-            raise ValueError(f"power_of_d: d is {self.d}; it samples at least one instance")
-        if self.metric not in ("requests", "load"):
-            raise ValueError(f"power_of_d: metric is {self.metric!r}; choose requests or load")
-        check_seed("power_of_d", self.seed)
+        """Refuse what cannot be sampled, measured or hashed; loads have to be known."""
+        super().__post_init__()
         if self.metric == "load":
             object.__setattr__(self, "needs", Needs.LOADS)
 
-    def parameters(self) -> npt.NDArray[np.float64]:
+    def parameters(self) -> FloatArray:
         """Return the seed, d, and whether loads are compared."""
         return np.array([self.seed, self.d, self.metric == "load"], dtype=np.float64)
 
 
 @compiled
-def round_robin(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
-) -> None:
+def round_robin(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Send each request, in order of arrival, to the instance whose turn it is."""
     slots, room = inputs.slots, inputs.room
     n_instances = len(slots)

@@ -28,7 +28,7 @@ from rescheduler.simulator.results.report import (
 )
 from rescheduler.simulator.workloads.forecast_recording import read_recording
 from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
-from rescheduler.simulator.workloads.trace_files import TraceFile, read_trace
+from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 from rescheduler.step_time.step_time import create_step_time
 
@@ -102,7 +102,7 @@ def advise(
         raise ValueError(f"load must be above 0 and at most {_MOST_LOAD}, not {load}")
     if requests is not None and requests < 1:
         raise ValueError(f"requests must be at least 1, not {requests}")
-    file = read_trace(trace, None, skip_empty, format, time_unit, option="--time-unit")
+    file = TraceFile(trace, None, skip_empty, format, time_unit, option="--time-unit")
     print(f"headway advise: {file.read_as}", file=sys.stderr)
     recorded = _recorded(trace, file, kv_capacity)
     if load is not None and not recorded.has_arrivals:
@@ -160,11 +160,7 @@ def advise(
 
 
 def _recorded(path: Path, trace: TraceFile, kv_capacity: int | None) -> ResampledTrace:
-    """Return the trace in a file.
-
-    Raises:
-        ValueError: it cannot be read, or has requests that no instance can hold.
-    """
+    """Return the trace in a file."""
     requests = first_requests(trace, np.random.default_rng(0), _MOST_READ)
     if kv_capacity is not None:
         tokens = requests.prompt + requests.output

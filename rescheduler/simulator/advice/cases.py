@@ -109,11 +109,7 @@ class Scenario(NamedTuple):
 
 
 def ladder(sigma: float) -> list[Case]:
-    """Return the routers from knowing the least to knowing the most.
-
-    Args:
-        sigma: spread of forecasts of real quality, see `forecast_error`.
-    """
+    """Return the routers from knowing the least to knowing the most."""
     now, ahead = {"horizon": 0}, dict[str, Any]()
     noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
     return [
@@ -129,11 +125,7 @@ def ladder(sigma: float) -> list[Case]:
 
 
 def quality_cases(longest: int) -> list[Case]:
-    """Return bfio with forecasts from nearly right to useless; the oracle is in `ladder`.
-
-    Args:
-        longest: output tokens that STAR's bins partition.
-    """
+    """Return bfio with forecasts from nearly right to useless; the oracle is in `ladder`."""
     noise: list[tuple[str, dict[str, Any]]] = [
         (f"σ {sigma:g}", {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL})
         for sigma in SIGMAS

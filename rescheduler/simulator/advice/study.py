@@ -56,11 +56,7 @@ class Study:
     """
 
     def __init__(
-        self,
-        config: SimulationConfig,
-        trace: ResampledTrace,
-        step_time: StepTime,
-        sigma: float,
+        self, config: SimulationConfig, trace: ResampledTrace, step_time: StepTime, sigma: float
     ) -> None:
         self.capacities: dict[Clock, float] = {}
         self.cases: list[Case] = []
@@ -74,9 +70,6 @@ class Study:
 
         The quality of forecasts is varied in the scenario where the truth gains most; if it gains
         measurably in none, behind the barrier of an overloaded cluster.
-
-        Raises:
-            ValueError: a request that cannot be simulated.
         """
         if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
             return True

@@ -25,14 +25,7 @@ _FIGURES = {
 def advice_text(
     about: Sequence[str], judgements: Sequence[Judgement], quality: Quality | None, sigma: float
 ) -> str:
-    """Return the verdict.
-
-    Args:
-        about: what was simulated, a paragraph each.
-        judgements: of every scenario.
-        quality: of forecasts, if that was simulated.
-        sigma: spread of forecasts of real quality.
-    """
+    """Return the verdict."""
     paragraphs = [" ".join(about)]
     paragraphs += [_scenario(judgement) for judgement in judgements]
     if quality is not None:
@@ -160,13 +153,7 @@ def _seconds(value: float) -> str:
 def draw_advice(
     gains: Mapping[str, Mapping[str, Gain]], cases: Sequence[Case], quality: Quality | None
 ) -> Any:
-    """Return the figure.
-
-    Args:
-        gains: scenario -> case's key -> gain over the first case; at most four scenarios.
-        cases: all routers.
-        quality: of forecasts, if that was simulated.
-    """
+    """Return the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0 if quality else 6.0, 4.2), layout="constrained")

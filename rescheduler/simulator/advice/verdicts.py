@@ -10,17 +10,7 @@ from rescheduler.simulator.advice.cases import Case, Scenario
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.metrics import half_interval
 
-__all__ = [
-    "WORTH",
-    "Gain",
-    "Judgement",
-    "Quality",
-    "Runs",
-    "gain",
-    "judge",
-    "judge_quality",
-    "judged_figure",
-]
+__all__ = ["WORTH", "Gain", "Judgement", "Quality", "gain", "judge", "judge_quality"]
 
 WORTH = 0.01
 """Least relative gain for which a more demanding router is recommended."""
@@ -122,9 +112,7 @@ def judged_figure(scenario: Scenario, slo: SLOConfig | None) -> str:
 
 
 def gain(
-    runs: Mapping[int, Mapping[str, float]],
-    base: Mapping[int, Mapping[str, float]],
-    figure: str,
+    runs: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]], figure: str
 ) -> Gain:
     r"""Return the gain over a base, paired by seed: both routers serve the same requests.
 
@@ -158,12 +146,6 @@ def judge(
     The choice begins with the first router, and goes on to one that needs to know more only if
     that is measurably better than the chosen one, by `WORTH` at least; one that looks ahead must
     be so against the best router without lookahead too. One that knows the truth is never chosen.
-
-    Args:
-        scenario: the cluster and its load.
-        cases: routers in order of what they need; the first is today's.
-        runs: of every case, with one seed at least.
-        slo: makes goodput the figure of a cluster that is not overloaded.
     """
     figure = judged_figure(scenario, slo)
     today = choice = cases[0]

@@ -44,11 +44,6 @@ def service_rules(
 ) -> ServiceRules:
     """Return the rules that a configuration describes.
 
-    Args:
-        config: of the simulation.
-        step_time: of an instance.
-        asked: the routing policy goes by the budgets that instances report.
-
     Raises:
         ValueError: what needs the objectives, a linear step time or chunked prefill lacks it.
     """

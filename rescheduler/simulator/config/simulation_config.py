@@ -2,18 +2,19 @@
 
 import math
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, POSITIVE, Checked
 from rescheduler.commands.command_parser import CommandParser
 
 __all__ = [
     "AdmissionConfig",
     "ArrivalsConfig",
-    "CandidateChoice",
     "ClusterConfig",
     "MigrationConfig",
     "PolicyChoice",
@@ -23,9 +24,7 @@ __all__ = [
     "SLOConfig",
     "SimulationConfig",
     "TransferConfig",
-    "candidate_choices",
     "checked",
-    "policy_choices",
     "read_config",
 ]
 
@@ -96,27 +95,18 @@ def policy_choices(
     return choices
 
 
-def candidate_choices(
-    policies: Sequence[PolicyChoice], planners: Sequence[PolicyChoice]
-) -> list[CandidateChoice]:
-    """Return every policy with every planner, named after that of the two which varies."""
-    found = []
-    for policy in policies:
-        for planner in planners:
-            label = f"{policy.label}, {planner.label}"
-            if len(planners) == 1:
-                label = policy.label
-            elif len(policies) == 1:
-                label = planner.label
-            found.append(CandidateChoice(label, policy, planner))
-    return found
-
-
 T = TypeVar("T")
 
 
+class _Section(Checked):
+    """A part of a configuration, whose key is its class's name."""
+
+    def _section(self) -> str:
+        return f"{type(self).__name__.removesuffix('Config').lower()}."
+
+
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(_Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT):
     """The decode instances, all alike.
 
     Attributes:
@@ -129,12 +119,6 @@ class ClusterConfig:
     slots: int = 72
     kv_capacity: int | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse a cluster without places."""
-        _at_least(1, **{f"cluster.{name}": getattr(self, name) for name in ("instances", "slots")})
-        if self.kv_capacity is not None:
-            _at_least(1, **{"cluster.kv_capacity": self.kv_capacity})
-
     @property
     def capacity_tokens(self) -> int:
         """K, or `UNLIMITED`."""
@@ -142,7 +126,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(_Section, limit=COUNT):
     """The pool of requests that wait for a place.
 
     Attributes:
@@ -153,14 +137,15 @@ class PoolConfig:
 
     limit: int | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse a pool without room."""
-        if self.limit is not None:
-            _at_least(1, **{"pool.limit": self.limit})
-
 
 @dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(
+    _Section,
+    instances=COUNT,
+    max_batched_tokens=COUNT,
+    token_budget=COUNT,
+    expected_context=NOT_NEGATIVE,
+):
     """Where prompts are computed.
 
     Attributes:
@@ -188,23 +173,19 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         """Refuse a prefill that would never end, and chunks where there are none."""
-        for name in ("instances", "max_batched_tokens"):
-            _at_least(1, **{f"prefill.{name}": getattr(self, name)})
-        if self.token_budget is not None:
-            _at_least(1, **{"prefill.token_budget": self.token_budget})
+        super().__post_init__()
         if self.kind != "chunked" and (self.formation != "sarathi" or self.token_budget):
             raise ValueError("prefill.formation, prefill.token_budget: of prefill.kind chunked")
         if self.token_budget and self.formation in ("fairbatching", "fairbatching_tokens"):
             raise ValueError(
                 f"prefill.token_budget: {self.formation} has none, its budget is the objectives'"
             )
-        _at_least(0, **{"prefill.expected_context": self.expected_context})
         if self.expected_context and self.formation != "fairbatching_tokens":
             raise ValueError("prefill.expected_context: of prefill.formation fairbatching_tokens")
 
 
 @dataclass(frozen=True)
-class AdmissionConfig:
+class AdmissionConfig(_Section):
     """Which requests an instance turns away as they arrive.
 
     Attributes:
@@ -227,7 +208,13 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True)
-class TransferConfig:
+class TransferConfig(
+    _Section,
+    handshake_s=NOT_NEGATIVE,
+    gigabits_per_second=POSITIVE,
+    bytes_per_token=POSITIVE,
+    block_tokens=NOT_NEGATIVE,
+):
     """Moving a running request's KV cache from one instance to another.
 
     Attributes:
@@ -244,14 +231,6 @@ class TransferConfig:
     bytes_per_token: float = 131_072.0
     block_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        """Refuse a transfer that never ends."""
-        _at_least(0, **{"transfer.block_tokens": self.block_tokens})
-        for name in ("gigabits_per_second", "bytes_per_token"):
-            _above_zero(f"transfer.{name}", getattr(self, name))
-        if not 0 <= self.handshake_s < math.inf:
-            raise ValueError(f"transfer.handshake_s must be at least 0, not {self.handshake_s}")
-
     @property
     def tokens_per_second(self) -> float:
         """Context tokens that the network carries each second."""
@@ -259,7 +238,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True)
-class MigrationConfig:
+class MigrationConfig(_Section, interval=COUNT):
     """When running requests move to other instances, and who says so.
 
     Attributes:
@@ -273,13 +252,11 @@ class MigrationConfig:
     interval: int = 20
     planners: str | list[str | dict[str, Any]] = "none"
 
-    def __post_init__(self) -> None:
-        """Refuse an interval of no steps."""
-        _at_least(1, **{"migration.interval": self.interval})
-
 
 @dataclass(frozen=True)
-class PowerConfig:
+class PowerConfig(
+    _Section, gamma=POSITIVE, mfu_sat=POSITIVE, flops_per_token=POSITIVE, peak_flops=POSITIVE
+):
     r"""Power of a GPU, :math:`P = P_{idle} + (P_{max} - P_{idle})\,u^\gamma`.
 
     Attributes:
@@ -300,14 +277,13 @@ class PowerConfig:
 
     def __post_init__(self) -> None:
         """Refuse a power that falls with work."""
-        for name in ("gamma", "mfu_sat", "flops_per_token", "peak_flops"):
-            _above_zero(f"power.{name}", getattr(self, name))
+        super().__post_init__()
         if not 0 <= self.idle <= self.max < math.inf:
             raise ValueError(f"power: 0 <= idle <= max, not {self.idle} and {self.max}")
 
 
 @dataclass(frozen=True)
-class ArrivalsConfig:
+class ArrivalsConfig(_Section, target=COUNT, scale=POSITIVE, rate=POSITIVE, cv=POSITIVE):
     """When requests arrive.
 
     Attributes:
@@ -325,16 +301,9 @@ class ArrivalsConfig:
     rate: float = 1.0
     cv: float = 1.0
 
-    def __post_init__(self) -> None:
-        """Refuse requests that never come."""
-        if self.target is not None:
-            _at_least(1, **{"arrivals.target": self.target})
-        for name in ("scale", "rate", "cv"):
-            _above_zero(f"arrivals.{name}", getattr(self, name))
-
 
 @dataclass(frozen=True)
-class SLOConfig:
+class SLOConfig(_Section, ttft_s=POSITIVE, tpot_s=POSITIVE):
     """What counts as served well enough.
 
     Attributes:
@@ -353,14 +322,9 @@ class SLOConfig:
     tpot: Literal["mean", "worst", "deadline"] = "mean"
     deadlines: Literal["arrival", "first_token"] = "arrival"
 
-    def __post_init__(self) -> None:
-        """Refuse an objective that nothing meets."""
-        for name in ("ttft_s", "tpot_s"):
-            _above_zero(f"slo.{name}", getattr(self, name))
-
 
 @dataclass(frozen=True)
-class SimulationConfig:
+class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSITIVE):
     """A simulation; every key of its YAML file.
 
     Attributes:
@@ -415,16 +379,8 @@ class SimulationConfig:
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that mean nothing, each by its key.
-
-        Raises:
-            ValueError: one line with the key's path.
-        """
-        _at_least(1, seeds=self.seeds)
-        if self.max_steps is not None:
-            _at_least(1, max_steps=self.max_steps)
-        if self.max_seconds is not None:
-            _above_zero("max_seconds", self.max_seconds)
+        """Refuse values and combinations that mean nothing, each by its key."""
+        super().__post_init__()
         if not self.drift or min(self.drift) < 0:
             raise ValueError(f"drift: at least one number, none below 0, not {self.drift}")
         for key in ("step_time", "forecast"):
@@ -467,29 +423,29 @@ class SimulationConfig:
         limit = self.arrivals.target if self.arrivals.kind == "revelation" else self.pool.limit
         return 4 * self.cluster.instances if limit is None else limit
 
-    def policy_choices(self) -> list[PolicyChoice]:
-        """Return the policies, each with a label of its own.
+    def _section(self) -> str:
+        return ""
 
-        Raises:
-            ValueError: none, one without a name, or two with one label.
-        """
+    def policy_choices(self) -> list[PolicyChoice]:
+        """Return the policies, as the function of that name does."""
         return policy_choices(self.policies)
 
     def planner_choices(self) -> list[PolicyChoice]:
-        """Return the migration planners, each with a label of its own.
-
-        Raises:
-            ValueError: none, one without a name, or two with one label.
-        """
+        """Return the migration planners, likewise."""
         return policy_choices(self.migration.planners, "migration.planners")
 
     def candidate_choices(self) -> list[CandidateChoice]:
-        """Return every policy with every planner.
-
-        Raises:
-            ValueError: as `policy_choices` and `planner_choices`.
-        """
-        return candidate_choices(self.policy_choices(), self.planner_choices())
+        """Return every policy with every planner, named after that of the two which varies."""
+        policies, planners = self.policy_choices(), self.planner_choices()
+        found = []
+        for policy, planner in product(policies, planners):
+            label = f"{policy.label}, {planner.label}"
+            if len(planners) == 1:
+                label = policy.label
+            elif len(policies) == 1:
+                label = planner.label
+            found.append(CandidateChoice(label, policy, planner))
+        return found
 
 
 def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:
@@ -502,17 +458,6 @@ def checked(key: str, make: Callable[..., T], options: dict[str, Any]) -> T:
         return make(**options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{key}: {error}") from error
-
-
-def _at_least(least: int, **values: int) -> None:
-    for key, value in values.items():
-        if value < least:
-            raise ValueError(f"{key} must be at least {least}, not {value}")
-
-
-def _above_zero(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{key} must be above 0, not {value}")
 
 
 def read_config(values: dict[str, Any]) -> SimulationConfig:

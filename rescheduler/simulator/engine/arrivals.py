@@ -6,17 +6,12 @@ import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.simulator.engine.engine_state import (
-    DONE,
-    FLUSH,
-    GROW,
     NONE,
-    OVERSIZED,
-    STAGE,
-    TRACE,
-    WIDEN,
     Arrivals,
     Cluster,
+    Prefill,
     Rules,
+    Wanted,
 )
 from rescheduler.simulator.engine.slots import finish
 from rescheduler.step_time.step_time import StepTime, step_seconds
@@ -28,7 +23,7 @@ __all__ = ["fill_servers", "next_arrival", "pool_has_room", "reveal"]
 def next_arrival(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> float:
     """Return when the next request can be seen by the policy, or infinity."""
     scalars = cluster.scalars[0]
-    if rules.prefill == STAGE:
+    if rules.prefill == Prefill.STAGE:
         server = _first_prefilled(cluster, arrivals)
         return arrivals.server_free[server] if server >= 0 else inf
     if scalars.cursor < scalars.block_length:
@@ -37,20 +32,20 @@ def next_arrival(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> float:
 
 
 @compiled_inline
-def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> int:
+def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> Wanted:
     """Show the policy what has arrived: all that the pool takes, or one for instant dispatch."""
     scalars = cluster.scalars[0]
     while pool_has_room(rules, cluster):
         if scalars.waiting == len(arrivals.pool):
-            return WIDEN
+            return Wanted.WIDEN
         wanted = fill_servers(rules, step_time, cluster, arrivals)
-        if wanted != DONE:
+        if wanted != Wanted.DONE:
             return wanted
-        if rules.prefill != STAGE and scalars.cursor == scalars.block_length:
-            return DONE if scalars.last_block else TRACE
+        if rules.prefill != Prefill.STAGE and scalars.cursor == scalars.block_length:
+            return Wanted.DONE if scalars.last_block else Wanted.TRACE
         if not rules.revelation and next_arrival(rules, cluster, arrivals) > scalars.now:
-            return DONE
-        if rules.prefill == STAGE:
+            return Wanted.DONE
+        if rules.prefill == Prefill.STAGE:
             server = _first_prefilled(cluster, arrivals)
             row = arrivals.server_request[server]
             arrivals.server_request[server] = NONE
@@ -61,14 +56,14 @@ def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arriva
             scalars.tokens += 1
         else:
             if scalars.free == 0:
-                return GROW
+                return Wanted.GROW
             row = _take(rules, cluster, arrivals)
             if row == NONE:
-                return OVERSIZED
+                return Wanted.OVERSIZED
         cluster.requests[row].entered = scalars.steps
         arrivals.pool[scalars.waiting] = row
         scalars.waiting += 1
-    return DONE
+    return Wanted.DONE
 
 
 @compiled_inline
@@ -82,7 +77,7 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     """Take the next request of the trace into a row; return it, or NONE if it is too large."""
     scalars = cluster.scalars[0]
     at = scalars.cursor
-    grown = max(arrivals.output[at] * rules.most_growth, 1 if rules.prefill == STAGE else 0)
+    grown = max(arrivals.output[at] * rules.most_growth, 1 if rules.prefill == Prefill.STAGE else 0)
     most = arrivals.prompt[at] + grown
     if most > rules.kv_capacity:
         scalars.oversized = scalars.revealed
@@ -117,10 +112,10 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
 
 
 @compiled_inline
-def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> int:
+def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arrivals) -> Wanted:
     """Give the prefill server that is free first the next request of the trace, and so on."""
-    if rules.prefill != STAGE:
-        return DONE
+    if rules.prefill != Prefill.STAGE:
+        return Wanted.DONE
     scalars = cluster.scalars[0]
     while True:
         server = 0
@@ -128,16 +123,17 @@ def fill_servers(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: 
             if arrivals.server_free[s] < arrivals.server_free[server]:
                 server = s
         if arrivals.server_request[server] != NONE:
-            return DONE  # what follows begins when the pool has taken this one, in its own time
+            # What follows begins when the pool has taken this one, in its own time.
+            return Wanted.DONE
         if scalars.cursor == scalars.block_length:
-            return DONE if scalars.last_block else TRACE
+            return Wanted.DONE if scalars.last_block else Wanted.TRACE
         if scalars.free == 0:
-            return GROW
+            return Wanted.GROW
         if scalars.finished == len(cluster.finished):
-            return FLUSH
+            return Wanted.FLUSH
         row = _take(rules, cluster, arrivals)
         if row == NONE:
-            return OVERSIZED
+            return Wanted.OVERSIZED
         request = cluster.requests[row]
         begin = max(arrivals.server_free[server], request.arrival)
         arrivals.server_free[server] = begin + step_seconds(step_time, request.prompt, 0.0)

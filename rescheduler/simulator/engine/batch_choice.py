@@ -20,7 +20,6 @@ __all__ = [
     "report_budget",
     "resume_tokens",
     "sit_out",
-    "slack_of",
     "turns_away",
 ]
 

@@ -13,12 +13,12 @@ from rescheduler.simulator.engine.batch_choice import (
     sit_out,
 )
 from rescheduler.simulator.engine.engine_state import (
-    CHUNKED,
     MIGRATED,
     NEVER,
     NONE,
     PREEMPTED,
     Cluster,
+    Prefill,
     Rules,
     Series,
     admit,
@@ -67,7 +67,9 @@ def start_steps(
                 going_on = _step(rules, cluster, g, scalars.now + seconds)
                 count_latency(cluster, seconds, going_on)
                 scalars.busy_seconds += seconds
-                scalars.energy_mfu += seconds * mfu_watts(power_model, instance.new_tokens, seconds)
+                scalars.energy_mfu_joules += seconds * mfu_watts(
+                    power_model, instance.new_tokens, seconds
+                )
     if not rules.barrier or not busy:
         return
     slowest, total = 0.0, 0
@@ -82,7 +84,7 @@ def start_steps(
         if cluster.instances[g].new_tokens != computed:  # most instances compute as many
             computed = cluster.instances[g].new_tokens
             watts_now = mfu_watts(power_model, computed, seconds)
-        scalars.energy_mfu += seconds * watts_now
+        scalars.energy_mfu_joules += seconds * watts_now
     count_latency(cluster, seconds, going_on)
     scalars.busy_seconds += seconds
     record(rules, step_time, power_model, cluster, series, 1.0, seconds)
@@ -94,7 +96,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
     instance = cluster.instances[g]
     instance.joined = 0
     new = instance.decoding
-    if rules.prefill != CHUNKED:
+    if rules.prefill != Prefill.CHUNKED:
         while instance.queued > 0:
             row = admit(rules, cluster, g)
             if row == NONE:

@@ -12,28 +12,17 @@ from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
-from rescheduler.simulator.engine.arrivals import (
-    fill_servers,
-    next_arrival,
-    pool_has_room,
-    reveal,
-)
+from rescheduler.simulator.engine.arrivals import fill_servers, next_arrival, pool_has_room, reveal
 from rescheduler.simulator.engine.batch_choice import BatchArrays, turns_away
 from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
 from rescheduler.simulator.engine.engine_state import (
-    ASK,
-    DONE,
-    FLUSH,
     NONE,
-    PAUSED,
-    PLAN,
-    STUCK,
-    TRACE,
     Arrivals,
     Cluster,
     PolicyState,
     Rules,
     Series,
+    Wanted,
     queue,
 )
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
@@ -74,27 +63,27 @@ def advance(
     series: Series,
     kernel: Kernel,
     pause_at: float,
-) -> int:
+) -> Wanted:
     """Simulate until something is needed, or the next event is after ``pause_at`` seconds."""
     scalars = cluster.scalars[0]
     while True:
         if scalars.phase == _TIME:
             if scalars.finished + rules.n_instances * rules.slots > len(cluster.finished):
-                return FLUSH
+                return Wanted.FLUSH
             wanted = fill_servers(rules, step_time, cluster, arrivals)
-            if wanted != DONE:
+            if wanted != Wanted.DONE:
                 return wanted
             if scalars.cursor == scalars.block_length and scalars.last_block == 0:
-                return TRACE
+                return Wanted.TRACE
             time = _next_event(rules, policy_state, cluster, arrivals)
             if time == inf:
                 if scalars.in_system > 0:
-                    return STUCK
-                return DONE
+                    return Wanted.STUCK
+                return Wanted.DONE
             if time > pause_at:
-                return PAUSED
+                return Wanted.PAUSED
             if scalars.recorded >= rules.max_steps or time > rules.max_seconds:
-                return DONE
+                return Wanted.DONE
             observe(rules, step_time, power_model, cluster, series, time)
             scalars.now = max(scalars.now, time)
             for g in range(rules.n_instances):
@@ -108,18 +97,18 @@ def advance(
             if rules.plan_every > 0 and scalars.all_steps >= scalars.plan_at:
                 scalars.plan_at = scalars.all_steps + rules.plan_every
                 scalars.plans += 1
-                return PLAN
+                return Wanted.PLAN
         if scalars.phase == _REVEAL:
             if rules.service.admits and scalars.finished == len(cluster.finished):
-                return FLUSH
+                return Wanted.FLUSH
             wanted = reveal(rules, step_time, cluster, arrivals)
-            if wanted != DONE:
+            if wanted != Wanted.DONE:
                 return wanted
             scalars.phase = _DECIDE
         if scalars.phase == _DECIDE:
             if _may_decide(rules, cluster):
                 if policy_state.asks:
-                    return ASK
+                    return Wanted.ASK
                 inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)
                 arrivals.target[: len(inputs.size)] = NONE
                 target = arrivals.target[: len(inputs.size)]

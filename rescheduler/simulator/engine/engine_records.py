@@ -2,7 +2,7 @@
 
 import numpy as np
 
-__all__ = ["FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SCALARS"]
+__all__ = ["FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SAMPLE", "SCALARS"]
 
 INSTANCE = np.dtype(
     [
@@ -90,11 +90,20 @@ FINISHED = np.dtype(
 )
 
 MOVE = np.dtype(
+    [("request", np.int64), ("source", np.int64), ("target", np.int64), ("arrives", np.float64)],
+    align=True,
+)
+
+SAMPLE = np.dtype(
     [
-        ("request", np.int64),
-        ("source", np.int64),
-        ("target", np.int64),
-        ("arrives", np.float64),
+        ("step", np.int64),
+        ("time", np.float64),
+        ("running", np.int64),
+        ("power", np.float64),
+        ("execution_variance", np.float64),
+        ("held", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
     ],
     align=True,
 )
@@ -128,13 +137,13 @@ SCALARS = np.dtype(
         ("weight", np.float64),  # of what the imbalance is a mean over: steps, or seconds
         ("imbalance", np.float64),
         ("max_minus_min", np.float64),
-        ("idle", np.float64),
+        ("idle_share", np.float64),
         ("execution_variance", np.float64),  # of the instances' step times, seconds squared
         ("most_held", np.int64),  # most tokens that an instance has held
         ("busy_seconds", np.float64),
         ("last_end", np.float64),
-        ("energy_load", np.float64),
-        ("energy_mfu", np.float64),
+        ("energy_load_joules", np.float64),
+        ("energy_mfu_joules", np.float64),
         ("samples", np.int64),
         ("stride", np.int64),
         ("recorded", np.int64),  # states seen, of which each stride-th is kept

@@ -1,5 +1,6 @@
 """The arrays of one simulation: its rules, and the state that the engine moves on."""
 
+from enum import IntEnum
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -16,40 +17,30 @@ from rescheduler.simulator.engine.engine_records import (
     MOVE,
     PLACED,
     REQUEST,
+    SAMPLE,
     SCALARS,
 )
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = [
     "ASK",
-    "BIN_PACKING",
-    "CHUNKED",
     "DONE",
-    "FCFS",
     "FIRST_POOL",
-    "FLUSH",
-    "GROW",
     "ITL_BINS_PER_E",
-    "LEAST_WORK_LEFT",
     "MIGRATED",
     "NEVER",
     "NONE",
-    "OVERSIZED",
     "PAUSED",
-    "PLAN",
     "PREEMPTED",
-    "PREFILLED",
-    "SERIES_SAMPLES",
     "SHORTEST_ITL",
-    "STAGE",
-    "STUCK",
-    "TRACE",
-    "WIDEN",
     "Arrivals",
+    "Batching",
     "Cluster",
     "PolicyState",
+    "Prefill",
     "Rules",
     "Series",
+    "Wanted",
     "admit",
     "new_arrivals",
     "new_cluster",
@@ -70,21 +61,55 @@ Records = npt.NDArray[Any]
 NONE = -1
 """No request: the end of a list, or an empty one."""
 
-DONE, TRACE, GROW, FLUSH, ASK, PAUSED, STUCK, OVERSIZED, PLAN, WIDEN = range(10)
-"""Why the engine returns: all served; next block; more rows; empty the output; decide; the time
-to pause at is reached; nothing can ever be placed; a request is larger than an instance; plan
-migrations; a wider pool."""
+
+class Wanted(IntEnum):
+    """Why the engine returns: what it needs from outside to go on, or why it does not."""
+
+    DONE = 0
+    """All requests are served, or the run was to end here."""
+    TRACE = 1
+    """The next block of the trace."""
+    GROW = 2
+    """More rows for requests."""
+    FLUSH = 3
+    """Room in the output buffer."""
+    ASK = 4
+    """The decision of a policy that is not compiled."""
+    PAUSED = 5
+    """The time to pause at is reached."""
+    STUCK = 6
+    """Requests wait, and nothing would ever happen again."""
+    OVERSIZED = 7
+    """A request is larger than an instance."""
+    PLAN = 8
+    """A plan of migrations."""
+    WIDEN = 9
+    """A wider pool."""
+
+
+ASK, DONE, PAUSED = Wanted.ASK, Wanted.DONE, Wanted.PAUSED
 
 FIRST_POOL = 512
 """Requests that a pool without a limit is made for at first."""
 
 NEVER = np.iinfo(np.int64).max
 
-PREFILLED, STAGE, CHUNKED = 0, 1, 2
-"""Prefill: done before the simulation begins, on instances of its own, or chunked in place."""
 
-FCFS, BIN_PACKING, LEAST_WORK_LEFT = 0, 1, 2
-"""The order in which an instance starts what was placed on it."""
+class Prefill(IntEnum):
+    """Where prompts are computed: before the simulation, on instances of its own, or in place."""
+
+    NONE = 0
+    STAGE = 1
+    CHUNKED = 2
+
+
+class Batching(IntEnum):
+    """The order in which an instance starts what was placed on it."""
+
+    FCFS = 0
+    BIN_PACKING = 1
+    LEAST_WORK_LEFT = 2
+
 
 PREEMPTED, MIGRATED = 0, 1
 """Why a request that has been started waits in a queue, before all that have not."""
@@ -209,17 +234,16 @@ class Arrivals(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Thinned states of the cluster over time, as in `LoadSeries`; ``current``: [G] scratch."""
+    """Thinned states of the cluster over time, as in `LoadSeries`.
 
-    time: FloatArray
-    step: IntArray
+    Attributes:
+        samples: [s] of `SAMPLE`.
+        load: [s, G].
+        current: [G] scratch.
+    """
+
+    samples: Records
     load: IntArray
-    running: IntArray
-    power: FloatArray
-    execution_variance: FloatArray
-    held: IntArray
-    preemptions: IntArray
-    migrations: IntArray
     current: IntArray
 
 
@@ -234,7 +258,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
     instances = np.zeros(n, dtype=INSTANCE)
     for field in ("queue_head", "queue_tail", "filling"):
         instances[field] = NONE
-    instances["next_end"] = np.iinfo(np.int64).max
+    instances["next_end"] = NEVER
     return Cluster(
         scalars=scalars,
         instances=instances,
@@ -298,15 +322,8 @@ def with_wider_pool(arrivals: Arrivals, policy_state: PolicyState) -> tuple[Arri
 def new_series(rules: Rules) -> Series:
     """Return room for the samples of a run."""
     return Series(
-        time=np.zeros(SERIES_SAMPLES),
-        step=np.zeros(SERIES_SAMPLES, dtype=np.int64),
+        samples=np.zeros(SERIES_SAMPLES, dtype=SAMPLE),
         load=np.zeros((SERIES_SAMPLES, rules.n_instances), dtype=np.int64),
-        running=np.zeros(SERIES_SAMPLES, dtype=np.int64),
-        power=np.zeros(SERIES_SAMPLES),
-        execution_variance=np.zeros(SERIES_SAMPLES),
-        held=np.zeros(SERIES_SAMPLES, dtype=np.int64),
-        preemptions=np.zeros(SERIES_SAMPLES, dtype=np.int64),
-        migrations=np.zeros(SERIES_SAMPLES, dtype=np.int64),
         current=np.zeros(rules.n_instances, dtype=np.int64),
     )
 
@@ -323,13 +340,7 @@ def new_policy_state(
     growth = (points * rules.drift.mean()).astype(np.float64)
     capacity = np.full(n, rules.kv_capacity)
     inputs = new_routing_inputs(
-        capacity,
-        width,
-        points,
-        growth,
-        policy.with_excess(),
-        policy.with_alive(),
-        edges,
+        capacity, width, points, growth, policy.with_excess(), policy.with_alive(), edges
     )
     return PolicyState(
         asks=asks,
@@ -379,13 +390,13 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
         return NONE
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
     chosen, before = head, NONE
-    if rules.batching != FCFS and cluster.requests[head].resumes == NONE:
+    if rules.batching != Batching.FCFS and cluster.requests[head].resumes == NONE:
         chosen = NONE
         previous, row = NONE, head
         while row != NONE:
             candidate = cluster.requests[row]
             better = chosen == NONE
-            if rules.batching == BIN_PACKING:
+            if rules.batching == Batching.BIN_PACKING:
                 if candidate.context > room:
                     better = False
                 elif chosen != NONE:
@@ -420,5 +431,5 @@ def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
     scalars.admissions += 1
     if isnan(request.start):
         request.start = scalars.now
-    if rules.prefill == CHUNKED:
+    if rules.prefill == Prefill.CHUNKED:
         instance.load += request.context

@@ -21,13 +21,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     survival_row,
 )
 
-__all__ = [
-    "add_expected_loads",
-    "expected_left",
-    "fill_routing_inputs",
-    "gather_placed",
-    "simulated_migration_inputs",
-]
+__all__ = ["expected_left", "fill_routing_inputs", "gather_placed", "simulated_migration_inputs"]
 
 
 @compiled_core
@@ -258,12 +252,6 @@ def simulated_migration_inputs(
 
     Requests that cannot move are in the loads, but not among the requests. One that is about to
     leave counts where it goes. The inputs hold until the engine goes on.
-
-    Args:
-        rules: of the cluster.
-        forecast: what is known of lengths.
-        cluster: its state.
-        points: [P] decode steps ahead, ascending from 0.
     """
     n, instances, requests = gather_placed(cluster), cluster.instances, cluster.requests
     placed = cluster.placed[:n]
@@ -272,10 +260,22 @@ def simulated_migration_inputs(
     load = np.zeros(rules.n_instances, dtype=np.int64)
     np.add.at(load, placed["instance"], placed["context"])
     free = rules.slots - np.bincount(placed["instance"], minlength=rules.n_instances)
-    ahead = np.zeros((rules.n_instances, len(points)))
-    if len(points) > 1:
-        growth = points * rules.drift.mean()
-        _add_expected_loads(forecast, cluster, n, points, growth, ahead)
+    n_instances, n_points = rules.n_instances, len(points)
+    ahead = np.zeros((n_instances, n_points))
+    if n_points > 1:
+        add_expected_loads(
+            forecast,
+            cluster,
+            n,
+            points,
+            growth=points * rules.drift.mean(),
+            capacity=np.empty(n_instances, dtype=np.int64),  # of which nothing is asked
+            row=np.empty(n_points),
+            ending=np.empty((2, n_instances, n_points + 1)),
+            ahead=ahead,
+            excess=np.empty((n_instances, n_points, 0)),
+            alive=np.empty((n_instances, 0)),
+        )
     ahead[:, 0] = load
     movable = placed[placed["since_move"] >= 0]
 
@@ -298,33 +298,6 @@ def simulated_migration_inputs(
         forecasts_of=forecasts_of,
     )
     return inputs, movable["row"].copy()
-
-
-@compiled
-def _add_expected_loads(
-    forecast: ForecastArrays,
-    cluster: Cluster,
-    n: int,
-    points: IntArray,
-    growth: FloatArray,
-    ahead: FloatArray,
-) -> None:
-    row, ending = np.empty(len(points)), np.empty((2, ahead.shape[0], len(points) + 1))
-    capacity, no_excess = np.empty(len(ahead), np.int64), np.empty((len(ahead), len(points), 0))
-    nowhere = np.empty((len(ahead), 0))
-    add_expected_loads(
-        forecast,
-        cluster,
-        n,
-        points,
-        growth,
-        capacity,
-        row,
-        ending,
-        ahead,
-        no_excess,
-        nowhere,
-    )
 
 
 @compiled

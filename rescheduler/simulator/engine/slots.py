@@ -19,7 +19,6 @@ __all__ = [
     "decode",
     "finish",
     "land_migrations",
-    "leave",
     "occupied",
     "preempt",
     "send_migrations",

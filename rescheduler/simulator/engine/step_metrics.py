@@ -84,13 +84,7 @@ def load_watts(power: PowerModel, load: npt.NDArray[np.int64]) -> float:
 
 @compiled_core
 def mfu_watts(power: PowerModel, tokens: float, seconds: float) -> float:
-    r"""Return the watts of one GPU in a step, :math:`u = \min(mfu / mfu_{sat}, 1)`.
-
-    Args:
-        power: the model.
-        tokens: that it computed.
-        seconds: of the step.
-    """
+    r"""Return the watts of one GPU in a step, :math:`u = \min(mfu / mfu_{sat}, 1)`."""
     if seconds <= 0.0:
         return power.idle
     return watts(power, tokens / seconds * power.flops_share)
@@ -115,8 +109,8 @@ def observe(
             if cluster.instances[g].stepping:
                 return
         idle = rules.n_instances * watts(power_model, 0.0) * seconds
-        scalars.energy_load += idle
-        scalars.energy_mfu += idle
+        scalars.energy_load_joules += idle
+        scalars.energy_mfu_joules += idle
 
 
 @compiled_core
@@ -161,29 +155,30 @@ def record(
                 power += busy
             else:
                 power += idle
-                scalars.energy_mfu += seconds * idle
-    scalars.energy_load += power * seconds
+                scalars.energy_mfu_joules += seconds * idle
+    scalars.energy_load_joules += power * seconds
     scalars.weight += weight
     scalars.imbalance += weight * (rules.n_instances * most - total)
     scalars.max_minus_min += weight * (most - least)
     scalars.execution_variance += weight * variance
     scalars.most_held = max(scalars.most_held, held)
     if most > 0:
-        scalars.idle += weight * (1.0 - total / (rules.n_instances * most))
-    if scalars.recorded % scalars.stride == 0 and scalars.samples == len(series.time):
+        scalars.idle_share += weight * (1.0 - total / (rules.n_instances * most))
+    if scalars.recorded % scalars.stride == 0 and scalars.samples == len(series.samples):
         _thin(cluster, series)
     if scalars.recorded % scalars.stride == 0:
-        sample = scalars.samples
-        series.step[sample] = scalars.recorded
-        series.time[sample] = scalars.now
-        series.running[sample] = running
-        series.power[sample] = power / rules.n_instances
-        series.execution_variance[sample] = variance
-        series.held[sample] = held
-        series.preemptions[sample] = scalars.preemptions
-        series.migrations[sample] = scalars.migrations
+        at = scalars.samples
+        sample = series.samples[at]
+        sample.step = scalars.recorded
+        sample.time = scalars.now
+        sample.running = running
+        sample.power = power / rules.n_instances
+        sample.execution_variance = variance
+        sample.held = held
+        sample.preemptions = scalars.preemptions
+        sample.migrations = scalars.migrations
         for g in range(rules.n_instances):
-            series.load[sample, g] = series.current[g]
+            series.load[at, g] = series.current[g]
         scalars.samples += 1
     scalars.recorded += 1
 
@@ -194,16 +189,9 @@ def _thin(cluster: Cluster, series: Series) -> None:
     scalars = cluster.scalars[0]
     kept = 0
     for sample in range(0, scalars.samples, 2):
-        series.step[kept] = series.step[sample]
-        series.time[kept] = series.time[sample]
+        series.samples[kept] = series.samples[sample]
         for g in range(series.load.shape[1]):
             series.load[kept, g] = series.load[sample, g]
-        series.running[kept] = series.running[sample]
-        series.power[kept] = series.power[sample]
-        series.execution_variance[kept] = series.execution_variance[sample]
-        series.held[kept] = series.held[sample]
-        series.preemptions[kept] = series.preemptions[sample]
-        series.migrations[kept] = series.migrations[sample]
         kept += 1
     scalars.samples = kept
     scalars.stride *= 2

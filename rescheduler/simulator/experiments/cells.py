@@ -102,11 +102,6 @@ def changed_config(
 ) -> SimulationConfig:
     """Return a configuration in which some keys have other values; keys as `groups` takes them.
 
-    Args:
-        base: in which nothing is changed.
-        changes: key -> value.
-        option: that has the changes, for errors.
-
     Raises:
         ValueError: a key that does not exist, or a value that its key refuses.
     """
@@ -133,11 +128,7 @@ def cells_of(found: Sequence[Group]) -> list[Cell]:
 
 
 def run_cell(config: dict[str, Any], seed: int) -> Figures:
-    """Simulate one cell; return its figures.
-
-    Raises:
-        ValueError: the cell cannot be simulated.
-    """
+    """Simulate one cell; return its figures."""
     # In the worker, so that the process that hands out the work starts at once.
     from rescheduler.simulator.results.metrics import run_metrics
     from rescheduler.simulator.run_setup import create_candidates, run_setup

@@ -45,12 +45,6 @@ def gather(
     """Keep each result as soon as it is computed; return whether Ctrl-C ended that early.
 
     A result that is being kept when Ctrl-C arrives is kept whole.
-
-    Args:
-        results: each with the job that it is of; closed when this ends.
-        total: number of jobs.
-        keep: called with each job and its result.
-        title: of a job, shown when it has finished.
     """
     with progress_bar() as bar:
         task = bar.add_task("", total=total)

@@ -1,7 +1,7 @@
 """Forecasts as the compiled simulator evaluates them: pure functions of a request's age."""
 
 from math import cos, exp, log, pi, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from rescheduler.routing.heuristics.random_choice import splitmix64
 __all__ = [
     "CURVE",
     "MARGINAL",
-    "NONE",
     "ONCE",
     "POINT",
     "ForecastArrays",
@@ -35,6 +34,9 @@ NONE, POINT, CURVE, MARGINAL = 0, 1, 2, 3
 
 ONCE = 1 << 40
 """Tokens between two predictions of a request that is predicted once."""
+
+
+_NONE, _NO_ROWS = np.empty(0), np.empty(0, dtype=np.int64)
 
 
 class ForecastArrays(NamedTuple):
@@ -63,25 +65,25 @@ class ForecastArrays(NamedTuple):
     """
 
     kind: int
-    interval: int
-    sigma: float
-    seed: int
-    bins: FloatArray
-    stand_in: FloatArray
-    accuracy: float
-    common: FloatArray
-    table: FloatArray
-    tail: FloatArray
-    edges: FloatArray
-    curves: npt.NDArray[np.float32]
-    first_row: IntArray
-    n_rows: IntArray
-    cap: IntArray
+    interval: int = 1
+    sigma: float = 0.0
+    seed: int = 0
+    bins: FloatArray = _NONE
+    stand_in: FloatArray = _NONE
+    accuracy: float = 1.0
+    common: FloatArray = _NONE
+    table: FloatArray = _NONE
+    tail: FloatArray = _NONE
+    edges: FloatArray = _NONE
+    curves: npt.NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
+    first_row: IntArray = _NO_ROWS
+    n_rows: IntArray = _NO_ROWS
+    cap: IntArray = _NO_ROWS
 
 
 def no_forecast() -> ForecastArrays:
     """Return what is known when nothing is forecast."""
-    return _arrays(NONE)
+    return ForecastArrays(NONE)
 
 
 def point_forecast(
@@ -90,26 +92,16 @@ def point_forecast(
     """Return the truth, or the truth made noisy, coarse or stale; middles stand for bins."""
     edges = np.asarray(bins, dtype=np.float64)
     middles = (edges[:-1] + edges[1:]) / 2
-    return _arrays(POINT, interval=interval, sigma=sigma, seed=seed, bins=edges, stand_in=middles)
+    return ForecastArrays(
+        POINT, interval=interval, sigma=sigma, seed=seed, bins=edges, stand_in=middles
+    )
 
 
 def classified_forecast(
-    edges: npt.ArrayLike,
-    stand_in: npt.ArrayLike,
-    common: npt.ArrayLike,
-    accuracy: float,
-    seed: int,
+    edges: npt.ArrayLike, stand_in: npt.ArrayLike, common: npt.ArrayLike, accuracy: float, seed: int
 ) -> ForecastArrays:
-    """Return the bucket of each whole output, named once, rightly or not.
-
-    Args:
-        edges: [K] tokens from which buckets begin, ascending from 0; the last has no end.
-        stand_in: [K] the length that stands for those of a bucket.
-        common: [K] how common each is.
-        accuracy: share of the requests whose bucket is named rightly.
-        seed: of which they are.
-    """
-    return _arrays(
+    """Return the bucket of each whole output, named once, rightly or not."""
+    return ForecastArrays(
         POINT,
         interval=ONCE,
         seed=seed,
@@ -128,7 +120,7 @@ def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
     """
     survival = np.ascontiguousarray(table, dtype=np.float64)
     tail = np.concatenate([np.cumsum(survival[::-1])[::-1], [0.0]])
-    return _arrays(MARGINAL, table=survival, tail=tail)
+    return ForecastArrays(MARGINAL, table=survival, tail=tail)
 
 
 def curve_forecast(
@@ -140,7 +132,7 @@ def curve_forecast(
     cap: IntArray,
 ) -> ForecastArrays:
     """Return curves that were recorded for each request, every ``interval`` tokens."""
-    return _arrays(
+    return ForecastArrays(
         CURVE,
         interval=interval,
         edges=np.ascontiguousarray(edges, dtype=np.float64),
@@ -149,28 +141,6 @@ def curve_forecast(
         n_rows=np.ascontiguousarray(n_rows, dtype=np.int64),
         cap=np.ascontiguousarray(cap, dtype=np.int64),
     )
-
-
-def _arrays(kind: int, **given: Any) -> ForecastArrays:
-    none, whole = np.empty(0), np.empty(0, dtype=np.int64)
-    fields: dict[str, Any] = {
-        "kind": kind,
-        "interval": 1,
-        "sigma": 0.0,
-        "seed": 0,
-        "bins": none,
-        "stand_in": none,
-        "accuracy": 1.0,
-        "common": none,
-        "table": none,
-        "tail": none,
-        "edges": none,
-        "curves": np.empty((0, 0), dtype=np.float32),
-        "first_row": whole,
-        "n_rows": whole,
-        "cap": whole,
-    }
-    return ForecastArrays(**(fields | given))
 
 
 @compiled_core
@@ -308,22 +278,6 @@ def add_expected(
     excess: FloatArray,
     alive: FloatArray,
 ) -> None:
-    """Add one request to the load ahead of its instance, see `add_load`.
-
-    Args:
-        f: the source of forecasts.
-        number: of the request in its trace.
-        template: its row in the recording, if there is one.
-        generated: tokens so far.
-        output: tokens in the end, which only an oracle looks at.
-        context: c, tokens in its KV cache.
-        points: [P] steps ahead.
-        growth: [P] tokens that it gains until each.
-        capacity: K, tokens that the instance holds.
-        row: [P] scratch.
-        ahead: [P] Λ_g.
-        excess: [P, TILTS] E_g, or [P, 0].
-        alive: [P] N_g, or [0].
-    """
+    """Add one request to the load ahead of its instance, see `add_load`."""
     survival_row(f, number, template, generated, output, points, row)
     add_load(context, row, growth, capacity, ahead, excess, alive)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.simulator.workloads.forecast_recording import ForecastRecording
 
-__all__ = ["MEASURED_INTERVAL", "MEASURED_SIGMA", "ForecastError", "forecast_error"]
+__all__ = ["MEASURED_INTERVAL", "MEASURED_SIGMA", "forecast_error"]
 
 MEASURED_SIGMA = 1.25
 """Spread over all ages of the forecasts in recordings/smollm2-135m-instruct.parquet."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
-from rescheduler.cluster.registry import Registry
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
     classified_forecast,
@@ -31,12 +31,15 @@ __all__ = ["SOURCES", "ForecastSource", "create_forecast"]
 IntArray = npt.NDArray[np.int64]
 
 
-class ForecastSource(ABC):
+class ForecastSource(Checked, ABC):
     """Where the forecasts of a simulation come from."""
 
     name: ClassVar[str]
     needs_lengths: ClassVar[bool] = False
     """Whether it is fitted to a sample of output lengths."""
+
+    def _section(self) -> str:
+        return f"{self.name}: "
 
     @abstractmethod
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
@@ -46,16 +49,13 @@ class ForecastSource(ABC):
             lengths: output tokens of other requests of the same kind, such as a server has seen
                 before; None without forecasts.
             seed: of noise.
-
-        Raises:
-            ValueError: it needs lengths, and there are none.
         """
 
     def refuse_other_trace(self, trace: Trace) -> None:
         """Refuse a trace whose requests it cannot forecast.
 
         Args:
-            trace: of the requests, before `with_arrivals`.
+            trace: of the requests, before it is a `TimedTrace`.
 
         Raises:
             ValueError: forecasts are recorded, and the trace does not replay that recording.
@@ -86,7 +86,7 @@ class Oracle(ForecastSource):
 
 
 @dataclass(frozen=True)
-class Noisy(ForecastSource):
+class Noisy(ForecastSource, sigma=NOT_NEGATIVE, interval=COUNT):
     r"""The remaining length times a log-normal factor, drawn anew at each prediction.
 
     .. math:: \hat r = r\,e^{\sigma z}, \qquad z \sim N(0, 1)
@@ -102,19 +102,13 @@ class Noisy(ForecastSource):
     sigma: float
     interval: int = 20
 
-    def __post_init__(self) -> None:
-        """Refuse a negative spread and an interval below 1."""
-        if not 0 <= self.sigma < np.inf:
-            raise ValueError(f"noisy: sigma must be at least 0, not {self.sigma}")
-        _refuse_interval(self.name, self.interval)
-
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return noisy point forecasts."""
         return point_forecast(interval=self.interval, sigma=self.sigma, seed=seed)
 
 
 @dataclass(frozen=True)
-class Binned(ForecastSource):
+class Binned(ForecastSource, sigma=NOT_NEGATIVE, interval=COUNT):
     """Only the bin of the remaining length, for whose lengths its middle stands.
 
     Source: STAR (Wang et al. 2026), §6.5, Table 3.
@@ -137,16 +131,12 @@ class Binned(ForecastSource):
 
     def __post_init__(self) -> None:
         """Refuse an invalid partition."""
-        _refuse_interval(self.name, self.interval)
-        if not 0 <= self.sigma < np.inf:
-            raise ValueError(f"binned: sigma must be at least 0, not {self.sigma}")
+        super().__post_init__()
         if (self.bins is None) == (self.edges is None):
             raise ValueError(f"binned: give either bins ({_KNOWN_BINS}) or edges in tokens")
         if self.bins is not None and self.bins not in STAR_BINS:
             raise ValueError(f"binned: bins is {_KNOWN_BINS}, not {self.bins}")
-        edges = self._edges()
-        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
-            raise ValueError(f"binned: edges must ascend from 0, not {edges.tolist()}")
+        _refuse_edges(self.name, self._edges())
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return point forecasts that are middles of bins."""
@@ -162,7 +152,7 @@ _KNOWN_BINS = ", ".join(map(str, STAR_BINS))
 
 
 @dataclass(frozen=True)
-class Classified(ForecastSource):
+class Classified(ForecastSource, accuracy="[0, 1]"):
     """The bucket of the whole output, as a classifier of the prompt names it, once.
 
     The mean length of a bucket's requests, among other requests of the kind, stands for them; a
@@ -185,11 +175,8 @@ class Classified(ForecastSource):
 
     def __post_init__(self) -> None:
         """Refuse an invalid partition or share."""
-        edges = np.asarray(self.edges)
-        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
-            raise ValueError(f"classified: edges must ascend from 0, not {list(self.edges)}")
-        if not 0 <= self.accuracy <= 1:
-            raise ValueError(f"classified: accuracy is a share, not {self.accuracy}")
+        super().__post_init__()
+        _refuse_edges(self.name, np.asarray(self.edges))
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return buckets whose means and frequencies are those of a sample of lengths."""
@@ -204,7 +191,7 @@ class Classified(ForecastSource):
 
 
 @dataclass(frozen=True)
-class Interval(ForecastSource):
+class Interval(ForecastSource, k=COUNT):
     """The remaining length, predicted only every few tokens; in between it ages.
 
     Of an exact oracle nothing is lost by that: it shows that ageing is right. What staleness
@@ -217,10 +204,6 @@ class Interval(ForecastSource):
     name: ClassVar[str] = "interval"
 
     k: int
-
-    def __post_init__(self) -> None:
-        """Refuse an interval below 1."""
-        _refuse_interval(self.name, self.k)
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return the truth as point forecasts that age."""
@@ -246,7 +229,7 @@ class KaplanMeier(ForecastSource):
 
 
 @dataclass(frozen=True)
-class Replay(ForecastSource):
+class Replay(ForecastSource, interval=COUNT):
     """What a real predictor forecast of the very requests of a `ReplayTrace`, as they ran.
 
     Attributes:
@@ -267,14 +250,13 @@ class Replay(ForecastSource):
     def __post_init__(self) -> None:
         """Read the recording."""
         recorded = read_recording(Path(self.recording))
-        if self.interval is not None:
-            _refuse_interval(self.name, self.interval)
-            if self.interval % recorded.interval:
-                raise ValueError(
-                    f"replay: {self.recording} has a forecast every {recorded.interval} tokens, "
-                    f"so that interval must be a multiple of that, not {self.interval}"
-                )
         object.__setattr__(self, "_recorded", recorded)
+        super().__post_init__()
+        if self.interval is not None and self.interval % recorded.interval:
+            raise ValueError(
+                f"replay: {self.recording} has a forecast every {recorded.interval} tokens, "
+                f"so that interval must be a multiple of that, not {self.interval}"
+            )
 
     def refuse_other_trace(self, trace: Trace) -> None:
         """Refuse a trace that does not replay the same recording."""
@@ -314,14 +296,10 @@ SOURCES = Registry[ForecastSource](
 
 
 def create_forecast(name: str, **options: Any) -> ForecastSource:
-    """Return the source of forecasts that a configuration names.
-
-    Raises:
-        ValueError: an unknown source or option, or an invalid value.
-    """
+    """Return the source of forecasts that a configuration names."""
     return SOURCES.create(name, options)
 
 
-def _refuse_interval(name: str, interval: int) -> None:
-    if not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"{name}: a prediction every {interval!r} tokens is none")
+def _refuse_edges(name: str, edges: npt.NDArray[Any]) -> None:
+    if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) <= 0).any():
+        raise ValueError(f"{name}: edges must ascend from 0, not {edges.tolist()}")

@@ -22,7 +22,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
     write_recording,
 )
 
-__all__ = ["LeftOut", "record", "record_forecasts"]
+__all__ = ["record", "record_forecasts"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -72,12 +72,6 @@ def record_forecasts(
     """Write what a predictor forecasts of the requests of a dataset, every k tokens.
 
     A regressor's number is recorded as a step within one bin of the grid of `survival_edges`.
-
-    Args:
-        dataset: folder of the dataset.
-        checkpoint: folder or Hugging Face id of a survival model or a regressor.
-        out: Parquet file to write, whole or not at all.
-        part: of the split that the predictor was trained on.
 
     Returns:
         What was written, and how many requests were left out.
@@ -134,8 +128,7 @@ def _whole_requests(table: RowTable, chosen: IntArray) -> tuple[IntArray, LeftOu
     complete = (different == -(-total // k)) & (n_rows == different) & (total > 0)
     ended = np.isin(table.requests.finish_reason, ("stop", "length"))
     left_out = LeftOut(
-        unfinished=int((~ended)[chosen].sum()),
-        incomplete=int((ended & ~complete)[chosen].sum()),
+        unfinished=int((~ended)[chosen].sum()), incomplete=int((ended & ~complete)[chosen].sum())
     )
     return chosen[(ended & complete)[chosen]], left_out
 
@@ -143,12 +136,7 @@ def _whole_requests(table: RowTable, chosen: IntArray) -> tuple[IntArray, LeftOu
 def _curves(
     predictor: HiddenStateMLP, rows: RowTable
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """Return the grid [E] and the curves as they would be without ``max_tokens`` [rows, E].
-
-    Args:
-        predictor: what forecasts.
-        rows: in order of their requests.
-    """
+    """Return the grid [E] and the curves as they would be without ``max_tokens`` [rows, E]."""
     if isinstance(predictor, SurvivalMLP):
         edges = predictor.edges.cpu().numpy().astype(np.float64)
     else:

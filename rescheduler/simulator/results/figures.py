@@ -1,9 +1,8 @@
 """Pictures of simulations: loads and power over time, comparisons, the effect of the horizon."""
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -98,13 +97,7 @@ def draw_power(runs: Sequence[RunResult]) -> Any:
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(time, power, color=colour, linewidth=0.5, alpha=0.25)
         label = f"{run.policy}: {run.energy_load_joules / 1e3:,.0f} kJ in {run.seconds:,.0f} s"
-        axes.plot(
-            time,
-            running_mean(power, 50),
-            color=colour,
-            linewidth=1.8,
-            label=label,
-        )
+        axes.plot(time, running_mean(power, 50), color=colour, linewidth=1.8, label=label)
     axes.set_xlim(left=0)
     axes.legend(frameon=False, fontsize="small", loc="lower left")
     finish_axes(axes, "time, s", "mean power of a GPU, W")
@@ -178,7 +171,7 @@ def create_panels(
     columns: int,
     size: tuple[float, float],
     sharex: bool = True,
-    sharey: bool = True,
+    sharey: bool | Literal["col"] = True,
 ) -> tuple[Any, list[Any]]:
     """Return a figure and its panels.
 
@@ -187,7 +180,7 @@ def create_panels(
         columns: panels side by side, at most.
         size: inches of a panel.
         sharex: all panels have the same horizontal axis.
-        sharey: all panels have the same vertical axis.
+        sharey: all panels, or those of a column (``col``), have the same vertical axis.
     """
     from matplotlib.figure import Figure
 
@@ -226,23 +219,13 @@ def running_mean(values: Any, parts: int, whole: bool = False) -> Any:
 
 
 def finish_axes(axes: Any, x: str = "", y: str = "", which: str = "major") -> None:
-    """Label a panel's axes, and give it a grid and no frame.
-
-    Args:
-        axes: the panel.
-        x: label of its horizontal axis, if any.
-        y: label of its vertical axis, if any.
-        which: ticks that have grid lines: major or both.
-    """
+    """Label a panel's axes, and give it a grid and no frame."""
     if x:
         axes.set_xlabel(x)
     if y:
         axes.set_ylabel(y)
     axes.grid(alpha=0.25, which=which)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-_COLUMNS = 4
 
 
 class LoadCurve(NamedTuple):
@@ -271,18 +254,10 @@ def draw_effective(curves: Sequence[LoadCurve]) -> Any:
 
     As in FairBatching (Lyu et al. 2025), Figure 5.
     """
-    from matplotlib.figure import Figure
-
     cases = list(dict.fromkeys(curve.case for curve in curves))
     systems = list(dict.fromkeys(curve.system for curve in curves))
-    columns = min(len(cases), _COLUMNS)
-    rows = ceil(len(cases) / columns)
-    size = (1.0 + 3.4 * columns, 0.8 + 2.6 * rows)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in panels[len(cases) :]:
-        axes.set_axis_off()
-    for axes, case in zip(panels, cases, strict=False):
+    figure, panels = create_panels(len(cases), 4, (3.6, 2.8), sharex=False, sharey=False)
+    for axes, case in zip(panels, cases, strict=True):
         for curve in curves:
             if curve.case != case:
                 continue
@@ -311,16 +286,10 @@ def draw_cases(found: Mapping[tuple[str, str], Summary]) -> Any:
     """Return the variance of step times and the P99 TPOT of each planner in each case.
 
     As in STAR (Wang et al. 2026), Figure 13. Means over the seeds; the table has intervals.
-
-    Args:
-        found: (case, planner) -> figures.
     """
-    from matplotlib.figure import Figure
-
     cases = list(dict.fromkeys(case for case, _ in found))
     labels = list(dict.fromkeys(label for _, label in found))
-    figure = Figure(figsize=(10.0, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, panels = create_panels(2, 2, (5.0, 3.8), sharex=False, sharey=False)
     shown = (
         ("execution_variance", 1e6, "variance of step times, ms²"),
         ("tpot_p99", 1e3, "P99 TPOT, ms"),
@@ -345,16 +314,9 @@ def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:
 
     As in STAR (Wang et al. 2026), Figures 11 and 12: shaded where requests are preempted, ticks
     where requests move.
-
-    Args:
-        runs: to draw.
-        kv_capacity: of an instance, in tokens.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 1.0 + 1.35 * len(runs)), layout="constrained")
-    grid = figure.subplots(len(runs), 2, sharex=True, sharey="col", squeeze=False)
-    for (left, right), run in zip(grid, runs, strict=True):
+    figure, panels = create_panels(2 * len(runs), 2, (5.0, 1.6), sharey="col")
+    for left, right, run in zip(panels[::2], panels[1::2], runs, strict=True):
         series = run.series
         colour = COLOURS[0]
         left.plot(series.time, 1e6 * series.execution_variance, color=colour, linewidth=0.6)
@@ -374,6 +336,7 @@ def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:
             axes.set_xlim(left=0)
             finish_axes(axes)
     figure.supxlabel("time, s", fontsize="medium")
-    grid[len(runs) // 2][0].set_ylabel("variance of step times, ms²")
-    grid[len(runs) // 2][1].set_ylabel("highest KV usage, %")
+    middle = len(runs) // 2 * 2
+    panels[middle].set_ylabel("variance of step times, ms²")
+    panels[middle + 1].set_ylabel("highest KV usage, %")
     return figure

@@ -41,13 +41,13 @@ class Column(NamedTuple):
         title: of the column.
         name: of the figure that it shows.
         scale: multiplies the figure.
-        form: format specification of the scaled figure.
+        form: format specification of the scaled figure, where `figure_cell` shows it.
     """
 
     title: str
     name: str
-    scale: float
-    form: str
+    scale: float = 1.0
+    form: str = ""
 
 
 def markdown_table(
@@ -79,33 +79,22 @@ def signed_share(share: float) -> str:
     return f"{share:+.1%}".replace("-", "−")
 
 
-class _Figure(NamedTuple):
-    """A column: its title, the figure it shows, and what that is multiplied by."""
-
-    title: str
-    name: str
-    scale: float = 1.0
-
-
 _MAIN = (
-    _Figure("imbalance, tokens", "imbalance"),
-    _Figure("throughput, tokens/s", "throughput"),
-    _Figure("TPOT, ms", "tpot", 1e3),
-    _Figure("energy, kJ", "energy", 1e-3),
+    Column("imbalance, tokens", "imbalance"),
+    Column("throughput, tokens/s", "throughput"),
+    Column("TPOT, ms", "tpot", 1e3),
+    Column("energy, kJ", "energy", 1e-3),
 )
-_SERVICE = (
-    _Figure("goodput, requests/s", "goodput"),
-    _Figure("violated, %", "violated", 100.0),
-)
-_REJECTED = _Figure("rejected", "rejected")
+_SERVICE = (Column("goodput, requests/s", "goodput"), Column("violated, %", "violated", 100.0))
+_REJECTED = Column("rejected", "rejected")
 _MOVING = (
-    _Figure("execution variance, ms²", "execution_variance", 1e6),
-    _Figure("TPOT P99, ms", "tpot_p99", 1e3),
-    _Figure("preemptions", "preemptions"),
-    _Figure("migrations", "migrations"),
+    Column("execution variance, ms²", "execution_variance", 1e6),
+    Column("TPOT P99, ms", "tpot_p99", 1e3),
+    Column("preemptions", "preemptions"),
+    Column("migrations", "migrations"),
 )
 _LATENCY = tuple(
-    _Figure(f"{title}{percentile and ' ' + percentile.upper()}, {unit}", f"{name}{suffix}", scale)
+    Column(f"{title}{percentile and ' ' + percentile.upper()}, {unit}", f"{name}{suffix}", scale)
     for title, name, unit, scale in (
         ("request latency", "latency", "s", 1.0),
         ("TTFT", "ttft", "s", 1.0),
@@ -118,16 +107,16 @@ _LATENCY = tuple(
     for suffix in (percentile and f"_{percentile}",)
 )
 _REST = (
-    _Figure("max − min, tokens", "max_minus_min"),
-    _Figure("idle share, %", "idle_share", 100.0),
-    _Figure("requests/s", "requests_per_s"),
-    _Figure("energy (mfu), kJ", "energy_mfu", 1e-3),
-    _Figure("makespan, s", "makespan"),
-    _Figure("steps", "steps"),
-    _Figure("execution variance, ms²", "execution_variance", 1e6),
-    _Figure("KV peak, tokens", "kv_peak"),
-    _Figure("preemptions", "preemptions"),
-    _Figure("migrations", "migrations"),
+    Column("max − min, tokens", "max_minus_min"),
+    Column("idle share, %", "idle_share", 100.0),
+    Column("requests/s", "requests_per_s"),
+    Column("energy (mfu), kJ", "energy_mfu", 1e-3),
+    Column("makespan, s", "makespan"),
+    Column("steps", "steps"),
+    Column("execution variance, ms²", "execution_variance", 1e6),
+    Column("KV peak, tokens", "kv_peak"),
+    Column("preemptions", "preemptions"),
+    Column("migrations", "migrations"),
 )
 
 
@@ -193,19 +182,19 @@ def document(summaries: Mapping[str, Summary], notes: Mapping[str, Any]) -> dict
     return {"_about": dict(notes)} | {label: each.plain for label, each in summaries.items()}
 
 
-def _main(summaries: Sequence[Summary]) -> list[_Figure]:
+def _main(summaries: Sequence[Summary]) -> list[Column]:
     moving = any(summary.mean.get("migrations") for summary in summaries)
     rejecting = any(summary.mean.get("rejected") for summary in summaries)
     shown = (*_MAIN, *_SERVICE, *((_REJECTED,) if rejecting else ()), *(_MOVING if moving else ()))
     return _known(shown, summaries)
 
 
-def _known(figures: Sequence[_Figure], summaries: Sequence[Summary]) -> list[_Figure]:
+def _known(figures: Sequence[Column], summaries: Sequence[Summary]) -> list[Column]:
     return [f for f in figures if any(f.name in summary.mean for summary in summaries)]
 
 
 def _table(
-    figures: Sequence[_Figure],
+    figures: Sequence[Column],
     summaries: Mapping[str, Summary],
     compared: bool = False,
     intervals: bool = True,
@@ -227,7 +216,7 @@ def _table(
     return markdown_table(["policy", *heads], rows)
 
 
-def _cells(figure: _Figure, summaries: Sequence[Summary], intervals: bool = True) -> list[str]:
+def _cells(figure: Column, summaries: Sequence[Summary], intervals: bool = True) -> list[str]:
     """Return a column's cells, all with the decimals that its largest value deserves."""
     values = [summary.mean.get(figure.name, math.nan) for summary in summaries]
     largest = max((abs(value) * figure.scale for value in values if value == value), default=0.0)
@@ -244,7 +233,7 @@ def _cells(figure: _Figure, summaries: Sequence[Summary], intervals: bool = True
     return cells
 
 
-def _change(figure: _Figure, summary: Summary, first: Summary) -> str:
+def _change(figure: Column, summary: Summary, first: Summary) -> str:
     """Return how a figure compares: ``-94.1%`` reads badly where ``17.0× less`` is meant."""
     value, base = summary.mean.get(figure.name), first.mean.get(figure.name)
     if value is None or not base:
@@ -295,13 +284,7 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
 
 
 def write_report(out: Path, texts: Mapping[str, str], figures: Mapping[str, Any]) -> None:
-    """Write the files of a report to a folder, each whole or not at all.
-
-    Args:
-        out: the folder; made if need be.
-        texts: file's name -> text.
-        figures: file's name -> matplotlib figure.
-    """
+    """Write the files of a report to a folder, each whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         save_figure(figure, out / name)

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
 from rescheduler.simulator.workloads.length_generators import LengthGenerator, whole_tokens
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
-__all__ = ["TASKS", "FiveTasks", "LengthsOfATask", "MixedClasses"]
+__all__ = ["TASKS", "FiveTasks", "MixedClasses"]
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -66,7 +67,13 @@ TASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FiveTasks(LengthGenerator):
+class FiveTasks(
+    LengthGenerator,
+    heavy_decode=COUNT,
+    prompt_sigma=NOT_NEGATIVE,
+    longest_prompt=COUNT,
+    longest=COUNT,
+):
     """Requests of five tasks, as Table 3 of paper 001 counts them.
 
     Outputs are log-normal with the mean and the share of heavy decodes that the table has of their
@@ -99,8 +106,6 @@ class FiveTasks(LengthGenerator):
     def __post_init__(self) -> None:
         """Refuse shares that are none, and lengths that do not exist."""
         super().__post_init__()
-        self.at_least(1, "heavy_decode", "longest_prompt", "longest")
-        self.at_least(0, "prompt_sigma")
         for option in ("shares", "drift_to"):
             given = getattr(self, option)
             if given is not None and (
@@ -148,7 +153,7 @@ def _normalised(shares: object) -> FloatArray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedClasses(LengthGenerator):
+class MixedClasses(LengthGenerator, shortest=COUNT):
     """Light and heavy prompts and decodes, in the four orders of arrival of paper 001's Table 1.
 
     A decode is heavy from 5 s on: 250 tokens at the 0.02 s that a decode batch of Llama-2-7B
@@ -183,11 +188,6 @@ class MixedClasses(LengthGenerator):
     def __post_init__(self) -> None:
         """Refuse an unknown scenario and empty ranges."""
         super().__post_init__()
-        self.at_least(1, "shortest")
-        if self.scenario not in _SCENARIOS:
-            raise ValueError(
-                f"mixed_classes: scenario is one of {', '.join(_SCENARIOS)}, not {self.scenario!r}"
-            )
         for option in ("heavy_prompt", "heavy_decode"):
             if not self.shortest < getattr(self, option) <= self.longest:
                 raise ValueError(

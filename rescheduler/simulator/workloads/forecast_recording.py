@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from data_collection.atomic_file import replace_file
 from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.cluster.registry import COUNT, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
 __all__ = ["ForecastRecording", "ReplayTrace", "in_steps", "read_recording", "write_recording"]
@@ -59,12 +60,7 @@ class ForecastRecording:
     n_rows: IntArray
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not belong together.
-
-        Raises:
-            ValueError: no request, a length below 1, not one curve for every k tokens of every
-                request, or a curve that is none.
-        """
+        """Refuse arrays that do not belong together."""
         lengths = np.stack([self.prompt, self.output, self.max_tokens])
         if len(self) == 0 or self.interval < 1 or lengths.min() < 1:
             raise ValueError("there must be requests, with at least one token each")
@@ -82,7 +78,7 @@ class ForecastRecording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayTrace:
+class ReplayTrace(Checked, requests=COUNT):
     """Recorded requests, drawn with replacement: their lengths are those that were forecast.
 
     A block's ``template`` is the request's number in the recording, which the forecast source
@@ -92,9 +88,6 @@ class ReplayTrace:
         recording: path of a recording of forecasts.
         requests: how many are drawn.
         recorded: what is in the recording.
-
-    Raises:
-        ValueError: the file is not a recording, or ``requests`` is below 1.
     """
 
     name: ClassVar[str] = "replay"
@@ -106,9 +99,11 @@ class ReplayTrace:
 
     def __post_init__(self) -> None:
         """Read the recording."""
-        if not isinstance(self.requests, int) or self.requests < 1:
-            raise ValueError(f"replay: requests must be at least 1, not {self.requests!r}")
         object.__setattr__(self, "recorded", read_recording(Path(self.recording)))
+        super().__post_init__()
+
+    def _section(self) -> str:
+        return f"{self.name}: "
 
     def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
         """Yield all requests, at most `BLOCK_REQUESTS` at a time."""

@@ -1,38 +1,41 @@
-"""Distributions of prompt and output lengths: what they share, and the textbook ones."""
+"""Distributions of prompt and output lengths: textbook ones, and those of published workloads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr, ndtri
 
+from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
 __all__ = [
+    "BurstGPTLike",
+    "BurstGPTSample",
     "GeometricLengths",
     "HomogeneousLengths",
     "IndependentLengths",
     "LengthGenerator",
     "LognormalLengths",
+    "StarLengths",
     "lognormal",
     "whole_tokens",
 ]
+
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthGenerator(ABC):
+class LengthGenerator(Checked, ABC, requests=COUNT):
     """A trace of drawn requests, without arrival times.
 
     Attributes:
         requests: how many there are.
-
-    Raises:
-        ValueError: an option that describes no lengths.
     """
 
     name: ClassVar[str]
@@ -40,29 +43,12 @@ class LengthGenerator(ABC):
 
     requests: int = 10_000
 
-    def __post_init__(self) -> None:
-        """Refuse an option that describes no lengths."""
-        self.at_least(1, "requests")
+    def _section(self) -> str:
+        return f"{self.name}: "
 
     @abstractmethod
     def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
         """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
-
-    def at_least(self, least: float, *options: str) -> None:
-        """Refuse options that are not numbers of their kind, below a bound, or not finite.
-
-        Raises:
-            ValueError: names the option.
-        """
-        kinds = {field.name: field.type for field in fields(self)}
-        for option in options:
-            value: Any = getattr(self, option)
-            whole = kinds[option] is int
-            if not isinstance(value, int if whole else int | float):
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"{self.name}: {option} must be {kind}, not {value!r}")
-            if not least <= value < np.inf:
-                raise ValueError(f"{self.name}: {option} must be at least {least}, not {value}")
 
 
 class IndependentLengths(LengthGenerator):
@@ -79,7 +65,7 @@ class IndependentLengths(LengthGenerator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeometricLengths(IndependentLengths):
+class GeometricLengths(IndependentLengths, mean_prompt=COUNT, mean_output=COUNT):
     r"""Outputs that end with the same probability at every token.
 
     .. math:: P(o = n) = p (1 - p)^{n - 1}, \qquad p = 1 / \text{mean\_output}
@@ -99,13 +85,6 @@ class GeometricLengths(IndependentLengths):
     mean_output: float = 200.0
     prompts: Literal["uniform", "geometric"] = "uniform"
 
-    def __post_init__(self) -> None:
-        """Refuse lengths below one token, and an unknown distribution."""
-        super().__post_init__()
-        self.at_least(1, "mean_prompt", "mean_output")
-        if self.prompts not in ("uniform", "geometric"):
-            raise ValueError(f"geometric: prompts is uniform or geometric, not {self.prompts!r}")
-
     def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
         """Return prompt and output tokens of n requests, [n] each."""
         if self.prompts == "uniform":
@@ -116,7 +95,15 @@ class GeometricLengths(IndependentLengths):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LognormalLengths(IndependentLengths):
+class LognormalLengths(
+    IndependentLengths,
+    prompt_median=COUNT,
+    prompt_sigma=NOT_NEGATIVE,
+    prompt_max=COUNT,
+    output_median=COUNT,
+    output_sigma=NOT_NEGATIVE,
+    output_max=COUNT,
+):
     """Prompts and outputs from log-normal distributions, cut as a ``max_tokens`` would.
 
     Attributes:
@@ -137,12 +124,6 @@ class LognormalLengths(IndependentLengths):
     output_sigma: float = 1.0
     output_max: int = 4096
 
-    def __post_init__(self) -> None:
-        """Refuse lengths below one token and negative spreads."""
-        super().__post_init__()
-        self.at_least(1, "prompt_median", "prompt_max", "output_median", "output_max")
-        self.at_least(0, "prompt_sigma", "output_sigma")
-
     def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
         """Return prompt and output tokens of n requests, [n] each."""
         prompt = lognormal(generator, self.prompt_median, self.prompt_sigma, n)
@@ -151,7 +132,7 @@ class LognormalLengths(IndependentLengths):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HomogeneousLengths(IndependentLengths):
+class HomogeneousLengths(IndependentLengths, output=COUNT, longest_prompt=COUNT):
     """Outputs that are all alike: only the prompts can be balanced.
 
     Source: A Universal Load Balancing Principle (Chen et al. 2026), Theorem 1.
@@ -165,11 +146,6 @@ class HomogeneousLengths(IndependentLengths):
 
     output: int = 200
     longest_prompt: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuse lengths below one token."""
-        super().__post_init__()
-        self.at_least(1, "output", "longest_prompt")
 
     def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
         """Return prompt and output tokens of n requests, [n] each."""
@@ -185,3 +161,229 @@ def lognormal(generator: np.random.Generator, median: float, sigma: float, n: in
 def whole_tokens(lengths: FloatArray, longest: int) -> IntArray:
     """Return lengths rounded up to whole tokens, at least 1 and at most ``longest``, [n]."""
     return np.clip(np.ceil(lengths), 1, longest).astype(np.int64)
+
+
+class _Quantiles(NamedTuple):
+    """A distribution known by some quantiles.
+
+    Attributes:
+        levels: ascending from 0.
+        tokens: lengths at those levels; the first is the shortest.
+        longest: the model's context, where lengths are cut.
+    """
+
+    levels: tuple[float, ...]
+    tokens: tuple[float, ...]
+    longest: int
+
+    def draw(self, generator: np.random.Generator, n: int) -> IntArray:
+        """Draw lengths: log-uniform between quantiles, and past the last an exponential tail.
+
+        The tail decays as it does between the last two quantiles.
+        """
+        u = generator.random(n)
+        length = np.exp(np.interp(u, self.levels, np.log(self.tokens)))
+        (before, last), (low, high) = self.levels[-2:], self.tokens[-2:]
+        decay = (high - low) / np.log((1 - before) / (1 - last))
+        in_tail = u > last
+        length[in_tail] = high - decay * np.log((1 - u[in_tail]) / (1 - last))
+        return whole_tokens(length, self.longest)
+
+
+def _of_successes(level: float, failures: int) -> float:
+    """Return a level among all requests of BurstGPT_1.csv as one among those with a length."""
+    return (level * 1_429_737 - failures) / (1_429_737 - failures)
+
+
+_BURSTGPT = {
+    "all": (
+        _Quantiles(
+            (0.0, *(_of_successes(level, 25_427) for level in (0.5, 0.75, 0.9, 0.95))),
+            (60, 251, 758, 1796, 2461),
+            8192,
+        ),
+        _Quantiles(
+            (0.0, *(_of_successes(level, 25_443) for level in (0.5, 0.75, 0.9, 0.95))),
+            (1, 34, 134, 272, 460),
+            4096,
+        ),
+    ),
+    "gpt4_conversation": (
+        _Quantiles((0.0, 0.5, 0.8, 0.95, 0.99), (55, 582, 1427, 2345, 3549), 8192),
+        _Quantiles((0.0, 0.5, 0.8, 0.95, 0.99), (22, 243, 434, 669, 964), 4096),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurstGPTLike(IndependentLengths):
+    """Lengths with the published quantiles of BurstGPT, when its files are not at hand.
+
+    BurstGPT (Wang et al. 2024, arXiv:2401.17644) logs ChatGPT and GPT-4 of a regional Azure
+    OpenAI service. What is known of the lengths, in tokens:
+
+    - ``all``: of the 1,429,737 rows of BurstGPT_1.csv (SHA-256 46fc9480…), as measured in
+      github.com/David-Wu1119/tracebench, configs/trace-calibration.json (403d691): prompts
+      P50/P75/P90/P95 = 251/758/1796/2461, 25,427 of them 0; outputs 34/134/272/460, 25,443 of
+      them 0 (failures, left out here). Standard deviations of the logarithms 1.13 and 1.82.
+    - ``gpt4_conversation``: mean and P50/P80/P95/P99, from Llumnix (Sun et al., OSDI 2024),
+      Table 1: prompts 830 and 582/1427/2345/3549; outputs 271 and 243/434/669/964.
+
+    Between these quantiles lengths are log-uniform, past the last one the tail is exponential
+    and goes on as between the last two. The shortest length is what meets the deviation of the
+    logarithms (``all``) or the mean. Prompt and output are independent here; how they depend on
+    each other is not published as numbers. With the files, give their path instead.
+
+    Attributes:
+        subset: of the log: ``all`` or ``gpt4_conversation``.
+    """
+
+    name: ClassVar[str] = "burstgpt_like"
+
+    subset: Literal["all", "gpt4_conversation"] = "all"
+
+    def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
+        """Return prompt and output tokens of n requests, [n] each."""
+        prompts, outputs = _BURSTGPT[self.subset]
+        return prompts.draw(generator, n), outputs.draw(generator, n)
+
+
+class _StarModel(NamedTuple):
+    """Parameters of `StarLengths`, fitted to STAR's Table 2; see there."""
+
+    p_cap: float
+    input_median: float
+    input_sigma: float
+    mu1: float
+    w: float = 0.9542
+    sigma1: float = 0.6375
+    mu2: float = 10.1805
+    sigma2: float = 0.6
+
+    def body(self, generator: np.random.Generator, n: int, longest: int) -> FloatArray:
+        """Draw n lengths of requests that end by themselves, each component truncated."""
+        first = generator.random(n) < self.w
+        mu = np.where(first, self.mu1, self.mu2)
+        sigma = np.where(first, self.sigma1, self.sigma2)
+        lengths = np.full(n, np.inf)
+        while (over := lengths > longest).any():
+            lengths[over] = generator.lognormal(mu[over], sigma[over])
+        return lengths
+
+
+_STAR = {
+    "sharegpt": _StarModel(0.173, 67.1, 1.6, 7.1192),
+    "alpaca": _StarModel(0.2214, 25.0, 0.8, 6.6089),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StarLengths(IndependentLengths):
+    r"""Outputs of a reasoning model, a sixth of which run into the context's limit.
+
+    .. math:: o = \begin{cases} 32768 - 6 - s & \text{with probability } p_{cap} \\
+        X & \text{else} \end{cases} \qquad
+        X \sim w\,LN(\mu_1, \sigma_1) + (1 - w)\,LN(\mu_2, \sigma_2)
+
+    with both components truncated at 30,000 tokens, and prompts :math:`s \sim LN(\ln m, \sigma)`,
+    also where the limit is not met, of which nothing is published. Fitted to STAR (Wang et al.
+    2026), Table 2, of DeepSeek-R1-Distill-Qwen-7B: to ShareGPT's mean, standard deviation, P50,
+    P90 and shares below 1K and above 30K, and to Alpaca's mean and P50. Alpaca's shape is an
+    assumption: ShareGPT's with another :math:`\mu_1` and :math:`p_{cap}`.
+
+    Attributes:
+        dataset: ``sharegpt`` or ``alpaca``.
+    """
+
+    name: ClassVar[str] = "star"
+
+    dataset: Literal["sharegpt", "alpaca"] = "sharegpt"
+
+    CONTEXT: ClassVar[int] = 32_768
+    TEMPLATE: ClassVar[int] = 6
+    BODY_MAX: ClassVar[int] = 30_000
+
+    def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
+        """Return prompt and output tokens of n requests, [n] each."""
+        model, room = _STAR[self.dataset], self.CONTEXT - self.TEMPLATE
+        inputs = lognormal(generator, model.input_median, model.input_sigma, n)
+        prompt = whole_tokens(inputs, room - 1)
+        body = model.body(generator, n, self.BODY_MAX)
+        at_limit = generator.random(n) < model.p_cap
+        output = np.where(at_limit, room - prompt, whole_tokens(body, self.BODY_MAX))
+        return prompt, np.minimum(output, room - prompt)
+
+
+class _Lengths(NamedTuple):
+    """A distribution known by its quartiles, mean, deviation and extremes.
+
+    Attributes:
+        levels: ascending from 0 to 0.75.
+        tokens: lengths at those levels, linear in between.
+        tail_mu: mean logarithm of what a length above the third quartile has beyond it.
+        tail_sigma: deviation of that logarithm.
+        shortest: in tokens.
+        longest: in tokens.
+    """
+
+    levels: tuple[float, ...]
+    tokens: tuple[float, ...]
+    tail_mu: float
+    tail_sigma: float
+    shortest: int
+    longest: int
+
+    def at(self, level: FloatArray) -> IntArray:
+        """Return the lengths at some levels in (0, 1), [n]."""
+        body = np.interp(level, self.levels, self.tokens)
+        last = self.levels[-1]
+        in_tail = np.clip((level - last) / (1 - last), 1e-12, 1 - 1e-12)
+        tail = self.tokens[-1] + np.exp(self.tail_mu + self.tail_sigma * ndtri(in_tail))
+        lengths = np.where(level > last, tail, body)
+        tokens: IntArray = np.rint(lengths).astype(np.int64)
+        return tokens.clip(self.shortest, self.longest)
+
+
+_PROMPTS = _Lengths(
+    levels=(0.0, 0.05, 0.25, 0.5, 0.75),
+    tokens=(30, 80, 188, 217, 292),
+    tail_mu=5.915,
+    tail_sigma=0.99,
+    shortest=9,
+    longest=14_117,
+)
+_OUTPUTS = _Lengths(
+    levels=(0.0, 0.06, 0.12, 0.13, 0.58, 0.6, 0.75),
+    tokens=(1, 1, 6, 7, 7, 14, 33),
+    tail_mu=4.49,
+    tail_sigma=1.115,
+    shortest=1,
+    longest=3206,
+)
+_COPULA = 0.54
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurstGPTSample(IndependentLengths):
+    """Many short calls and a few long conversations, prompt and output correlated.
+
+    The file ``burst_data_8000.json`` that BF-IO's authors released with their simulator says
+    of its own 8,000 requests: prompts of mean 363, deviation 502,
+    quartiles 188/217/292, from 9 to 14,117; outputs of mean 57, deviation 154, quartiles 7/7/33,
+    from 1 to 3,206; correlation 0.367. Of its first few hundred rows about half generate exactly
+    7 tokens.
+
+    Below the third quartile lengths are linear between these quantiles; above it a log-normal
+    excess meets the mean and the deviation. A Gaussian copula of 0.54 gives the correlation. With
+    the file's lengths as a CSV of input_tokens,output_tokens, give its path instead.
+
+    Source: github.com/Echoscd/Load-Balancing-Release (54539d6), the file's ``statistics``.
+    """
+
+    name: ClassVar[str] = "burstgpt_sample"
+
+    def draw(self, generator: np.random.Generator, n: int) -> tuple[IntArray, IntArray]:
+        """Return prompt and output tokens of n requests, [n] each."""
+        prompt, other = generator.standard_normal((2, n))
+        output = _COPULA * prompt + np.sqrt(1 - _COPULA**2) * other
+        return _PROMPTS.at(ndtr(prompt)), _OUTPUTS.at(ndtr(output))

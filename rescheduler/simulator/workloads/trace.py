@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rescheduler.cluster.registry import POSITIVE, Checked
+
 __all__ = [
     "BLOCK_REQUESTS",
-    "ArrivalKind",
     "ResampledTrace",
     "TimedTrace",
     "Trace",
@@ -17,7 +18,6 @@ __all__ = [
     "block_sizes",
     "first_requests",
     "lengths_block",
-    "with_arrivals",
 ]
 
 
@@ -114,7 +114,7 @@ ArrivalKind = Literal["revelation", "trace", "poisson", "gamma"]
 
 
 @dataclass(frozen=True)
-class TimedTrace:
+class TimedTrace(Checked, scale=POSITIVE, rate=POSITIVE, cv=POSITIVE):
     r"""The requests of another trace, at other times.
 
     Gaps of ``poisson`` are exponential with mean 1/rate; those of ``gamma`` follow
@@ -133,8 +133,7 @@ class TimedTrace:
         cv: of ``gamma``.
 
     Raises:
-        ValueError: an unknown kind, a number that is not above 0, or ``trace`` for a trace
-            without times.
+        ValueError: ``trace`` for a trace without times.
     """
 
     trace: Trace
@@ -145,13 +144,7 @@ class TimedTrace:
 
     def __post_init__(self) -> None:
         """Refuse what gives no times."""
-        if self.kind not in get_args(ArrivalKind):
-            raise ValueError(
-                f"no arrivals {self.kind!r}; known: {', '.join(get_args(ArrivalKind))}"
-            )
-        for name in ("scale", "rate", "cv"):
-            if not 0 < getattr(self, name) < np.inf:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        super().__post_init__()
         if self.kind == "trace" and not self.trace.has_arrivals:
             raise ValueError(
                 f"{self.trace.name} has no arrival times; take arrivals poisson or gamma, or "
@@ -187,17 +180,6 @@ class TimedTrace:
                 arrival = now + np.cumsum(gaps.gamma(shape, 1 / (shape * self.rate), n))
                 now = float(arrival[-1])
             yield block._replace(arrival=arrival)
-
-
-def with_arrivals(
-    trace: Trace, kind: ArrivalKind, scale: float = 1.0, rate: float = 1.0, cv: float = 1.0
-) -> Trace:
-    """Return a trace with other arrivals, see `TimedTrace`.
-
-    Raises:
-        ValueError: as `TimedTrace`.
-    """
-    return TimedTrace(trace, kind, scale, rate, cv)
 
 
 _RUN = 500

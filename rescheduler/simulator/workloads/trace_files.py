@@ -23,19 +23,17 @@ from rescheduler.cluster.registry import Registry
 from rescheduler.simulator.workloads.five_tasks import FiveTasks, MixedClasses
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.length_generators import (
+    BurstGPTLike,
+    BurstGPTSample,
     GeometricLengths,
     HomogeneousLengths,
     LognormalLengths,
-)
-from rescheduler.simulator.workloads.published_lengths import (
-    BurstGPTLike,
-    BurstGPTSample,
     StarLengths,
 )
 from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, lengths_block
 from rescheduler.simulator.workloads.trace_formats import Row, TraceFormatName, recognise
 
-__all__ = ["GENERATORS", "TraceFile", "announce_traces", "create_trace", "read_trace"]
+__all__ = ["GENERATORS", "TraceFile", "announce_traces", "create_trace"]
 
 GENERATORS = Registry[Trace](
     "generator",
@@ -210,22 +208,6 @@ class TraceFile:
         return lengths._replace(arrival=since_first / self._reader.ticks)
 
 
-def read_trace(
-    path: str | Path,
-    requests: int | None = None,
-    skip_empty: bool = False,
-    format: TraceFormatName | None = None,
-    time_unit: TimeUnit | None = None,
-    option: str = "--trace.time-unit",
-) -> TraceFile:
-    """Return the trace in a file, see `TraceFile`; its requests are read when they are needed.
-
-    Raises:
-        ValueError: as `TraceFile`.
-    """
-    return TraceFile(path, requests, skip_empty, format, time_unit, option)
-
-
 def announce_traces(verb: str, traces: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Say on standard error as what the files among some traces are read, each once.
 
@@ -240,7 +222,7 @@ def announce_traces(verb: str, traces: Iterable[Mapping[str, Any]]) -> dict[str,
     for options in traces:
         with suppress(ValueError, TypeError):
             if "path" in options:
-                said[read_trace(**options).read_as] = None
+                said[TraceFile(**options).read_as] = None
     for sentence in said:
         print(f"headway {verb}: {sentence}", file=sys.stderr)
     return {"traces": list(said)} if said else {}
@@ -268,7 +250,7 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
             raise ValueError(
                 f"a trace file has no option {option!r}; it takes: {', '.join(_FILE_OPTIONS)}"
             )
-    return read_trace(path, **options)
+    return TraceFile(path, **options)
 
 
 def _wrong_length(prompt: int, output: int) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import msgspec
 
 from data_collection.workload.arrivals import EXPECTED, Expected, TimeUnit, ticks
 
-__all__ = ["FORMATS", "Row", "RowReader", "TraceFormat", "TraceFormatName", "recognise"]
+__all__ = ["Row", "TraceFormatName", "recognise"]
 
 TraceFormatName = Literal["headway", "azure", "burstgpt", "mooncake"]
 
@@ -108,33 +108,6 @@ FORMATS: dict[TraceFormatName, TraceFormat] = {
 traces use, too, says the unit: then they are plausible in one unit alone."""
 
 
-class RowReader(Protocol):
-    """Reads the requests of one file."""
-
-    @property
-    def form(self) -> TraceFormat:
-        """The file's format."""
-        ...
-
-    @property
-    def ticks(self) -> int:
-        """Units of its arrivals in a second."""
-        ...
-
-    @property
-    def timed(self) -> bool:
-        """Whether its requests have arrivals."""
-        ...
-
-    def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
-        """Yield the requests of all lines, the first line included.
-
-        Raises:
-            ValueError: a line that cannot be read, by path and number.
-        """
-        ...
-
-
 def _microseconds(text: str) -> int:
     if text.strip().isdecimal():  # 20231116 would be a date
         raise ValueError(text)
@@ -154,10 +127,12 @@ class _CSVReader:
 
     @property
     def ticks(self) -> int:
+        """Units of its arrivals in a second."""
         return 10**6 if self.unit is None else ticks(self.unit)
 
     @property
     def timed(self) -> bool:
+        """Whether its requests have arrivals."""
         return self.form.time in self.header
 
     @property
@@ -259,6 +234,10 @@ class _MooncakeReader:
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path}:{number}: no request of Mooncake's: {error}") from None
             yield number, request.timestamp, request.input_length, request.output_length
+
+
+RowReader = _CSVReader | _MooncakeReader
+"""Reads the requests of one file; ``rows`` yields them, the first line's included."""
 
 
 def recognise(

@@ -9,7 +9,7 @@ from routing_views import cluster
 
 from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED, ClusterView
-from rescheduler.migration import MigrationPolicy, Plan
+from rescheduler.migration import Plan
 
 FREE: dict[str, Any] = {"handshake_seconds": 0.0, "bandwidth": 1e15}
 """Moves that take next to no time."""
@@ -58,15 +58,3 @@ def views(draw: st.DrawFn, curves: bool | None = None) -> ClusterView:
         waited_steps=none,
         since_move=since if draw(st.booleans()) else None,
     )
-
-
-def assert_fits(plan: Plan, seen: ClusterView, planner: MigrationPolicy) -> None:
-    """No target of a plan is filled above its share of memory or its slots."""
-    load, running = seen.kv_load.astype(float), seen.running.copy()
-    for move in plan.migrations:
-        assert seen.instance[move.request] == move.source != move.target
-        load[move.target] += seen.context_tokens[move.request]
-        running[move.target] += 1
-    targets = [move.target for move in plan.migrations]
-    assert (load[targets] <= planner.memory_share * seen.kv_capacity[targets]).all()
-    assert (running[targets] <= seen.slots[targets]).all()

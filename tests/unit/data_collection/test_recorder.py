@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recorded_dataset import D, K, ended, new_session, record, step_rows
 
 from data_collection.capture.capture_config import RecordConfig
-from data_collection.capture.captured_rows import CapturedRows, FinishedRequest
+from data_collection.capture.capture_hook import CapturedRows, FinishedRequest
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import (
     SERVER_STOPPED,

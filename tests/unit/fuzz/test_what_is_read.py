@@ -43,7 +43,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
     write_recording,
 )
 from rescheduler.simulator.workloads.trace import first_requests
-from rescheduler.simulator.workloads.trace_files import read_trace
+from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.step_time.profile import load_profile, write_profile
 from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 from rescheduler.transfer.migration_params import connector_config
@@ -216,7 +216,7 @@ def whole_folder(read: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def read_whole(path: Path) -> object:
-    block = first_requests(read_trace(path), np.random.default_rng(0), 1000)
+    block = first_requests(TraceFile(path), np.random.default_rng(0), 1000)
     return [column.tolist() for column in block]
 
 
@@ -422,7 +422,7 @@ def test_times_of_any_unit_are_read_as_said_or_asked_about(
     path.write_text(("\n\n" if spaced else "\n").join(lines))
     given_unit: Any = unit if stated else None
     try:
-        trace = read_trace(path, time_unit=given_unit)
+        trace = TraceFile(path, time_unit=given_unit)
         block = first_requests(trace, np.random.default_rng(0), len(times))
     except ValueError as error:
         assert not stated

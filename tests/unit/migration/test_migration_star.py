@@ -4,15 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import profile_of
-from migration_views import FREE, assert_fits, moved, view, views
+from migration_views import FREE, moved, view, views
 from reference_planner import best_star_move
 
-from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.migration import Plan, Star, create_migration_policy
 from rescheduler.routing import Needs
 from rescheduler.step_time.profile import BatchTime, write_profile
@@ -60,15 +58,6 @@ def test_what_the_view_says_of_a_step_counts_before_the_option() -> None:
     assert plan(replace(seen, step_seconds=0.2), **costs).migrations
 
 
-def test_beta_says_how_much_the_steps_ahead_count() -> None:
-    # As above: with beta = 1/10 the sums are 49 + 2.5 + 0.3025 before, and after the three moves
-    # 4 + 2.5 + 0.3025, 9 + 0 + 0.0025 and 9 + 3.6 + 0.4225.
-    seen = view([(5, 1), (4, 10), (10, 10)], [(5, 10)])
-    near = plan(seen, horizon=2, beta=0.1)
-    assert moved(near) == [(0, 0, 1)]
-    assert near.migrations[0].gain == pytest.approx(1 - 6.8025 / 51.8025)
-
-
 def test_a_request_must_outlast_its_move() -> None:
     # The move takes 0.06 s and 5 tokens at 100 tokens/s, which are 5.5 steps of 0.02 s.
     costs = {
@@ -84,21 +73,6 @@ def test_a_request_must_outlast_its_move() -> None:
     assert len(plan(view([(5, 6), (5, 6)], [(1, 6)]), horizon=4, **costs).migrations) == 1
 
 
-def test_theta_is_how_far_above_the_mean_an_instance_is_overloaded() -> None:
-    seen = view([(6, 99), (6, 99)], [(9, 99)])  # 12 and 9: the mean is 10.5, 14% less than 12
-    assert "1.2 times the mean" in plan(seen, prediction=False, theta=0.2).reason
-    assert "lowers the variance" in plan(seen, prediction=False, theta=0.1).reason
-
-
-def test_the_printed_line_15_also_moves_to_instances_above_the_mean() -> None:
-    # 30, 16 and 1: the mean is 15.7. The third has no room.
-    seen = view([(27, 99), (3, 99)], [(16, 99)], [(1, 99)], capacity=[99, 99, 3])
-    assert not plan(seen, prediction=False).migrations
-    # 16 is below 1.1 times the mean, and 27 : 19 is better than 30 : 16.
-    printed = plan(seen, prediction=False, theta=0.1, underloaded="paper")
-    assert moved(printed) == [(1, 0, 1)]
-
-
 def test_memory_counts_the_context_that_comes_along() -> None:
     # The target holds 10 of 100 tokens (95 of them may be used); 40 tokens with 60 to come.
     seen = view([(40, 60), (45, 99)], [(10, 99)], capacity=100)
@@ -112,22 +86,6 @@ def test_nothing_moves_where_no_slot_is_free() -> None:
     made = plan(view([(9, 9), (9, 9)], [(1, 9)], slots=[9, 1]), prediction=False)
     assert not made.migrations
     assert "free slot" in made.reason
-
-
-def test_one_request_alone_stays() -> None:
-    made = plan(view([(30, 99)], []), prediction=False)
-    assert not made.migrations
-    assert "no move of 1 requests lowers the variance" in made.reason
-
-
-@given(st.integers(1, 900), st.floats(0.001, 0.2), st.integers(0, 500), st.integers(1, 1000))
-def test_a_request_alone_stays_whatever_is_forecast_of_it(
-    context: int, hazard: float, age: int, limit: int
-) -> None:
-    edges = np.array([0, 1, 2, 4, 8, 16, 64, 400])
-    curve = SurvivalForecast.new(edges, (1 - hazard) ** edges[None]).aged([age]).capped([limit])
-    seen = replace(view([(context, 1)], []), forecast=curve)
-    assert not plan(seen, horizon=64, beta=0.99).migrations
 
 
 @given(views(), st.sampled_from([1, 4]), st.sampled_from([0.9, 1.0]), st.data())
@@ -156,27 +114,6 @@ def test_the_move_is_the_best_of_all(
     assert made.reason
 
 
-@given(views())
-def test_no_move_can_exceed_the_targets_memory(seen: Any) -> None:
-    for options in ({}, {"memory": "paper"}, {"prediction": False}):
-        star = Star(**(FREE | {"theta": 0.0, "horizon": 16} | options))
-        assert_fits(star.plan(seen), seen, star)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=6),
-    st.integers(1, 6),
-    st.booleans(),
-)
-def test_nothing_moves_in_a_balanced_cluster(
-    requests: list[tuple[int, int]], n: int, prediction: bool
-) -> None:
-    seen = view(*[requests] * n)
-    made = Star(prediction=prediction, theta=0.0, horizon=16).plan(seen)
-    assert not made.migrations
-    assert "no instance is above" in made.reason or "lowers the variance" in made.reason
-
-
 def test_what_it_needs_of_the_cluster() -> None:
     assert Star().needs == Needs.FORECASTS
     assert Star(prediction=False).needs == Needs.LOADS
@@ -193,12 +130,12 @@ def test_what_it_needs_of_the_cluster() -> None:
     ("options", "message"),
     [
         ({"theta": -1}, "theta must be at least 0"),
-        ({"beta": 1.5}, "beta must be in"),
-        ({"horizon": 0}, "horizon must be a whole number"),
+        ({"beta": 1.5}, "beta must be at least 0 and at most 1, not 1.5"),
+        ({"horizon": 0}, "horizon must be at least 1"),
         ({"horizon": 10, "stride": 4}, "multiple of stride"),
         ({"bandwidth": 0}, "bandwidth must be above 0"),
         ({"memory_share": 1.2}, "memory_share"),
-        ({"underloaded": "all"}, "below_mean or paper"),
+        ({"underloaded": "all"}, "'below_mean' or 'paper', not 'all'"),
         ({"handshake": 1}, "star has no option 'handshake'"),
     ],
 )
@@ -210,11 +147,3 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 def test_an_unknown_planner_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="no migration policy 'magic'; known: star, survival"):
         create_migration_policy("magic")
-
-
-def test_requests_that_cannot_move_stay() -> None:
-    seen = view([(9, 9), (5, 9)], [(1, 9)])
-    fields = {name: getattr(seen, name) for name in seen.__slots__}
-    fixed = type(seen)(**fields | {"since_move": np.array([-1, -1, -1])})
-    assert not plan(fixed, prediction=False).migrations
-    assert plan(seen, prediction=False).migrations

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from migration_views import FREE, assert_fits, moved, view, views
+from migration_views import FREE, view, views
 from reference_planner import survival_moves
 
-from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.migration import Survival, create_migration_policy
 
@@ -36,25 +35,6 @@ def test_the_moves_are_the_best_one_after_the_other(
     assert made.reason
 
 
-def test_several_moves_are_made_between_different_instances() -> None:
-    full, empty = [(100, 900), (100, 900)], [(1, 900)]
-    made = Survival(**FREE, horizon=4).plan(view(full, full, full, empty, empty, empty))
-    ends = [end for _, source, target in moved(made) for end in (source, target)]
-    assert len(made.migrations) == 3
-    assert len(set(ends)) == 6
-    assert len(Survival(**FREE, horizon=4, moves=1).plan(view(full, empty)).migrations) == 1
-
-
-def test_a_request_likely_to_end_before_the_pay_back_stays() -> None:
-    # Both requests of 100 tokens would balance the two alike; one is likely to end soon.
-    seen = view([(100, 50), (100, 50), (50, 50)], [(100, 50)])
-    edges = np.array([0, 20, 400])
-    curves = np.array([[1.0, 0.05, 0.0], [1.0, 0.95, 0.0], [1.0, 0.5, 0.0], [1.0, 0.95, 0.0]])
-    seen = with_fields(seen, forecast=SurvivalForecast.new(edges, curves))
-    planner = Survival(horizon=4, handshake_seconds=0.04, bandwidth=1e15, step_seconds=0.02)
-    assert moved(planner.plan(seen)) == [(1, 0, 1)]  # f = 2 steps, pay-back after 20
-
-
 def test_a_move_that_costs_more_than_it_brings_is_not_made() -> None:
     seen = view([(101, 30), (5, 30)], [(99, 30)])
     cheap = Survival(**FREE, horizon=4, theta=0.0).plan(seen)
@@ -62,29 +42,6 @@ def test_a_move_that_costs_more_than_it_brings_is_not_made() -> None:
     assert len(cheap.migrations) == 1
     assert not dear.migrations
     assert "pay for itself" in dear.reason
-
-
-@given(views(), st.sampled_from([1.0, 10.0]))
-def test_no_request_moves_within_its_pay_back_time(seen: ClusterView, payback: float) -> None:
-    planner = Survival(horizon=8, payback=payback, handshake_seconds=0.05, bandwidth=1e8)
-    for move in planner.plan(seen).migrations:
-        since = 10**9 if seen.since_move is None else int(seen.since_move[move.request])
-        context = seen.context_tokens[[move.request]]
-        assert since >= payback * planner.move_steps(context)[0]
-
-
-@given(views())
-def test_no_move_can_exceed_the_targets_memory(seen: ClusterView) -> None:
-    planner = Survival(**FREE, horizon=16, theta=0.0)
-    assert_fits(planner.plan(seen), seen, planner)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=6),
-    st.integers(1, 6),
-)
-def test_nothing_moves_in_a_balanced_cluster(requests: list[tuple[int, int]], n: int) -> None:
-    assert not Survival(theta=0.0, horizon=16).plan(view(*[requests] * n)).migrations
 
 
 def test_all_requests_above_the_mean_have_just_moved() -> None:
@@ -106,7 +63,7 @@ def test_a_cluster_that_is_full_as_a_whole_may_be_left_alone() -> None:
         ({"payback": -1.0}, "payback must be at least 0"),
         ({"load_share": 0.0}, "load_share"),
         ({"crowded": 0.0}, "crowded must be above 0"),
-        ({"moves": 0}, "moves must be a whole number"),
+        ({"moves": 0}, "moves must be at least 1"),
         ({"beta": 0.0}, "beta must be above 0"),
     ],
 )

@@ -187,7 +187,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             create_policy(name, **options)
-    with pytest.raises(ValueError, match="every must be 0 seconds or more, not inf"):
+    with pytest.raises(ValueError, match="every must be at least 0, not inf"):
         create_policy("max_capacity", every=float("inf"))
     with pytest.raises(ValueError, match=r"brh has no option 'delta'.*alpha, beta, gamma"):
         create_policy("brh", delta=1)
@@ -204,20 +204,24 @@ def test_a_name_is_given_once() -> None:
     ("name", "options", "message"),
     [
         ("random", {"seed": -1}, "seed"),
-        ("power_of_d", {"d": 0}, "at least one"),
-        ("power_of_d", {"metric": "age"}, "requests or load"),
+        ("power_of_d", {"d": 0}, "d must be at least 1, not 0"),
+        ("power_of_d", {"metric": "age"}, "'requests' or 'load', not 'age'"),
         ("power_of_d", {"seed": 2**53}, "seed"),
         ("vllm", {"version": "0.11"}, "0.32"),
         ("throttled", {"limit": 0}, "limit"),
         ("dedicated_small_large", {"heavy_tokens": 0}, "heavy_tokens"),
         ("dedicated_small_large", {"share": 1}, "share"),
-        ("brh", {"gamma": 1.5}, "gamma"),
-        ("brh", {"beta": -1}, "negative"),
+        ("brh", {"gamma": 1.5}, "gamma must be above 0 and at most 1, not 1.5"),
+        ("headroom", {"epsilon": 0}, "epsilon must be above 0, not 0"),
+        ("headroom", {"prefill_cost": -1}, "prefill_cost must be above 0, not -1"),
+        ("headroom", {"starvation": -1}, "starvation must be at least 0, not -1"),
+        ("max_capacity", {"reserve": 1}, "reserve must be at least 0 and below 1, not 1"),
+        ("brh", {"beta": -1}, "beta must be at least 0, not -1"),
         ("brh", {"horizon": -1}, "horizon"),
         ("brh", {"steps": [0, 5, 5]}, "ascend from 0"),
         ("brh", {"steps": [0, 2.5]}, "whole"),
         ("overflow", {"horizon": -1}, "horizon"),
-        ("fast_phi", {"k": 0}, "at least one point"),
+        ("fast_phi", {"k": 0}, "k must be at least 1"),
         ("fast_phi", {"steps": [5, 10]}, "ascend from 0"),
         ("balance_future_dp", {"greedy_slots": 65}, "greedy_slots"),
         ("balance_future_dp", {"gamma": 0}, "gamma"),

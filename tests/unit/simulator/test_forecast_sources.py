@@ -125,7 +125,7 @@ def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
         ({"name": "oracle", "sigma": 1}, "oracle has no option 'sigma'; it takes: none"),
         ({"name": "noisy"}, "noisy needs the option 'sigma'"),
         ({"name": "noisy", "sigma": -1}, "noisy: sigma must be at least 0, not -1"),
-        ({"name": "noisy", "sigma": 1, "interval": 0}, "noisy: a prediction every 0 tokens"),
+        ({"name": "noisy", "sigma": 1, "interval": 0}, "noisy: interval must be at least 1, not 0"),
         ({"name": "interval", "k": 0.5}, "interval: k must be a whole number, not 0.5"),
         ({"name": "binned"}, "binned: give either bins .2, 4, 6. or edges"),
         ({"name": "binned", "bins": 4, "edges": [0, 3]}, "binned: give either bins"),

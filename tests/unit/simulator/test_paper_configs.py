@@ -20,8 +20,7 @@ from rescheduler.simulator.simulation import run
 from rescheduler.simulator.studies.barrier_tax import retimed_throughput
 from rescheduler.simulator.studies.scaling import fitted_slope
 from rescheduler.simulator.studies.study import barrier_tax_study, scaling_study
-from rescheduler.simulator.workloads.length_generators import LognormalLengths
-from rescheduler.simulator.workloads.published_lengths import BurstGPTSample
+from rescheduler.simulator.workloads.length_generators import BurstGPTSample, LognormalLengths
 
 ROOT = Path(__file__).parents[3]
 TABLES = ("bfio_table1", "bfio_release_g8", "mixed_workloads")

@@ -1,18 +1,16 @@
 """Migration planners in the simulator: what they are shown, and what comes of their plans."""
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rescheduler.migration import Migration, MigrationInputs, Plan, Star, Survival
+from rescheduler.migration import Star, Survival
 from rescheduler.migration.inputs import migration_inputs
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.engine.routing_inputs import simulated_migration_inputs
-from rescheduler.simulator.experiments.cells import groups, run_cell
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.run_result import RunResult
@@ -55,38 +53,6 @@ def config(**changes: Any) -> SimulationConfig:
 def simulate(planner: Any, forecast: dict[str, Any] | None = None, seed: int = 0) -> RunResult:
     setup = run_setup(config(forecast=forecast or {"name": "oracle"}))
     return run(setup, create_policy("jsq"), seed, planner=planner)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logged(Survival):
-    """The planner, and when each request moved in generated tokens."""
-
-    name = "logged"
-    log: list[tuple[int, float, float]] = field(default_factory=list)
-
-    def decide(self, inputs: MigrationInputs) -> Plan:
-        plan = super().decide(inputs)
-        for move in plan.migrations:
-            context = inputs.context[[move.request]]
-            wait = self.payback * float(self.move_steps(context)[0])
-            self.log.append((move.request, float(inputs.since_move[move.request]), wait))
-        return plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shuffle(Survival):
-    """Moves something every time, wherever there seems to be room: nobody's idea of a plan."""
-
-    name = "shuffle"
-
-    def decide(self, inputs: MigrationInputs) -> Plan:
-        n = len(inputs.source)
-        if n == 0:
-            return Plan([], "nobody is there")
-        request = int(inputs.context.sum()) % n
-        source = int(inputs.source[request])
-        target = (source + 1 + request % 3) % len(inputs.load)
-        return Plan([Migration(request, source, target, 0.5)], "why not")
 
 
 @pytest.mark.parametrize(
@@ -145,22 +111,6 @@ def test_without_forecasts_only_planners_that_need_none_run() -> None:
     assert simulate(Star(prediction=False, **COSTS), {"name": "none"}).migrations > 0
     with pytest.raises(ValueError, match="survival needs forecasts, but"):
         simulate(Survival(**COSTS), {"name": "none"})
-
-
-@pytest.mark.parametrize("planner", [Shuffle(**COSTS), Survival(**COSTS, theta=0.0)])
-def test_whatever_is_planned_memory_is_never_exceeded(planner: Any) -> None:
-    result = simulate(planner)
-    assert 0 < result.most_held <= CAPACITY
-    assert len(result.requests.number) == 300
-
-
-def test_no_request_moves_twice_within_its_pay_back() -> None:
-    planner = Logged(**COSTS, payback=20.0)
-    result = simulate(planner, {"name": "noisy", "sigma": 1.5})
-    assert result.migrations > 10
-    again = [(since, wait) for _, since, wait in planner.log if since < 2**39]
-    assert again
-    assert all(since >= wait for since, wait in again)
 
 
 def test_execution_variance_is_that_of_the_step_times() -> None:
@@ -237,21 +187,6 @@ def test_mistakes_are_reported_with_their_key(changes: dict[str, Any], message: 
         candidates(**changes)
 
 
-def test_a_sweep_varies_a_planner_by_its_label() -> None:
-    base = config(**migration("none", {"name": "star", "label": "mine"}))
-    found = groups(base, {"migration.planners.mine.theta": [0.0, 0.5]})
-    assert [(g.policy, g.varied["migration.planners.mine.theta"]) for g in found] == [
-        ("none", 0.0),
-        ("mine", 0.0),
-        ("none", 0.5),
-        ("mine", 0.5),
-    ]
-    nobody, eager, again, calm = (g.cells[0] for g in found)
-    assert nobody.key == again.key
-    assert run_cell(nobody.config, 0)["migrations"] == 0
-    assert run_cell(eager.config, 0)["migrations"] > run_cell(calm.config, 0)["migrations"]
-
-
 def test_plans_are_made_every_interval_of_the_mean_instance() -> None:
     setup = run_setup(config(**migration("none", interval=50)))
     result = run(setup, create_policy("jsq"), 0, planner=Star(**COSTS))
@@ -260,21 +195,3 @@ def test_plans_are_made_every_interval_of_the_mean_instance() -> None:
     fewer = run(sparse, create_policy("jsq"), 0, planner=Star(**COSTS))
     assert steps > 0
     assert 0.4 * result.plans < fewer.plans < 0.6 * result.plans
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted(Path(__file__).parents[3].glob("configs/papers/star_*.yaml")),
-    ids=lambda p: p.stem,
-)
-def test_the_papers_settings_can_be_read(path: Path) -> None:
-    import yaml
-
-    values = yaml.safe_load(path.read_text())
-    cases = values.pop("cases", {"": {}})
-    if "path" in values["trace"] and not Path(values["trace"]["path"]).exists():
-        pytest.skip(f"{values['trace']['path']} is not there")
-    base = read_config(values)
-    for changes in cases.values():
-        for group in groups(base, {key: [value] for key, value in changes.items()}):
-            create_candidates(run_setup(read_config(group.cells[0].config)))

@@ -15,7 +15,7 @@ from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.experiments.sweep import sweep
 from rescheduler.simulator.simulate import simulate
 from rescheduler.simulator.workloads.trace import first_requests
-from rescheduler.simulator.workloads.trace_files import create_trace, read_trace
+from rescheduler.simulator.workloads.trace_files import TraceFile, create_trace
 
 TICKS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 OWN_UNIT = {"headway": "s", "burstgpt": "s", "mooncake": "ms"}
@@ -113,7 +113,7 @@ def test_a_doubt_is_told_with_both_readings(tmp_path: Path) -> None:
         "seconds: in 1 h (1 request/s); say --trace.time-unit s or ms"
     )
     with pytest.raises(ValueError) as refusal:
-        read_trace(path)
+        TraceFile(path)
     assert str(refusal.value).endswith(expected)
 
 
@@ -132,7 +132,7 @@ def test_an_implausible_unit_is_refused(
 ) -> None:
     path = written(tmp_path / "log", format, seconds, unit)
     with pytest.raises(ValueError, match=message):
-        read_trace(path)
+        TraceFile(path)
     assert len(arrivals(path, time_unit=unit)) == len(seconds)
 
 
@@ -150,18 +150,18 @@ def test_requests_at_one_time_are_the_same_in_every_unit(tmp_path: Path) -> None
     ],
 )
 def test_the_format_and_the_unit_are_said(tmp_path: Path, format: str, sentence: str) -> None:
-    assert sentence in read_trace(written(tmp_path / "log", format, [0.0, 1.0, 2.0])).read_as
+    assert sentence in TraceFile(written(tmp_path / "log", format, [0.0, 1.0, 2.0])).read_as
 
 
 def test_a_file_without_times_says_so(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("timestamp,input_tokens,output_tokens\n1,2,3\n")
-    assert read_trace(path).read_as == (
+    assert TraceFile(path).read_as == (
         "log.csv: Headway's format by its first line; no column arrival_s, so lengths without "
         "arrival times"
     )
     with pytest.raises(ValueError, match="no arrival_s that time_unit could be of"):
-        read_trace(path, time_unit="s")
+        TraceFile(path, time_unit="s")
 
 
 HEADWAY = "arrival_s,input_tokens,output_tokens\n"

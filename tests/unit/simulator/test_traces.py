@@ -10,12 +10,12 @@ import pytest
 
 from rescheduler.simulator.workloads.trace import (
     BLOCK_REQUESTS,
+    TimedTrace,
     Trace,
     TraceBlock,
     first_requests,
-    with_arrivals,
 )
-from rescheduler.simulator.workloads.trace_files import GENERATORS, create_trace, read_trace
+from rescheduler.simulator.workloads.trace_files import GENERATORS, TraceFile, create_trace
 
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
 EVERYTHING = 10**9
@@ -70,7 +70,7 @@ def test_published_formats_are_read(
     prompt: list[int],
     output: list[int],
 ) -> None:
-    trace = read_trace(write(tmp_path / name, text))
+    trace = TraceFile(write(tmp_path / name, text))
     block = whole(trace)
     assert trace.has_arrivals
     assert trace.name == name
@@ -81,7 +81,7 @@ def test_published_formats_are_read(
 
 
 def test_lengths_without_times_are_a_trace_without_arrivals(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "lengths.csv", LENGTHS))
+    trace = TraceFile(write(tmp_path / "lengths.csv", LENGTHS))
     block = whole(trace)
     assert not trace.has_arrivals
     assert np.isnan(block.arrival).all()
@@ -89,7 +89,7 @@ def test_lengths_without_times_are_a_trace_without_arrivals(tmp_path: Path) -> N
 
 
 def test_failures_that_burstgpt_logged_are_counted(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "log.csv", BURSTGPT))
+    trace = TraceFile(write(tmp_path / "log.csv", BURSTGPT))
     whole(trace)
     assert trace.left_out == 1
     whole(trace)
@@ -132,26 +132,26 @@ def test_an_invalid_trace_is_reported_by_file_and_line(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        whole(read_trace(write(tmp_path / "log", text)))
+        whole(TraceFile(write(tmp_path / "log", text)))
 
 
 def test_damaged_bytes_are_reported_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(HEADWAY.encode() + b"9,4,5,\xff\xfe\n")
     with pytest.raises(ValueError, match=r"log:\d: not UTF-8"):
-        whole(read_trace(path))
+        whole(TraceFile(path))
     rows = "".join(f"{i},{i % 977 + 1},{i % 613 + 1}\n" for i in range(20_000))
     zipped = gzip.compress(("arrival_s,input_tokens,output_tokens\n" + rows).encode())
     path.write_bytes(zipped[: len(zipped) // 2])
     with pytest.raises(ValueError, match=r"log:\d{4,}: the gzip file is not whole"):
-        whole(read_trace(path))
+        whole(TraceFile(path))
     path.write_bytes(zipped[:2000] + bytes(100) + zipped[2100:])
     with pytest.raises(ValueError, match=r"log:\d+: (the gzip file is not whole|not UTF-8)"):
-        whole(read_trace(path))
+        whole(TraceFile(path))
     with pytest.raises(ValueError, match="nowhere: cannot be read: No such file"):
-        read_trace(tmp_path / "nowhere")
+        TraceFile(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        read_trace(tmp_path)
+        TraceFile(tmp_path)
 
 
 def test_blocks_make_up_the_file(tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_blocks_make_up_the_file(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 3000, (n, 2))
     lines = [f"{10 + i / 8},{p},{o}\n" for i, (p, o) in enumerate(lengths.tolist())]
     path = write(tmp_path / "long.gz", "arrival_s,input_tokens,output_tokens\n" + "".join(lines))
-    blocks = list(read_trace(path).blocks(np.random.default_rng(0)))
+    blocks = list(TraceFile(path).blocks(np.random.default_rng(0)))
     assert [len(block.prompt) for block in blocks] == [BLOCK_REQUESTS, BLOCK_REQUESTS, 5]
-    joined = whole(read_trace(path))
+    joined = whole(TraceFile(path))
     assert joined.arrival.tolist() == (np.arange(n) / 8).tolist()
     assert np.stack([joined.prompt, joined.output], axis=1).tolist() == lengths.tolist()
-    sample = first_requests(read_trace(path), np.random.default_rng(0), BLOCK_REQUESTS + 1)
+    sample = first_requests(TraceFile(path), np.random.default_rng(0), BLOCK_REQUESTS + 1)
     assert sample.output.tolist() == lengths[: BLOCK_REQUESTS + 1, 1].tolist()
 
 
@@ -306,12 +306,15 @@ def test_phases_and_counts_go_on_across_blocks() -> None:
         ({"name": "replay"}, "replay needs the option 'recording'"),
         ({"name": "star", "requests": 0}, "star: requests must be at least 1, not 0"),
         ({"name": "star", "requests": "1e4"}, "star: requests must be a whole number, not '1e4'"),
-        ({"name": "star", "dataset": "c4"}, "star: dataset is sharegpt or alpaca, not 'c4'"),
+        ({"name": "star", "dataset": "c4"}, "star: dataset is 'sharegpt' or 'alpaca', not 'c4'"),
         ({"name": "geometric", "mean_output": 0.5}, "mean_output must be at least 1, not 0.5"),
-        ({"name": "geometric", "prompts": "zipf"}, "prompts is uniform or geometric, not 'zipf'"),
+        (
+            {"name": "geometric", "prompts": "zipf"},
+            "prompts is 'uniform' or 'geometric', not 'zipf'",
+        ),
         ({"name": "lognormal", "output_sigma": -1}, "output_sigma must be at least 0, not -1"),
-        ({"name": "burstgpt_like", "subset": "api"}, "subset is all or gpt4_conversation, not"),
-        ({"name": "mixed_classes", "scenario": "ll"}, "scenario is one of lh_hl_random, random"),
+        ({"name": "burstgpt_like", "subset": "api"}, "subset is 'all' or 'gpt4_conversation', not"),
+        ({"name": "mixed_classes", "scenario": "ll"}, "scenario is one of 'lh_hl_random', "),
         ({"name": "mixed_classes", "heavy_decode": 5}, "heavy_decode must lie above 10"),
     ],
 )
@@ -335,7 +338,7 @@ def test_drawn_arrivals_have_their_rate_and_spread(
     kind: str, cv: float, expected_cv: float
 ) -> None:
     trace = create_trace("homogeneous", requests=200_000)
-    timed = with_arrivals(trace, kind, rate=8.0, cv=cv)  # type: ignore[arg-type]
+    timed = TimedTrace(trace, kind, rate=8.0, cv=cv)  # type: ignore[arg-type]
     gaps = np.diff(whole(timed).arrival, prepend=0.0)
     assert timed.has_arrivals
     assert timed.name == "homogeneous"
@@ -350,15 +353,15 @@ def test_arrivals_change_neither_lengths_nor_order() -> None:
     trace = create_trace("star", requests=300)
     plain = whole(trace)
     for kind in ("poisson", "gamma", "revelation"):
-        timed = whole(with_arrivals(trace, kind))
+        timed = whole(TimedTrace(trace, kind))
         np.testing.assert_array_equal(timed.prompt, plain.prompt)
         np.testing.assert_array_equal(timed.output, plain.output)
 
 
 def test_a_traces_own_times_are_scaled_or_dropped(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "log", BURSTGPT))
-    assert whole(with_arrivals(trace, "trace", scale=2)).arrival.tolist() == [0, 56.5]
-    revealed = with_arrivals(trace, "revelation")
+    trace = TraceFile(write(tmp_path / "log", BURSTGPT))
+    assert whole(TimedTrace(trace, "trace", scale=2)).arrival.tolist() == [0, 56.5]
+    revealed = TimedTrace(trace, "revelation")
     assert not revealed.has_arrivals
     assert np.isnan(whole(revealed).arrival).all()
 
@@ -366,12 +369,12 @@ def test_a_traces_own_times_are_scaled_or_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrive", "message"),
     [
-        (lambda trace: with_arrivals(trace, "trace"), "star has no arrival times; take arrivals"),
-        (lambda trace: with_arrivals(trace, "poisson", rate=0), "rate must be above 0, not 0"),
-        (lambda trace: with_arrivals(trace, "gamma", cv=-1), "cv must be above 0, not -1"),
+        (lambda trace: TimedTrace(trace, "trace"), "star has no arrival times; take arrivals"),
+        (lambda trace: TimedTrace(trace, "poisson", rate=0), "rate must be above 0, not 0"),
+        (lambda trace: TimedTrace(trace, "gamma", cv=-1), "cv must be above 0, not -1"),
         (
-            lambda trace: with_arrivals(trace, "weibull"),  # type: ignore[arg-type]
-            "no arrivals 'weibull'; known: revelation",
+            lambda trace: TimedTrace(trace, "weibull"),  # type: ignore[arg-type]
+            "kind is one of 'revelation', 'trace', .* not 'weibull'",
         ),
     ],
 )
@@ -397,7 +400,7 @@ def test_real_traces_are_read_whole(name: str, requests: int, prompt: int, outpu
     path = SHARED / "traces" / name
     if not path.exists():
         pytest.skip(f"needs the shared data: no {path}")
-    block = whole(read_trace(path))
+    block = whole(TraceFile(path))
     assert len(block.prompt) == requests
     assert block.arrival[0] == 0
     assert round(block.prompt.mean()) == prompt
