@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.support.report import arguments, report
 from predictor.forecasts.forecast import PointForecast
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.learned_router.environment import RouterVectorEnvironment
-from rescheduler.learned_router.router_config import RouterConfig
+from rescheduler.papers.jain_router.environment import RouterVectorEnvironment
+from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
 from rescheduler.routing.inputs import empty_target
 from rescheduler.routing.learned.rl import learned_router

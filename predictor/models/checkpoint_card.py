@@ -108,7 +108,7 @@ Trained on the answers of {serving_model}: another model's have other lengths.
 _USE_LENGTH = """\
 from pathlib import Path
 
-from predictor.prompt_length import Prompts, load_length_predictor
+from rescheduler.papers.prompt_length import Prompts, load_length_predictor
 
 predictor = load_length_predictor(Path("this folder"))
 # texts and tasks: a list each; prompt_tokens and max_tokens: integer arrays [n]
@@ -119,7 +119,7 @@ forecast.aged(40)  # of the same requests, 40 tokens on"""
 _USE_TASK = """\
 from pathlib import Path
 
-from predictor.prompt_length import load_task_classifier
+from rescheduler.papers.prompt_length import load_task_classifier
 
 classifier = load_task_classifier(Path("this folder"))
 prompts = prompts.with_tasks(classifier.predicted(prompts))"""

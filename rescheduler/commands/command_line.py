@@ -45,19 +45,19 @@ _DATASET = {
 
 _STUDIES = {
     "scaling": (
-        "rescheduler.simulator.studies.study:scaling_study",
+        "rescheduler.papers.studies.study:scaling_study",
         "how imbalance grows with workers and batches (BF-IO's theorems)",
     ),
     "barrier-tax": (
-        "rescheduler.simulator.studies.study:barrier_tax_study",
+        "rescheduler.papers.studies.study:barrier_tax_study",
         "what routing gains under several step-time models",
     ),
     "rescheduling": (
-        "rescheduler.simulator.studies.study:rescheduling_study",
+        "rescheduler.papers.studies.study:rescheduling_study",
         "migration planners in several cases (STAR's figures)",
     ),
     "fairbatching": (
-        "rescheduler.simulator.studies.study:fairbatching_study",
+        "rescheduler.papers.studies.study:fairbatching_study",
         "requests served in time, by load (FairBatching)",
     ),
 }
@@ -71,7 +71,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
         "dataset": _Verb("", "inspect, validate, merge or export datasets", _DATASET),
         "train": _Verb("rescheduler.commands.train:train", "train a predictor with Lightning"),
         "train-length": _Verb(
-            "predictor.prompt_length.train_length:train_length",
+            "rescheduler.papers.prompt_length.train_length:train_length",
             "train predictors of answer lengths that read the prompt",
         ),
         "tune": _Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
@@ -130,7 +130,7 @@ _GROUPS: dict[str, dict[str, _Verb]] = {
             "record a predictor's forecasts of a dataset, for simulations",
         ),
         "train-router": _Verb(
-            "rescheduler.learned_router.train_router:train_routers",
+            "rescheduler.papers.jain_router.train_router:train_routers",
             "train routers by reinforcement learning, and compare them",
         ),
     },

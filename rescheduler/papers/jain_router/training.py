@@ -1,0 +1,395 @@
+"""Training a router: episodes of simulated clusters, one of three rewards, resumable."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from data_collection.atomic_file import replace_file
+from data_collection.versions import source_commit
+from rescheduler.commands.interrupts import held_interrupts
+from rescheduler.papers.jain_router.agent import AgentConfig, DoubleDQN, Episode
+from rescheduler.papers.jain_router.environment import RouterVectorEnvironment, Shaping
+from rescheduler.papers.jain_router.router_config import RouterConfig
+from rescheduler.routing.learned.rl import LearnedRouter
+from rescheduler.routing.learned.router_network import RouterCheckpoint
+from rescheduler.routing.learned.router_state import state_size
+from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulation import run
+
+__all__ = [
+    "VARIANTS",
+    "Episodes",
+    "Job",
+    "Trained",
+    "TrainingConfig",
+    "Variant",
+    "finished_training",
+    "guided",
+    "train_router",
+]
+
+Variant = Literal["baseline", "aware", "guided"]
+
+VARIANTS: tuple[Variant, ...] = ("baseline", "aware", "guided")
+"""Rewards of the paper: equation 3's first two sums; plus r_mixing; plus h, fading."""
+
+_OWN_REQUESTS = 1_000_000
+_VALIDATION_REQUESTS = 500_000
+"""First seeds of the requests of training and of validation; figures are of seeds from 0."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    r"""How long a router is trained, and how it explores.
+
+    Attributes:
+        episodes: rounds of ``simulations`` episodes.
+        simulations: clusters simulated at once, each with requests of its own.
+        exploration_episodes: in which the share of random actions falls from 1 to
+            ``least_exploration``, linearly.
+        least_exploration: share of random actions from then on (C.10.2: none after 20 episodes;
+            but without any, nothing shows any more what the other actions would do).
+        updates: of the network after each round.
+        guidance_decay: :math:`\beta_d` of guided training.
+        validation: runs by whose mean request latency the episode is chosen that is kept; so many
+            of each simulation where several are trained on, whose means' geometric mean counts.
+        seeds: trainings of each variant, with seeds 0, 1, ...
+    """
+
+    episodes: int = 30
+    simulations: int = 8
+    exploration_episodes: int = 6
+    least_exploration: float = 0.03
+    updates: int = 1200
+    guidance_decay: float = 0.5
+    validation: int = 6
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        """Refuse a training that is none."""
+        for name in ("episodes", "simulations", "updates", "validation", "seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.least_exploration <= 1:
+            raise ValueError(f"training.least_exploration is a share, not {self.least_exploration}")
+        if not self.guidance_decay > 0:
+            raise ValueError(f"training.guidance_decay must be above 0, not {self.guidance_decay}")
+
+    def exploration(self, episode: int) -> float:
+        """Return the share of random actions in an episode, counted from 0."""
+        last = max(self.exploration_episodes - 1, 1)
+        return 1.0 - (1.0 - self.least_exploration) * min(episode / last, 1.0)
+
+
+class Job(NamedTuple):
+    """One training.
+
+    Attributes:
+        configs: of the simulations: cluster, requests, forecasts. Each round of episodes has all.
+        router: the task.
+        agent: how the network learns.
+        training: how long.
+        variant: of the reward.
+        seed: of the network, of exploration and of the requests.
+        out: folder of the state to resume from, and of logs for TensorBoard.
+    """
+
+    configs: tuple[SimulationConfig, ...]
+    router: RouterConfig
+    agent: AgentConfig
+    training: TrainingConfig
+    variant: Variant
+    seed: int
+    out: Path
+
+    def saved(self) -> Path:
+        """Return the file of its state."""
+        return self.out / "training.pt"
+
+    def settings(self) -> dict[str, str]:
+        """Return all that it depends on, which is not what its router is compared with."""
+        own = [replace(config, policies="round_robin", seeds=1) for config in self.configs]
+        training = replace(self.training, seeds=1)
+        described = {
+            "simulations": own,
+            "router": self.router,
+            "agent": self.agent,
+            "training": training,
+            "reward": self.variant,
+            "seed": self.seed,
+        }
+        return {name: repr(value) for name, value in described.items()}
+
+
+class Episodes(NamedTuple):
+    """How a training gets on.
+
+    Attributes:
+        done: episodes.
+        reward: mean of a step in the last of them.
+        latency: its validation.
+    """
+
+    done: int
+    reward: float
+    latency: float
+
+    def __str__(self) -> str:
+        """Record how good the last one was."""
+        return f"reward {self.reward:.1f} a step, latency {self.latency:.1f} s"
+
+
+class Trained(NamedTuple):
+    """A trained router, and how it came about.
+
+    Attributes:
+        checkpoint: of the episode with the best validation.
+        episode: which that was, from 0.
+        rewards: mean reward of each episode.
+        latencies: validation of each episode, mean seconds from a request's arrival to its end.
+        commits: of the source, with which it was trained; several if it was interrupted.
+        seconds: that it took.
+    """
+
+    checkpoint: RouterCheckpoint
+    episode: int
+    rewards: list[float]
+    latencies: list[float]
+    commits: list[str]
+    seconds: float
+
+
+def guided(discount: float, decay: float, episode: int) -> tuple[float, float]:
+    r"""Return the discount of training and the weight of h, in an episode counted from 1.
+
+    .. math:: \lambda_k = e^{-\beta_d k}, \qquad \tilde\gamma_k = (1 - \lambda_k)\gamma, \qquad
+              \tilde r = r + (\gamma - \tilde\gamma_k) h = r + \lambda_k \gamma h
+
+    The heuristic is followed at first, over a short horizon; as :math:`\lambda_k` vanishes the task
+    becomes the original one. The paper prints :math:`\tilde\gamma_k = \lambda_k\gamma` beside
+    equation 3, which would do the reverse, and §5 the one above; equation 3 *subtracts* the term,
+    although h is at most 0, which would reward the greatest impact. Both are as in what it builds
+    on, Heuristic-Guided RL (Cheng et al. 2021), up to the name of 1 − λ.
+
+    Args:
+        discount: γ.
+        decay: β_d.
+        episode: k.
+    """
+    fading = exp(-decay * episode)
+    return (1.0 - fading) * discount, fading * discount
+
+
+def train_router(
+    job: Job, after_episode: Callable[[Episodes], None] = lambda episodes: None
+) -> Trained:
+    """Train a router, or resume an interrupted training.
+
+    Args:
+        job: the training.
+        after_episode: called with the progress after each, when its state is kept.
+
+    Raises:
+        ValueError: the folder has the state of another training, or a damaged one.
+        KeyboardInterrupt: Ctrl-C; run it again to resume after the last whole episode.
+    """
+    made = _Training(job)
+    while made.episode < job.training.episodes:
+        made.run_episode()
+        after_episode(Episodes(made.episode, made.rewards[-1], made.latencies[-1]))
+    return made.finished()
+
+
+def finished_training(job: Job) -> Trained | None:
+    """Return what a training yielded that ran to its end, or None.
+
+    Raises:
+        ValueError: the folder has the state of another training, or a damaged one.
+    """
+    if not job.saved().exists() or _state_of(job)["episode"] < job.training.episodes:
+        return None
+    return _Training(job).finished()
+
+
+class _Training:
+    def __init__(self, job: Job) -> None:
+        self.job, self.setups = job, [run_setup(config) for config in job.configs]
+        instances = job.configs[0].cluster.instances
+        n_state = state_size(instances, len(job.router.edges))
+        self.agent = DoubleDQN(n_state, instances + 1, job.agent, job.seed)
+        self.environment = RouterVectorEnvironment(
+            self.setups, job.router, job.training.simulations
+        )
+        self.generator = np.random.default_rng((job.seed, _OWN_REQUESTS))
+        self.episode = 0
+        self.rewards: list[float] = []
+        self.latencies: list[float] = []
+        self.best: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.best_episode = 0
+        self.commits: list[str] = []
+        self.seconds = 0.0
+        self._commit = source_commit()
+        job.out.mkdir(parents=True, exist_ok=True)
+        if job.saved().exists():
+            self._resume()
+
+    def run_episode(self) -> None:
+        """Train for one round of episodes, validate, and keep the state."""
+        began = time.monotonic()
+        reward = self._explore()
+        latency = self._validate()
+        self.rewards.append(reward)
+        self.latencies.append(latency)
+        if latency <= min(self.latencies):
+            self.best_episode = self.episode
+            self.best = [
+                (torch.from_numpy(weight), torch.from_numpy(bias))
+                for weight, bias in self.agent.layers()
+            ]
+        with SummaryWriter(str(self.job.out / "logs")) as log:
+            log.add_scalar("reward", reward, self.episode)
+            log.add_scalar("request_latency_s", latency, self.episode)
+            exploration = self.job.training.exploration(self.episode)
+            log.add_scalar("exploration", exploration, self.episode)
+        self.episode += 1
+        self.seconds += time.monotonic() - began
+        if self._commit not in self.commits:
+            self.commits.append(self._commit)
+        with held_interrupts():
+            self._save()
+
+    def finished(self) -> Trained:
+        """Return the best episode's router."""
+        layers = [(weight.numpy(), bias.numpy()) for weight, bias in self.best]
+        return Trained(
+            self._checkpoint(layers),
+            self.best_episode,
+            self.rewards,
+            self.latencies,
+            self.commits,
+            self.seconds,
+        )
+
+    def _explore(self) -> float:
+        environment, agent = self.environment, self.agent
+        training, variant = self.job.training, self.job.variant
+        discount = agent.config.discount
+        environment.shaping = Shaping(mixing=1.0) if variant == "aware" else Shaping()
+        if variant == "guided":
+            discount, weight = guided(discount, training.guidance_decay, self.episode + 1)
+            environment.shaping = Shaping(guidance=weight)
+        exploration = training.exploration(self.episode)
+        first = _OWN_REQUESTS * (1 + self.job.seed) + self.episode * training.simulations
+        episodes = _play(environment, agent, exploration, self.generator, first)
+        for episode in episodes:
+            agent.remember(episode, discount)
+        for _ in range(training.updates):
+            agent.learn(self.episode / training.episodes)
+        return float(np.concatenate([episode.rewards for episode in episodes]).mean())
+
+    def _validate(self) -> float:
+        """Return the geometric mean, over the configurations, of mean request latencies."""
+        policy = LearnedRouter(self._checkpoint(self.agent.layers()))
+        latencies = []
+        for setup in self.setups:
+            runs = [
+                run(setup, policy, _VALIDATION_REQUESTS + i).requests
+                for i in range(self.job.training.validation)
+            ]
+            latencies.append(np.mean([(each.end - each.arrival).mean() for each in runs]))
+        return float(np.exp(np.mean(np.log(latencies))))
+
+    def _checkpoint(self, layers: Sequence[tuple[Any, Any]]) -> RouterCheckpoint:
+        cluster, router = self.job.configs[0].cluster, self.job.router
+        return RouterCheckpoint(
+            variant=self.job.variant,
+            n_instances=cluster.instances,
+            edges=router.edges,
+            interval=router.interval,
+            scales=router.scales(cluster.slots),
+            layers=layers,
+        )
+
+    def _save(self) -> None:
+        state = {
+            "what": self.job.settings(),
+            "episode": self.episode,
+            "rewards": self.rewards,
+            "latencies": self.latencies,
+            "best": self.best,
+            "best_episode": self.best_episode,
+            "commits": self.commits,
+            "seconds": self.seconds,
+            "exploring": self.generator.bit_generator.state,
+            "agent": self.agent.state_dict(),
+        }
+        with replace_file(self.job.saved()) as temporary:
+            torch.save(state, temporary)
+
+    def _resume(self) -> None:
+        state = _state_of(self.job)
+        self.episode = state["episode"]
+        self.rewards, self.latencies = state["rewards"], state["latencies"]
+        self.best, self.best_episode = state["best"], state["best_episode"]
+        self.commits, self.seconds = state["commits"], state["seconds"]
+        self.generator.bit_generator.state = state["exploring"]
+        self.agent.load_state_dict(state["agent"])
+
+
+def _state_of(job: Job) -> dict[str, Any]:
+    saved = job.saved()
+    try:
+        state: dict[str, Any] = torch.load(saved, weights_only=True)
+        other = [name for name, value in job.settings().items() if state["what"][name] != value]
+    except (RuntimeError, EOFError, UnpicklingError, KeyError, TypeError) as error:
+        raise ValueError(f"{saved}: damaged; remove it to train anew ({error})") from error
+    if other:
+        raise ValueError(
+            f"{saved}: of a training with other settings ({', '.join(other)}); "
+            "choose another folder"
+        )
+    return state
+
+
+def _play(
+    environment: RouterVectorEnvironment,
+    agent: DoubleDQN,
+    exploration: float,
+    generator: np.random.Generator,
+    first: int,
+) -> list[Episode]:
+    """Return an episode of each simulation; ``first`` is the seed of the first one's requests."""
+    observed, info = environment.reset(seed=first)
+    states, actions, rewards, routable = [observed], [], [], []
+    work = [info["work"]]
+    n_steps = np.zeros(environment.num_envs, dtype=np.int64)
+    ended = np.zeros(environment.num_envs, dtype=np.bool_)
+    cut = ended
+    while not (ended | cut).all():
+        n_steps += ~(ended | cut)
+        routable.append(info["routable"])
+        actions.append(agent.act(observed, exploration, generator))
+        observed, reward, ended, cut, info = environment.step(actions[-1])
+        states.append(observed)
+        rewards.append(reward)
+        work.append(info["work"])
+    return [
+        Episode(
+            np.array([state[b] for state in states[: n + 1]]),
+            np.array([action[b] for action in actions[:n]]),
+            np.array([reward[b] for reward in rewards[:n]]),
+            np.array([flag[b] for flag in routable[:n]]),
+            np.array([left[b] for left in work[: n + 1]]),
+            bool(ended[b]),
+        )
+        for b, n in enumerate(n_steps)
+    ]

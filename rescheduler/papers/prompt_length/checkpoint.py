@@ -1,0 +1,149 @@
+"""Checkpoints of what classifies prompts: a folder with configuration, weights and a card."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+from safetensors.numpy import save as numpy_bytes
+
+from data_collection.atomic_file import replace_file, write_text_atomically
+from predictor.models.checkpoint import WEIGHTS, read_config
+from predictor.models.checkpoint_card import prompt_card
+from predictor.models.hidden_state_mlp import CheckpointError
+from rescheduler.papers.prompt_length.buckets import BucketCurve, LengthBuckets
+from rescheduler.papers.prompt_length.encoder import EncoderClassifier
+from rescheduler.papers.prompt_length.forest import LengthForest
+from rescheduler.papers.prompt_length.predictor import LengthPredictor, PromptClassifier
+
+__all__ = [
+    "load_length_predictor",
+    "load_task_classifier",
+    "save_length_predictor",
+    "save_task_classifier",
+]
+
+_LENGTH, _TASK = "prompt_length", "prompt_task"
+
+
+def save_length_predictor(predictor: LengthPredictor, folder: Path) -> None:
+    """Write a length predictor; ``config.json`` comes last, so a whole checkpoint has it."""
+    curve = predictor.curve
+    described = {
+        "kind": _LENGTH,
+        "serving_model": predictor.serving_model,
+        "curve": {**asdict(curve), "buckets": list(curve.buckets.edges)},
+    }
+    _save(predictor.classifier, described, predictor.provenance, folder)
+
+
+def save_task_classifier(
+    classifier: EncoderClassifier, serving_model: str, provenance: Mapping[str, Any], folder: Path
+) -> None:
+    """Write a classifier of tasks likewise."""
+    described = {"kind": _TASK, "serving_model": serving_model, "curve": None}
+    _save(classifier, described, provenance, folder)
+
+
+def load_length_predictor(folder: Path) -> LengthPredictor:
+    """Load a length predictor, ready to forecast.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
+    """
+    config = read_config(folder)
+    classifier = _load(folder, config, _LENGTH)
+    try:
+        curve = dict(config["curve"])
+        buckets = LengthBuckets(tuple(curve.pop("buckets")))
+        return LengthPredictor(
+            classifier,
+            BucketCurve(buckets, **curve),
+            config["serving_model"],
+            config["provenance"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}/config.json: no length predictor: {error!r}") from error
+
+
+def load_task_classifier(folder: Path) -> EncoderClassifier:
+    """Load a classifier of tasks.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
+    """
+    classifier = _load(folder, read_config(folder), _TASK)
+    assert isinstance(classifier, EncoderClassifier)  # as all that `save_task_classifier` takes
+    return classifier
+
+
+def _save(
+    classifier: PromptClassifier,
+    described: dict[str, Any],
+    provenance: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    from safetensors.torch import save as torch_bytes
+
+    config = {**described, "labels": classifier.labels, "tasks": classifier.tasks}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)  # only a whole checkpoint has one
+    if isinstance(classifier, LengthForest):
+        config["classifier"] = "forest"
+        weights = numpy_bytes(classifier.nodes)
+    elif isinstance(classifier, EncoderClassifier):
+        config["classifier"] = "encoder"
+        config["hinted"] = classifier.hinted
+        config["max_tokens"] = classifier.max_tokens
+        config["dropout"] = classifier.dropout.p
+        encoder = folder / "encoder"
+        encoder.mkdir(exist_ok=True)
+        classifier.backbone.config.to_json_file(encoder / "config.json")
+        classifier.tokenizer.save_pretrained(encoder)
+        own = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
+        weights = torch_bytes(own)
+    else:
+        raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
+    with replace_file(folder / WEIGHTS) as temporary:
+        temporary.write_bytes(weights)
+    config["provenance"] = dict(provenance)
+    write_text_atomically(folder / "README.md", prompt_card(config))
+    write_text_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier | LengthForest:
+    if config.get("kind") != kind:
+        raise CheckpointError(
+            f"{folder}: config.json says kind {config.get('kind')!r}, wanted {kind!r}"
+        )
+    try:
+        if config["classifier"] == "forest":
+            return _load_forest(folder, config)
+        return _load_encoder(folder, config)
+    except Exception as error:  # safetensors, torch and transformers each raise their own
+        raise CheckpointError(f"{folder}: cannot be loaded: {error!r}") from error
+
+
+def _load_forest(folder: Path, config: dict[str, Any]) -> LengthForest:
+    return LengthForest(config["labels"], config["tasks"], load_file(folder / WEIGHTS))
+
+
+def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
+    from safetensors.torch import load_model
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    encoder = folder / "encoder"
+    auto: Any = AutoModel
+    classifier = EncoderClassifier(
+        auto.from_config(AutoConfig.from_pretrained(encoder)),
+        AutoTokenizer.from_pretrained(encoder),
+        config["labels"],
+        config["tasks"],
+        config["hinted"],
+        config["max_tokens"],
+        config["dropout"],
+    )
+    load_model(classifier, str(folder / WEIGHTS), strict=True)
+    return classifier.eval()
