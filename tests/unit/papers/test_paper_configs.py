@@ -25,7 +25,7 @@ from rescheduler.simulator.workloads.burstgpt_sample import BurstGPTSample
 from rescheduler.simulator.workloads.length_generators import LognormalLengths
 
 ROOT = Path(__file__).parents[3]
-TABLES = ("bfio_table1", "bfio_release_g8", "mixed_workloads")
+TABLES = ("bfio_table1", "mixed_workloads")
 STUDIES = ("bfio_theory", "barrier_tax", "barrier_tax_points")
 
 
