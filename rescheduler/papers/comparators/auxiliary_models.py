@@ -6,13 +6,17 @@ import torch
 
 from data_collection.models import resolve_model
 from rescheduler.papers.comparators.text_regressor import FineTuning, TextNetwork, TextRegressor
-from rescheduler.papers.text_models.text_backbone import (
+from rescheduler.papers.text_models.fine_tuning import (
     mean_state,
     minilm_folder,
     train_last_layers,
 )
 
 __all__ = ["AuxiliaryCausalLM", "AuxiliaryEncoder"]
+
+_ENCODER: dict[str, Any] = {"max_rows": 4000, "max_validation_rows": 500, "learning_rate": 5e-5}
+_CAUSAL_LM: dict[str, Any] = {"max_rows": 1500, "max_validation_rows": 200, "learning_rate": 1e-4}
+"""How each is fine-tuned where its options do not say otherwise."""
 
 _PAPER_LIMIT = 1024
 """Tokens that STAR §4.3 gives its opt-125m."""
@@ -82,10 +86,7 @@ class AuxiliaryEncoder(TextRegressor):
             AutoTokenizer.from_pretrained(folder),
             serving_model,
             max_tokens,
-            FineTuning(
-                **{"max_rows": 4000, "max_validation_rows": 500, "learning_rate": 5e-5}
-                | fine_tuning
-            ),
+            FineTuning(**_ENCODER | fine_tuning),
         )
 
 
@@ -138,8 +139,5 @@ class AuxiliaryCausalLM(TextRegressor):
             tokenizer,
             serving_model,
             max_tokens,
-            FineTuning(
-                **{"max_rows": 1500, "max_validation_rows": 200, "learning_rate": 1e-4}
-                | fine_tuning
-            ),
+            FineTuning(**_CAUSAL_LM | fine_tuning),
         )

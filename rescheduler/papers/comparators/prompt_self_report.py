@@ -1,6 +1,5 @@
 """Perception in Advance: the serving model is asked how long its answer will be."""
 
-import logging
 import re
 from functools import cached_property
 from typing import Any
@@ -16,8 +15,6 @@ from predictor.training.row_table import RowTable
 from rescheduler.papers.comparators.text_regressor import row_token_ids, serving_model_folder
 
 __all__ = ["PromptSelfReport", "parse_length"]
-
-logger = logging.getLogger("headway.comparators")
 
 QUESTION = (
     "Before responding to the above instruction, you have to predict the length of your "
@@ -57,8 +54,7 @@ class PromptSelfReport:
         self, serving_model: str = "smollm2", batch_size: int = 8, max_new_tokens: int = 16
     ) -> None:
         self._serving_model = serving_model
-        self._batch_size = batch_size
-        self._max_new_tokens = max_new_tokens
+        self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
         self._fallback: float | None = None
         self._said: dict[int, int | None] = {}
 
@@ -112,8 +108,7 @@ class PromptSelfReport:
         said = [self._said[int(request)] for request in rows.request]
         length = np.array([fallback if number is None else float(number) for number in said])
         remaining = np.minimum(length, rows.max_tokens) - rows.generated_tokens
-        predicted: npt.NDArray[np.float32] = np.maximum(remaining, 0).astype(np.float32)
-        return predicted
+        return np.maximum(remaining, 0).astype(np.float32)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -191,4 +186,3 @@ class PromptSelfReport:
             )
             for row, answer in zip(batch, answers, strict=True):
                 self._said[int(rows.request[row])] = parse_length(answer)
-        logger.info("%s: %d of %d answers had a number", self.name, self.parsed, self.asked)

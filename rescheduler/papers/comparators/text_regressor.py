@@ -61,13 +61,10 @@ class FineTuning:
 
 
 class TextNetwork(nn.Module):
-    """An auxiliary model with a linear head; subclasses say which state the head reads.
+    """A Hugging Face model with a linear head; subclasses say which state the head reads.
 
     ``forward`` takes ``input_ids`` and ``attention_mask``, [batch, length], and returns the
     remaining length over the scale, [batch].
-
-    Args:
-        backbone: a Hugging Face model without a head.
     """
 
     def __init__(self, backbone: Any) -> None:
@@ -93,7 +90,7 @@ class TextRegressor:
         serving_model: ``smollm2``, a Hugging Face id or a folder; the model that was served,
             for the text of recorded token ids.
         max_tokens: tokens of the text that are read.
-        fine_tuning: how to train.
+        settings: how to train.
 
     Attributes:
         training_seconds: wall time of the last ``fit``.
@@ -109,17 +106,15 @@ class TextRegressor:
         tokenizer: Any,
         serving_model: str,
         max_tokens: int,
-        fine_tuning: FineTuning,
+        settings: FineTuning,
     ) -> None:
         self.training_seconds = 0.0
         self.training_loss: list[float] = []
         self.validation_mae: list[float] = []
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._network: TextNetwork = network.to(self._device)
-        self._tokenizer = tokenizer
-        self._serving_model = serving_model
-        self._max_tokens = max_tokens
-        self._fine_tuning = fine_tuning
+        self._tokenizer, self._serving_model = tokenizer, serving_model
+        self._max_tokens, self._settings = max_tokens, settings
         self._scale: float | None = None
 
     @property
@@ -130,9 +125,8 @@ class TextRegressor:
     @property
     def notes(self) -> list[str]:
         """On how much it trained, and how much text it reads."""
-        settings = self._fine_tuning
         return [
-            f"{self.name}: fine-tuned on at most {settings.max_rows} training rows for "
+            f"{self.name}: fine-tuned on at most {self._settings.max_rows} training rows for "
             f"{len(self.validation_mae)} passes ({self.training_seconds:.0f} s), reads the first "
             f"{self._max_tokens} tokens of prompt and answer"
         ]
@@ -147,7 +141,7 @@ class TextRegressor:
                 the two tables has no request that ran to its end.
         """
         started = time.monotonic()
-        settings = self._fine_tuning
+        settings = self._settings
         order = np.random.default_rng(settings.seed)
         train = self._subsample("training", train, settings.max_rows, order)
         validation = self._subsample("validation", validation, settings.max_validation_rows, order)
@@ -185,8 +179,8 @@ class TextRegressor:
             RuntimeError: ``fit`` was not called.
             ValueError: token ids were not recorded, or the rows are of another model.
         """
-        fitted(self._scale, self.name)
-        return self._predict(self._inputs(rows))
+        scale = fitted(self._scale, self.name)
+        return self._predict(self._inputs(rows), scale)
 
     def _subsample(
         self, part: str, rows: RowTable, limit: int, order: np.random.Generator
@@ -214,22 +208,18 @@ class TextRegressor:
         return list(encoded["input_ids"])
 
     @torch.inference_mode()
-    def _predict(self, inputs: list[list[int]]) -> npt.NDArray[np.float32]:
+    def _predict(self, inputs: list[list[int]], scale: float) -> npt.NDArray[np.float32]:
         self._network.eval()
         distinct = sorted({tuple(ids) for ids in inputs}, key=len)
         place = {ids: i for i, ids in enumerate(distinct)}
         outputs = np.empty(len(distinct), dtype=np.float32)
         texts = LabelledTexts(distinct, np.arange(len(distinct)))
-        batches = text_batches(texts, self._fine_tuning.batch_size, self._tokenizer.pad_token_id)
+        batches = text_batches(texts, self._settings.batch_size, self._tokenizer.pad_token_id)
         for batch in tqdm(batches, desc=self.name, disable=None):
-            predicted = self._network(
-                batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
-            )
-            outputs[batch.labels.numpy()] = predicted.cpu().numpy()
-        tokens = np.maximum(outputs * np.float32(fitted(self._scale, self.name)), 0)
-        row = np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)
-        found: npt.NDArray[np.float32] = tokens[row]
-        return found
+            read = batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
+            outputs[batch.labels.numpy()] = self._network(*read).cpu().numpy()
+        tokens: npt.NDArray[np.float32] = np.maximum(outputs * np.float32(scale), 0)
+        return tokens[np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)]
 
 
 class _RegressorTraining(FineTunedModule):
@@ -239,9 +229,7 @@ class _RegressorTraining(FineTunedModule):
 
     def __init__(self, network: TextNetwork, scale: float, learning_rate: float) -> None:
         super().__init__()
-        self.network = network
-        self._scale = scale
-        self._learning_rate = learning_rate
+        self.network, self._scale, self._learning_rate = network, scale, learning_rate
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         learning = [weights for weights in self.network.parameters() if weights.requires_grad]
@@ -261,10 +249,7 @@ class _RegressorTraining(FineTunedModule):
 
 
 def row_token_ids(rows: RowTable, i: int) -> tuple[list[int], list[int]]:
-    """Return what the serving model had before it when row i was captured.
-
-    Returns:
-        The prompt's token ids, and those of the n tokens generated so far.
+    """Return the token ids of row i's prompt, and those of the n tokens generated so far.
 
     Raises:
         ValueError: the dataset was recorded without token ids.
@@ -282,10 +267,6 @@ def row_token_ids(rows: RowTable, i: int) -> tuple[list[int], list[int]]:
 
 def serving_model_folder(serving_model: str, session: Session) -> str:
     """Return what transformers loads for the model that the rows were recorded from.
-
-    Args:
-        serving_model: ``smollm2``, a Hugging Face id or a folder.
-        session: how the rows were recorded.
 
     Raises:
         ValueError: it is another model, whose tokens would spell another text.

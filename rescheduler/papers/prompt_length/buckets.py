@@ -1,6 +1,5 @@
 """Ranges of an answer's length, and the survival curve that their probabilities stand for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -15,7 +14,6 @@ __all__ = ["BucketCurve", "BucketOptions", "LengthBuckets", "Shape"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
 Shape = Literal["linear", "geometric"]
 
 _POINTS = 12
@@ -47,30 +45,6 @@ class LengthBuckets:
         if any(after <= before for before, after in pairwise(edges)):
             raise ValueError(f"length buckets must ascend, {list(edges)} do not")
 
-    @classmethod
-    def equal(cls, width: int, until: int) -> "LengthBuckets":
-        """Return buckets of one width, and an open one from the first edge at ``until`` on."""
-        if width < 2 or until < width:
-            raise ValueError(f"no buckets of {width} tokens until {until}")
-        return cls(tuple(range(0, until + width, width)))
-
-    @classmethod
-    def by_completion_time(
-        cls, seconds: Sequence[float], tokens_per_second: float
-    ) -> "LengthBuckets":
-        """Return the buckets of answers that end within so many seconds (Jain et al. §4.1).
-
-        The paper: within 0.5 and 2 s at 500 tokens a second, 250 and 1000 tokens. (Its third
-        bucket ends at 4 s, which would be 2000 tokens, and is printed as 4000.)
-
-        Args:
-            seconds: ascending, without 0; the last bucket is open.
-            tokens_per_second: that one request gets, 1/(a + b + c·context) of a profile.
-        """
-        if not 0 < tokens_per_second < np.inf:
-            raise ValueError(f"tokens per second must be positive, not {tokens_per_second}")
-        return cls((0, *(round(end * tokens_per_second) for end in seconds)))
-
     def __len__(self) -> int:
         """Return the number of buckets, the open one included."""
         return len(self.edges)
@@ -100,9 +74,11 @@ class BucketOptions:
     Attributes:
         edges: where each bucket after the first begins, in tokens.
         width: or: tokens in each bucket,
-        until: up to so many.
-        seconds: or: completion times,
-        tokens_per_second: at so many tokens a second.
+        until: up to so many, from where on the last one is open.
+        seconds: or: completion times, ascending; the paper's (§4.1) are 0.5 and 2 s,
+        tokens_per_second: at so many tokens a second, 1/(a + b + c·context) of a profile; 500 in
+            the paper, 250 and 1000 tokens. (Its third bucket ends at 4 s, which would be 2000
+            tokens, and is printed as 4000.)
     """
 
     edges: tuple[int, ...] | None = None
@@ -117,14 +93,18 @@ class BucketOptions:
         Raises:
             ValueError: not exactly one way is given, or it gives no buckets.
         """
-        given = {name for name, value in vars(self).items() if value is not None}
-        if self.edges is not None and given == {"edges"}:
-            return LengthBuckets((0, *self.edges))
-        if self.width is not None and self.until is not None and given == {"width", "until"}:
-            return LengthBuckets.equal(self.width, self.until)
-        by_time = given == {"seconds", "tokens_per_second"}
-        if self.seconds is not None and self.tokens_per_second is not None and by_time:
-            return LengthBuckets.by_completion_time(self.seconds, self.tokens_per_second)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        match given:
+            case {"edges": edges} if len(given) == 1:
+                return LengthBuckets((0, *edges))
+            case {"width": width, "until": until} if len(given) == 2:
+                if width < 2 or until < width:
+                    raise ValueError(f"no buckets of {width} tokens until {until}")
+                return LengthBuckets(tuple(range(0, until + width, width)))
+            case {"seconds": seconds, "tokens_per_second": rate} if len(given) == 2:
+                if not 0 < rate < np.inf:
+                    raise ValueError(f"tokens per second must be positive, not {rate}")
+                return LengthBuckets((0, *(round(end * rate) for end in seconds)))
         raise ValueError(
             "buckets are given by edges, by width and until, or by seconds and tokens_per_second"
         )
@@ -182,16 +162,9 @@ class BucketCurve:
 
         .. math:: \tau = \frac{1}{d} \sum_{i : L_i \ge e_K} (L_i + 1 - e_K)
 
-        with d of these requests ended by themselves: those that their ``max_tokens`` cut count
-        in the sum only. Where none is known to have ended there, one is taken to have; where
-        none got there, τ is :math:`e_K`.
-
-        Args:
-            buckets: of lengths.
-            total_tokens: [n] tokens that training requests generated.
-            cut: [n] whether they were cut then.
-            limit: see the class.
-            shape: see the class.
+        over training requests, of which [n] ``total_tokens`` came and ``cut`` says whether their
+        ``max_tokens`` ended them; d ended by themselves. Where none is known to have ended there,
+        one is taken to have; where none got there, τ is :math:`e_K`.
         """
         start = buckets.edges[-1]
         inside = np.asarray(total_tokens) >= start

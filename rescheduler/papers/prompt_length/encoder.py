@@ -15,34 +15,22 @@ from torch import nn
 
 from data_collection.models import resolve_model
 from rescheduler.papers.prompt_length.prompt_table import Prompts
-from rescheduler.papers.text_models.fine_tuning import FineTunedModule, Precision, fine_tune
-from rescheduler.papers.text_models.text_backbone import (
+from rescheduler.papers.text_models.fine_tuning import (
+    FineTunedModule,
+    Precision,
+    fine_tune,
     mean_state,
     minilm_folder,
     train_last_layers,
 )
 from rescheduler.papers.text_models.text_batches import LabelledTexts, TextBatch, text_batches
 
-__all__ = [
-    "EncoderClassifier",
-    "EncoderOptions",
-    "EncoderTraining",
-    "task_hint",
-    "train_classifier",
-]
-
-FloatArray = npt.NDArray[np.float64]
+__all__ = ["EncoderClassifier", "EncoderOptions", "train_classifier"]
 
 _BATCH = 32
+_VALIDATION_BATCH = 64
 _HEAD_RATE = 10.0
 """How much faster the new linear layer learns than the encoder."""
-
-_VALIDATION_BATCH = 64
-
-
-def task_hint(task: str) -> str:
-    """Return the sentence that the paper appends to a prompt (Jain et al. 2025, C.5.2)."""
-    return f"This is a {task} task"
 
 
 class EncoderClassifier(nn.Module):
@@ -51,8 +39,8 @@ class EncoderClassifier(nn.Module):
     .. math:: p = \operatorname{softmax}\Big(W \cdot \frac{1}{T} \sum_{t \le T} f(x)_t + b\Big)
 
     The paper (§4.1, C.7, C.8) fine-tunes DistilBERT; any encoder of Hugging Face will do. A long
-    prompt keeps its beginning. The hint is a second text after the encoder's separator, so that
-    it is never what is cut.
+    prompt keeps its beginning. The hint, "This is a QnA task" (C.5.2), is a second text after the
+    encoder's separator, so that it is never what is cut.
 
     Args:
         backbone: a Hugging Face encoder without a head.
@@ -83,34 +71,19 @@ class EncoderClassifier(nn.Module):
             raise ValueError(f"the encoder reads 32 to {positions} tokens, not {max_tokens}")
         if len(labels) < 2:
             raise ValueError(f"nothing to classify: the only label is {', '.join(labels)!r}")
-        self.backbone = backbone
-        self.tokenizer = tokenizer
-        self.labels = tuple(labels)
-        self.tasks = tuple(tasks)
-        self.hinted = hinted
-        self.max_tokens = max_tokens
+        self.backbone, self.tokenizer = backbone, tokenizer
+        self.labels, self.tasks = tuple(labels), tuple(tasks)
+        self.hinted, self.max_tokens = hinted, max_tokens
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(backbone.config.hidden_size, len(labels))
 
     @classmethod
-    def pretrained(
-        cls,
-        encoder: str,
-        labels: Sequence[str],
-        tasks: Sequence[str],
-        hinted: bool,
-        max_tokens: int,
-        dropout: float,
-    ) -> "EncoderClassifier":
+    def pretrained(cls, encoder: str, *settings: Any) -> "EncoderClassifier":
         """Return an untrained classifier on a pre-trained encoder.
 
         Args:
             encoder: ``minilm``, a Hugging Face id, or a folder.
-            labels: see the class.
-            tasks: see the class.
-            hinted: see the class.
-            max_tokens: see the class.
-            dropout: see the class.
+            settings: labels, tasks, hinted, max_tokens, dropout, as the class has them.
 
         Raises:
             ValueError: the encoder cannot be found or loaded.
@@ -124,7 +97,7 @@ class EncoderClassifier(nn.Module):
         except OSError as error:  # neither cached nor within reach
             reason = str(error).partition("\n")[0]
             raise ValueError(f"encoder {encoder!r} cannot be loaded: {reason}") from error
-        return cls(backbone, tokenizer, labels, tasks, hinted, max_tokens, dropout)
+        return cls(backbone, tokenizer, *settings)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return logits, [n, n_labels], for padded tokens [n, length]."""
@@ -138,24 +111,21 @@ class EncoderClassifier(nn.Module):
         Raises:
             ValueError: a task is none of those that were trained on.
         """
-        texts = list(prompts.text)
-        if not self.hinted:
-            encoded = self.tokenizer(texts, truncation=True, max_length=self.max_tokens)
-        else:
+        cut: dict[str, Any] = {"truncation": True, "max_length": self.max_tokens}
+        texts = [list(prompts.text)]
+        if self.hinted:
             for task in prompts.task:
                 if task not in self.tasks:
                     raise ValueError(
                         f"no request of the task {task!r} was trained on; known: "
                         f"{', '.join(self.tasks)}. Predict the task, or leave the hint out"
                     )
-            hints = [task_hint(task) for task in prompts.task]
-            encoded = self.tokenizer(
-                texts, hints, truncation="only_first", max_length=self.max_tokens
-            )
-        return [list(ids) for ids in encoded["input_ids"]]
+            texts.append([f"This is a {task} task" for task in prompts.task])
+            cut["truncation"] = "only_first"
+        return [list(ids) for ids in self.tokenizer(*texts, **cut)["input_ids"]]
 
     @torch.inference_mode()
-    def probabilities(self, prompts: Prompts) -> FloatArray:
+    def probabilities(self, prompts: Prompts) -> npt.NDArray[np.float64]:
         """Return P(label) of each prompt, [n, n_labels].
 
         Raises:
@@ -164,9 +134,8 @@ class EncoderClassifier(nn.Module):
         self.eval()
         ids = self.token_ids(prompts)
         found = np.empty((len(ids), len(self.labels)))
-        place = np.arange(len(ids))
         device = self.head.weight.device
-        texts = LabelledTexts(ids, place)  # each batch records whose rows it has
+        texts = LabelledTexts(ids, np.arange(len(ids)))  # each batch records whose rows it has
         for batch in text_batches(texts, _BATCH, self.tokenizer.pad_token_id):
             logits = self(batch.input_ids.to(device), batch.attention_mask.to(device))
             found[batch.labels.numpy()] = logits.double().softmax(dim=1).cpu().numpy()
@@ -212,20 +181,14 @@ class EncoderOptions:
             raise ValueError("epochs, patience, batch_size and learning_rate must be positive")
 
 
-class EncoderTraining(FineTunedModule):
-    r"""Minimise the cross-entropy of the labels, :math:`-\frac{1}{N} \sum_i \log p_{i, y_i}`.
-
-    Args:
-        classifier: to train.
-        options: how.
-    """
+class _EncoderTraining(FineTunedModule):
+    r"""Minimise the cross-entropy of the labels, :math:`-\frac{1}{N} \sum_i \log p_{i, y_i}`."""
 
     monitor = "val_loss"
 
     def __init__(self, classifier: EncoderClassifier, options: EncoderOptions) -> None:
         super().__init__()
-        self.classifier = classifier
-        self.options = options
+        self.classifier, self.options = classifier, options
         if options.train_layers is not None:
             train_last_layers(classifier.backbone, options.train_layers)
 
@@ -237,20 +200,15 @@ class EncoderTraining(FineTunedModule):
         optimizer = torch.optim.AdamW([{"params": learning, "lr": rate}, head])
         steps = max(1, int(self.trainer.estimated_stepping_batches))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
-        """Return the mean loss of a batch."""
         loss = self._loss(batch)
         n = len(batch.labels)
         self.log("train_loss", loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=n)
         return loss
 
     def validation_step(self, batch: TextBatch, batch_index: int) -> None:
-        """Log the loss that chooses the best pass."""
         self.log(self.monitor, self._loss(batch), prog_bar=True, batch_size=len(batch.labels))
 
     def _loss(self, batch: TextBatch) -> torch.Tensor:
@@ -266,22 +224,16 @@ def train_classifier(
     folder: Path,
     seed: int,
 ) -> dict[str, Any]:
-    """Train a classifier and leave it with the weights of the best pass.
+    """Train a classifier and leave it with the weights of the best pass by ``validation``.
 
-    Args:
-        classifier: to train.
-        train: what it learns from.
-        validation: what chooses the pass.
-        options: how.
-        folder: for logs.
-        seed: of the dropout and the order of batches.
+    Logs go to ``folder``; ``seed`` is of the dropout and the order of batches.
 
     Returns:
         What the checkpoint's card reports: passes, seconds, validation loss.
     """
     started = time.monotonic()
     L.seed_everything(seed, verbose=False)
-    training = EncoderTraining(classifier, options)
+    training = _EncoderTraining(classifier, options)
     padding = classifier.tokenizer.pad_token_id
     loss = fine_tune(
         training,

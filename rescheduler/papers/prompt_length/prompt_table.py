@@ -16,7 +16,6 @@ from predictor.training.row_table import RowTable, load_rows
 
 __all__ = ["AnsweredPrompts", "PromptSplit", "Prompts", "load_answered_prompts"]
 
-BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -47,15 +46,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompts:
-    """Requests of a dataset that ran to their end, each with the row of its prefill.
+    """Requests of a dataset that ran to their end, each with the row of its prefill, [n].
 
     One that ended at its ``max_tokens`` counts with the tokens that came: those are what a
     scheduler would have wanted to know, and every forecast knows the cap. Those cut otherwise
     are left out.
-
-    Attributes:
-        prompts: what was asked.
-        rows: [n] the row of each at n = 0: hidden state and what came.
     """
 
     prompts: Prompts
@@ -71,7 +66,7 @@ class AnsweredPrompts:
         return self.rows.remaining_tokens
 
     @property
-    def cut(self) -> BoolArray:
+    def cut(self) -> npt.NDArray[np.bool_]:
         """Whether its ``max_tokens`` ended it, [n]."""
         return self.rows.censored
 
@@ -98,6 +93,11 @@ class PromptSplit:
     training_rows: int
     unmatched: int
     left_out: int
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of all requests, in order."""
+        return tuple(sorted({t for part in self.parts.values() for t in part.prompts.task}))
 
 
 def load_answered_prompts(
@@ -141,15 +141,13 @@ def load_answered_prompts(
             raise ValueError(f"{dataset}: the {part} part has no answered prompt of {prompts}")
         of_prompt = [asked[names[i]] for i in here.request]
         tasks = [prompt.task or "other" for prompt in of_prompt]
-        parts[part] = AnsweredPrompts(
-            Prompts(
-                ["\n".join(m["content"] for m in prompt.messages) for prompt in of_prompt],
-                [task_names.get(task, task.replace("_", " ")) for task in tasks],
-                here.prompt_tokens,
-                here.generated_tokens + here.tokens_left(),
-            ),
-            here,
+        answered = Prompts(
+            ["\n".join(m["content"] for m in prompt.messages) for prompt in of_prompt],
+            [task_names.get(task, task.replace("_", " ")) for task in tasks],
+            here.prompt_tokens,
+            here.generated_tokens + here.tokens_left(),
         )
+        parts[part] = AnsweredPrompts(answered, here)
     return PromptSplit(
         parts,
         training_rows=int(np.isin(table.request, split["train"]).sum()),

@@ -30,10 +30,8 @@ class LengthScores:
         log_loss: mean of −log P(true bucket), nats.
         mae: of the curve's median, tokens.
         crps: see `crps`, tokens.
-        ibs: integrated Brier score.
-        concordance: share of comparable pairs of requests in the right order.
-        auc_within: of "ends within h tokens", by h; None where only one kind occurs.
-        coverage: share of ends inside the central interval, by its percentage; None for points.
+
+    The others are those of `SurvivalScores`.
     """
 
     accuracy: float
@@ -51,14 +49,7 @@ class LengthScores:
 def length_scores(
     buckets: LengthBuckets, probabilities: FloatArray, forecast: Forecast, test: AnsweredPrompts
 ) -> LengthScores:
-    """Return every measure of a method.
-
-    Args:
-        buckets: of lengths.
-        probabilities: [n, n_buckets] of the test requests.
-        forecast: of the same, capped.
-        test: what was asked and what came.
-    """
+    """Return every measure of a method by its [n, n_buckets] probabilities and capped forecast."""
     truth, predicted = buckets.of(test.total_tokens), probabilities.argmax(axis=1)
     survival = survival_scores(forecast, test.outcomes)
     true_share = probabilities[np.arange(len(truth)), truth]

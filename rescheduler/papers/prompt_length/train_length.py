@@ -1,7 +1,8 @@
 """`headway train-length`: predict answers' lengths from prompts, beside the hidden state."""
 
-from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from data_collection.versions import machine, source_commit, versions
 from predictor.models.checkpoint import load_predictor
@@ -79,25 +80,20 @@ def train_length(
     print(f"{dataset}: {', '.join(f'{n} {name}' for name, n in counts.items())} requests")
     notes = _notes(split, predictor)
     options = StudyOptions(encoder, forest, shape, limit, seed)
+    torch.manual_seed(seed)  # the first classifier is drawn before its training seeds anything
     study = LengthStudy(split, chosen, described, options, out)
     tasks, predicted_tasks = study.tasks() or (None, None)
     scores = {scheme: study.lengths(scheme, predicted_tasks, predictor) for scheme in chosen}
-    results = LengthResults(
-        test=split.parts["test"],
-        buckets=chosen,
-        scores=scores,
-        tasks=tasks,
-        notes=notes,
-        provenance={
-            "model": split.parts["test"].rows.session.model,
-            **described,
-            "encoder": encoder.model,
-            "commit": source_commit(),
-            "machine": machine(),
-            "versions": versions(),
-        },
-    )
-    write_results(results, out)
+    provenance = {
+        "model": split.parts["test"].rows.session.model,
+        **described,
+        "encoder": encoder.model,
+        "commit": source_commit(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    test = split.parts["test"]
+    write_results(LengthResults(test, chosen, scores, tasks, notes, provenance), out)
 
 
 def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
@@ -112,11 +108,7 @@ def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
         )
     if predictor is not None:
         predictor.refuse_other_model(split.parts["test"].rows.session)
-        rows: Mapping[str, int] = predictor.provenance.get("rows", {})
-        shared = rows.get("train") == split.training_rows
-        notes.append(
-            "the hidden state's predictor was trained on the training part of this split"
-            if shared
-            else "the hidden state's predictor was trained on other requests than these"
-        )
+        same = predictor.provenance.get("rows", {}).get("train") == split.training_rows
+        trained = "the training part of this split" if same else "other requests than these"
+        notes.append(f"the hidden state's predictor was trained on {trained}")
     return notes

@@ -1,22 +1,21 @@
-"""Predicting answer lengths from prompts: data, encoder, forest, checkpoints, the command.
+"""Predicting answer lengths from prompts: buckets, encoder, forest, checkpoints, the command.
 
 The encoder here is tiny and starts at random: these tests are of the mechanics.
 """
 
 import json
-import os
-import resource
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded_dataset import ended, new_session, step_rows
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
-from data_collection.dataset.dataset_schema import DatasetError
 from data_collection.dataset.split import split_requests
 from predictor import CheckpointError, PointForecast, SurvivalForecast
 from predictor.evaluation.survival_metrics import Outcomes
@@ -30,19 +29,24 @@ from rescheduler.papers.prompt_length import (
     load_length_predictor,
     load_task_classifier,
 )
-from rescheduler.papers.prompt_length.checkpoint import save_length_predictor, save_task_classifier
+from rescheduler.papers.prompt_length.buckets import BucketOptions, Shape
 from rescheduler.papers.prompt_length.encoder import (
     EncoderClassifier,
     EncoderOptions,
     train_classifier,
 )
 from rescheduler.papers.prompt_length.forest import ForestOptions, LengthForest
+from rescheduler.papers.prompt_length.length_predictor import (
+    save_length_predictor,
+    save_task_classifier,
+)
 from rescheduler.papers.prompt_length.prompt_table import load_answered_prompts
 from rescheduler.papers.prompt_length.scores import crps
-from rescheduler.papers.text_models.text_backbone import minilm_folder
-from rescheduler.papers.text_models.text_batches import LabelledTexts, text_batches
+from rescheduler.papers.text_models.fine_tuning import minilm_folder
+from rescheduler.papers.text_models.text_batches import LabelledTexts
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "prompt_length"
+PAPER = LengthBuckets((0, 250, 1000))
 N = 120
 TASKS = ("short_answer", "story")
 LABELS = ("0–19", "20–59", "≥60")
@@ -132,30 +136,41 @@ def test_requests_are_joined_with_their_prompts(answered: tuple[Path, Path]) -> 
             assert cut == (total == 100)
 
 
-def test_prompts_of_other_requests_are_refused(answered: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_learnt_from_is_refused(
+    answered: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     others = tmp_path / "others.jsonl"
     others.write_text('{"id": "q1", "prompt": "What?"}\n')
     with pytest.raises(ValueError, match="none of its 120 requests is of a prompt in"):
         load_answered_prompts(answered[0], str(others), 0, {})
-    with pytest.raises(DatasetError, match="no such folder"):
-        load_answered_prompts(tmp_path / "none", str(answered[1]), 0, {})
+    for options, message in (
+        ([], "no buckets: give --buckets"),
+        (["--buckets", '{"all": {"edges": [500]}}'], "in one bucket: there is nothing to learn"),
+        (
+            ["--buckets", '{"all": {"edges": [20]}}', "--encoder.model", "nobody/nothing"],
+            "encoder 'nobody/nothing' cannot be loaded",
+        ),
+    ):
+        command = ["train-length", *map(str, answered), "--out", str(tmp_path / "out")]
+        assert main([*command, *options]) == 1
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_batches_hold_every_text_once_and_pad_little() -> None:
-    ids = [[7] * n for n in (3, 9, 4, 8, 3, 9, 1)]
-    batches = text_batches(LabelledTexts(ids, np.arange(7)), 2, padding=0, seed=3)
-    passes = [list(batches) for _ in range(2)]
-    for found in passes:
-        assert sorted(int(label) for batch in found for label in batch.labels) == list(range(7))
-        for batch in found:
-            lengths = [len(ids[int(label)]) for label in batch.labels]
-            assert batch.attention_mask.sum(1).tolist() == lengths
-            assert batch.input_ids.shape == (len(lengths), max(lengths))
-            assert max(lengths) - min(lengths) <= 3
-    first, second = ([batch.labels.tolist() for batch in found] for found in passes)
-    assert first != second
-    again = text_batches(LabelledTexts(ids, np.arange(7)), 2, padding=0, seed=3)
-    assert [batch.labels.tolist() for batch in again] == first
+def test_training_tells_texts_apart(tiny_encoder: Path, tmp_path: Path) -> None:
+    classifier = classifier_of(tiny_encoder, hinted=True)
+    before = {name: w.clone() for name, w in classifier.backbone.named_parameters()}
+    prompts = some_prompts(*(TASKS[i % 2] for i in range(64)))
+    found = np.arange(64) % 2 * 2
+    texts = LabelledTexts(classifier.token_ids(prompts), found)
+    options = EncoderOptions(
+        epochs=12, patience=12, learning_rate=1e-2, batch_size=8, train_layers=1
+    )
+    trained = train_classifier(classifier, texts, texts, options, tmp_path, seed=0)
+    assert (classifier.probabilities(prompts).argmax(axis=1) == found).all()
+    assert trained["val_loss"] < 0.3
+    frozen = {name for name, w in classifier.backbone.named_parameters() if w.equal(before[name])}
+    assert "embeddings.word_embeddings.weight" in frozen
+    assert "encoder.layer.1.output.dense.weight" not in frozen
 
 
 def test_the_hint_is_never_cut(tiny_encoder: Path) -> None:
@@ -164,45 +179,6 @@ def test_the_hint_is_never_cut(tiny_encoder: Path) -> None:
     (ids,) = classifier.token_ids(prompts)
     assert len(ids) == 40
     assert "this is a story task" in classifier.tokenizer.decode(ids)
-
-
-def test_probabilities_do_not_depend_on_the_batch(tiny_encoder: Path) -> None:
-    classifier = classifier_of(tiny_encoder, hinted=False)
-    texts = ["one", "a much longer prompt than the first one", "two words"]
-    many = Prompts(texts, ["story"] * 3, np.arange(3), np.arange(3))
-    together = classifier.probabilities(many)
-    np.testing.assert_allclose(together.sum(axis=1), 1)
-    for i, text in enumerate(texts):
-        alone = classifier.probabilities(Prompts([text], ["story"], np.arange(1), np.arange(1)))
-        np.testing.assert_allclose(alone[0], together[i], atol=1e-6)
-
-
-@pytest.mark.parametrize("train_layers", [None, 1])
-def test_training_tells_texts_apart(
-    tiny_encoder: Path, tmp_path: Path, train_layers: int | None
-) -> None:
-    classifier = classifier_of(tiny_encoder, hinted=True)
-    before = {name: w.clone() for name, w in classifier.backbone.named_parameters()}
-    prompts = some_prompts(*(TASKS[i % 2] for i in range(64)))
-    found = np.arange(64) % 2 * 2
-    texts = LabelledTexts(classifier.token_ids(prompts), found)
-    options = EncoderOptions(
-        epochs=12, patience=12, learning_rate=1e-2, batch_size=8, train_layers=train_layers
-    )
-    trained = train_classifier(classifier, texts, texts, options, tmp_path, seed=0)
-    assert (classifier.probabilities(prompts).argmax(axis=1) == found).all()
-    assert trained["val_loss"] < 0.3
-    assert not (tmp_path / "training").exists()
-    frozen = {name for name, w in classifier.backbone.named_parameters() if w.equal(before[name])}
-    assert ("embeddings.word_embeddings.weight" in frozen) == (train_layers is not None)
-    assert "encoder.layer.1.output.dense.weight" not in frozen
-
-
-def test_more_layers_than_there_are_cannot_learn(tiny_encoder: Path, tmp_path: Path) -> None:
-    classifier = classifier_of(tiny_encoder, hinted=False)
-    texts = LabelledTexts([[1, 2]], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match="train_layers is 3, the model has 2 layers"):
-        train_classifier(classifier, texts, texts, EncoderOptions(train_layers=3), tmp_path, 0)
 
 
 @pytest.mark.parametrize("hinted", [True, False])
@@ -223,13 +199,20 @@ def test_an_encoder_checkpoint_forecasts_the_same(
     assert ("hint" in card) == hinted
 
 
-def test_a_task_checkpoint_predicts_the_same(tiny_encoder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_or_damaged_is_refused(
+    tiny_encoder: Path, tmp_path: Path
+) -> None:
     classifier = EncoderClassifier.pretrained(str(tiny_encoder), TASKS, TASKS, False, 40, 0.0)
     save_task_classifier(classifier, "acme/model", {}, tmp_path)
     prompts = some_prompts("story", "story")
     assert load_task_classifier(tmp_path).predicted(prompts) == classifier.predicted(prompts)
     with pytest.raises(CheckpointError, match="kind 'prompt_task', wanted 'prompt_length'"):
         load_length_predictor(tmp_path)
+    save_length_predictor(LengthPredictor(grown()[0], curve(), "acme/model", {}), tmp_path)
+    for damaged in ("model.safetensors", "config.json"):
+        (tmp_path / damaged).write_text("{")
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            load_length_predictor(tmp_path)
 
 
 def test_a_forest_is_what_scikit_learn_grows(tmp_path: Path) -> None:
@@ -248,14 +231,6 @@ def test_a_forest_is_what_scikit_learn_grows(tmp_path: Path) -> None:
     assert isinstance(loaded.forecast(prompts), SurvivalForecast)
 
 
-def test_a_bucket_without_training_requests_has_no_probability() -> None:
-    _, prompts, found = grown()
-    forest = LengthForest.grow(prompts, np.minimum(found, 1), LABELS, TASKS, ForestOptions(5, 3), 0)
-    probabilities = forest.probabilities(prompts)
-    assert (probabilities[:, 2] == 0).all()
-    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
-
-
 def test_an_unknown_task_is_refused_by_name(tiny_encoder: Path) -> None:
     prompts = some_prompts("story", "poem")
     with pytest.raises(ValueError, match=r"the task 'poem' was trained on; known: short_answer"):
@@ -272,36 +247,6 @@ def test_crps_of_a_point_is_its_error_and_of_a_curve_by_hand() -> None:
     half = SurvivalForecast.new([0, 1, 2, 10], [[1, 0.5, 0, 0]], 10)
     one = Outcomes(np.array([3]), np.array([False]), np.array([10]))
     assert crps(half, one) == pytest.approx(1.25)
-
-
-@pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
-    save_length_predictor(LengthPredictor(grown()[0], curve(), "acme/model", {}), tmp_path)
-    (tmp_path / damage).write_text("{")
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        load_length_predictor(tmp_path)
-
-
-def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path) -> None:
-    predictor = LengthPredictor(grown()[0], curve(), "acme/model", {})
-    save_length_predictor(predictor, tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # as if the disk were full then
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save_length_predictor(predictor, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(CheckpointError, match=r"no config.json, so this is no checkpoint"):
-        load_length_predictor(tmp_path)
-    save_length_predictor(predictor, tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
-
-
-def umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
 
 
 def test_the_command_trains_measures_and_goes_on(
@@ -344,41 +289,120 @@ def test_the_command_trains_measures_and_goes_on(
     assert "trained with other settings: give another --out" in capsys.readouterr().err
 
 
+@st.composite
+def curves(draw: st.DrawFn) -> BucketCurve:
+    inner = draw(st.lists(st.integers(2, 3000), min_size=1, max_size=7, unique=True))
+    buckets = LengthBuckets((0, *sorted(inner)))
+    return BucketCurve(
+        buckets,
+        tail_mean=draw(st.floats(0.5, 5000)),
+        limit=buckets.edges[-1] + draw(st.integers(1, 9000)),
+        shape=draw(st.sampled_from(["linear", "geometric"])),
+    )
+
+
+@st.composite
+def forecast_masses(draw: st.DrawFn) -> tuple[BucketCurve, list[list[float]]]:
+    curve = draw(curves())
+    mass = st.one_of(st.just(0.0), st.floats(1e-9, 1.0))
+    row = st.lists(mass, min_size=len(curve.buckets), max_size=len(curve.buckets)).filter(any)
+    return curve, draw(st.lists(row, min_size=1, max_size=4))
+
+
+@given(forecast_masses())
+def test_probabilities_become_a_proper_curve(drawn: tuple[BucketCurve, list[list[float]]]) -> None:
+    curve, masses = drawn
+    forecast = curve.forecast(masses)
+    tokens = np.arange(0, curve.limit + 2, max(1, curve.limit // 400))
+    survival = forecast.at(tokens)
+    assert (survival[:, 0] == 1).all()
+    assert ((survival >= 0) & (survival <= 1)).all()
+    assert (np.diff(survival, axis=1) <= 0).all()
+    assert (forecast.at(float(curve.limit)) == 0).all()
+    assert (forecast.mean() >= 1).all()
+
+
+@given(forecast_masses())
+def test_every_bucket_keeps_its_probability(drawn: tuple[BucketCurve, list[list[float]]]) -> None:
+    curve, masses = drawn
+    shares = np.array(masses) / np.sum(masses, axis=1, keepdims=True)
+    np.testing.assert_allclose(curve.buckets.masses(curve.forecast(masses)), shares, atol=1e-9)
+
+
+@given(forecast_masses(), st.integers(0, 4000), st.integers(0, 4000))
+def test_a_running_request_is_conditioned_on_its_age(
+    drawn: tuple[BucketCurve, list[list[float]]], age: int, h: int
+) -> None:
+    curve, masses = drawn
+    fresh = curve.forecast(masses)
+    alive, later = fresh.at(float(age)), fresh.at(float(age + h))
+    known = alive > 1e-12
+    aged = fresh.aged(age).at(float(h))
+    expected = later[known] / alive[known] if h else np.ones(int(known.sum()))
+    np.testing.assert_allclose(aged[known], expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "survival"),
+    [("linear", [1, 2 / 3, 1 / 3, 0]), ("geometric", [1, 1 / 2, 1 - np.log(3) / np.log(4), 0])],
+)
+def test_the_first_bucket_by_hand(shape: Shape, survival: list[float]) -> None:
+    # Lengths 1, 2 and 3: alike; or so that 1 and 2-3 tokens, one doubling each, are alike.
+    curve = BucketCurve(LengthBuckets((0, 4)), tail_mean=10, limit=100, shape=shape)
+    np.testing.assert_allclose(curve.forecast([[1.0, 0.0]]).at([0, 1, 2, 3])[0], survival)
+
+
+def test_a_closed_bucket_by_hand() -> None:
+    linear = BucketCurve(PAPER, tail_mean=100, limit=8192).forecast([[0.5, 0.5, 0.0]])
+    np.testing.assert_allclose(linear.at([249, 624, 999])[0], [0.5, 0.25, 0])
+    geometric = BucketCurve(PAPER, 100, 8192, "geometric").forecast([[0.5, 0.5, 0.0]])
+    # 250 to 500 and 500 to 1000 are one doubling each.
+    np.testing.assert_allclose(geometric.at([249, 499, 999])[0], [0.5, 0.25, 0], atol=2e-3)
+
+
+def test_the_tail_is_exponential() -> None:
+    curve = BucketCurve(PAPER, tail_mean=300, limit=30_000)
+    forecast = curve.forecast([[0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(forecast.at([999, 1299, 1599])[0], [1, np.exp(-1), np.exp(-2)], 1e-2)
+    np.testing.assert_allclose(forecast.mean(), 999 + 300 + 0.5, rtol=5e-3)
+
+
+def test_the_tail_is_fitted_with_cut_requests_as_cut() -> None:
+    # Beyond 999: 1 + 501 + 25 tokens, of which two requests are known to have ended.
+    totals, cut = np.array([10, 1000, 1500, 1024]), np.array([False, False, False, True])
+    assert BucketCurve.fit(PAPER, totals, cut, 8192).tail_mean == 527 / 2
+    all_cut = BucketCurve.fit(PAPER, np.array([1024, 1024]), np.array([True, True]), 8192)
+    assert all_cut.tail_mean == 50
+    nobody = BucketCurve.fit(PAPER, np.array([5, 300]), np.array([False, False]), 8192)
+    assert nobody.tail_mean == 1000
+
+
+def test_other_forecasts_have_bucket_masses_too() -> None:
+    masses = PAPER.masses(PointForecast.new([10.0, 250.0, 1000.0, 1200.0]))
+    assert masses.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]]
+
+
+def test_ways_to_give_buckets() -> None:
+    by_time = BucketOptions(seconds=(0.5, 2.0, 8.0), tokens_per_second=500)
+    assert by_time.buckets().edges == (0, 250, 1000, 4000)
+    assert BucketOptions(edges=(256, 2048)).buckets().names == ("0–255", "256–2047", "≥2048")
+    assert BucketOptions(width=250, until=1000).buckets().edges == (0, 250, 500, 750, 1000)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "no buckets: give --buckets"),
-        (["--buckets", '{"all": {"edges": [500]}}'], "in one bucket: there is nothing to learn"),
-        (["--buckets", '{"all": {"edges": [20], "width": 5}}'], "given by edges"),
-        (
-            ["--buckets", '{"all": {"edges": [20]}}', "--encoder.model", "nobody/nothing"],
-            "cannot be loaded",
-        ),
-        (
-            ["--buckets", '{"all": {"edges": [20]}}', "--encoder.max_tokens", "4000"],
-            "reads 32 to 64 tokens",
-        ),
-        (
-            ["--buckets", '{"all": {"edges": [20]}}', "--hidden_state", "{tmp}"],
-            "this is no checkpoint",
-        ),
+        (BucketOptions(edges=(250,), width=250, until=1000), "given by edges"),
+        (BucketOptions(width=250), "given by edges"),
+        (BucketOptions(seconds=(1.0,)), "given by edges"),
+        (BucketOptions(edges=()), "begin at 0"),
+        (BucketOptions(edges=(1, 5)), "begin at 0, then at 2"),
+        (BucketOptions(edges=(500, 250)), "must ascend"),
+        (BucketOptions(width=0, until=10), "no buckets of 0"),
+        (BucketOptions(seconds=(1.0,), tokens_per_second=0), "must be positive"),
+        (BucketOptions(seconds=(2.0, 1.0), tokens_per_second=10), "must ascend"),
     ],
 )
-def test_a_mistake_is_reported_in_one_line(
-    answered: tuple[Path, Path],
-    tiny_encoder: Path,
-    tmp_path: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["train-length", *map(str, answered), "--out", str(tmp_path / "out")]
-    command += ["--encoder.model", str(tiny_encoder), "--encoder.max_tokens", "40"]
-    command += ["--encoder.epochs", "1", *(o.replace("{tmp}", str(tmp_path)) for o in options)]
-    try:
-        status = main(command)
-    except SystemExit as end:
-        status = int(end.code or 0)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message in error
-    assert status == 1
+def test_invalid_buckets_are_refused(options: BucketOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options.buckets()

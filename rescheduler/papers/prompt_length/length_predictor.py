@@ -1,31 +1,109 @@
-"""Checkpoints of what classifies prompts: a folder with configuration, weights and a card."""
+"""A prompt-time length predictor: a classifier, its buckets' curve, and their checkpoint."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import load_file
 from safetensors.numpy import save as numpy_bytes
 
 from data_collection.atomic_file import replace_file, write_text_atomically
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.models.checkpoint import WEIGHTS, read_config
-from predictor.models.checkpoint_card import prompt_card
+from predictor.models.checkpoint_card import front_matter, provenance_rows
 from predictor.models.hidden_state_mlp import CheckpointError
 from rescheduler.papers.prompt_length.buckets import BucketCurve, LengthBuckets
 from rescheduler.papers.prompt_length.encoder import EncoderClassifier
 from rescheduler.papers.prompt_length.forest import LengthForest
-from rescheduler.papers.prompt_length.predictor import LengthPredictor, PromptClassifier
+from rescheduler.papers.prompt_length.prompt_table import Prompts
 
 __all__ = [
+    "LengthPredictor",
+    "PromptClassifier",
     "load_length_predictor",
     "load_task_classifier",
     "save_length_predictor",
     "save_task_classifier",
 ]
 
+FloatArray = npt.NDArray[np.float64]
+
 _LENGTH, _TASK = "prompt_length", "prompt_task"
+
+_CARD = """\
+{front_matter}# {title} for {serving_model}
+
+Before the first token of a request, from its prompt, this {classifier} predicts {what}
+(Jain et al. 2025, §4.1 and Appendix C). `rescheduler.papers.prompt_length` has `{load}`.
+
+Tasks it was trained on: {tasks}.{hint}
+
+| | |
+|---|---|
+{provenance}
+
+Trained on the answers of {serving_model}: another model's have other lengths.
+"""
+
+
+class PromptClassifier(Protocol):
+    """A classifier, of labels in order, that uses what is known before the first token."""
+
+    labels: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+    def probabilities(self, prompts: Prompts) -> FloatArray:
+        """Return P(label) of each prompt, [n, n_labels]."""
+        ...
+
+
+class LengthPredictor:
+    """Forecast how many tokens requests will generate that have no hidden state yet.
+
+    Args:
+        classifier: of length buckets.
+        curve: what the buckets stand for.
+        serving_model: whose answers it was trained on.
+        provenance: commit, versions, dataset, settings, for the card.
+
+    Raises:
+        ValueError: classifier and curve have different buckets.
+    """
+
+    def __init__(
+        self,
+        classifier: PromptClassifier,
+        curve: BucketCurve,
+        serving_model: str,
+        provenance: dict[str, Any],
+    ) -> None:
+        if classifier.labels != curve.buckets.names:
+            raise ValueError(
+                f"a classifier of {', '.join(classifier.labels)} with a curve of "
+                f"{', '.join(curve.buckets.names)}"
+            )
+        self.classifier, self.curve = classifier, curve
+        self.serving_model, self.provenance = serving_model, provenance
+
+    def probabilities(self, prompts: Prompts) -> FloatArray:
+        """Return P(bucket) of each request, [n, n_buckets].
+
+        Raises:
+            ValueError: a task was not trained on, and the classifier reads it.
+        """
+        return self.classifier.probabilities(prompts)
+
+    def forecast(self, prompts: Prompts) -> SurvivalForecast:
+        """Forecast the whole answers of n requests, capped by their ``max_tokens``.
+
+        Raises:
+            ValueError: as `probabilities` does.
+        """
+        return self.curve.forecast(self.probabilities(prompts), prompts.max_tokens)
 
 
 def save_length_predictor(predictor: LengthPredictor, folder: Path) -> None:
@@ -94,10 +172,12 @@ def _save(
         config["classifier"] = "forest"
         weights = numpy_bytes(classifier.nodes)
     elif isinstance(classifier, EncoderClassifier):
-        config["classifier"] = "encoder"
-        config["hinted"] = classifier.hinted
-        config["max_tokens"] = classifier.max_tokens
-        config["dropout"] = classifier.dropout.p
+        config |= {
+            "classifier": "encoder",
+            "hinted": classifier.hinted,
+            "max_tokens": classifier.max_tokens,
+            "dropout": classifier.dropout.p,
+        }
         encoder = folder / "encoder"
         encoder.mkdir(exist_ok=True)
         classifier.backbone.config.to_json_file(encoder / "config.json")
@@ -109,8 +189,29 @@ def _save(
     with replace_file(folder / WEIGHTS) as temporary:
         temporary.write_bytes(weights)
     config["provenance"] = dict(provenance)
-    write_text_atomically(folder / "README.md", prompt_card(config))
+    write_text_atomically(folder / "README.md", _card(config))
     write_text_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def _card(config: dict[str, Any]) -> str:
+    what = "its task"
+    if config["curve"]:
+        what = (
+            f"which of the buckets {', '.join(config['labels'])} tokens its answer will be in, "
+            "and the survival curve that the probabilities stand for"
+        )
+    hinted = config.get("hinted", False)
+    return _CARD.format(
+        front_matter=front_matter("length-prediction", "llm-serving"),
+        title="Prompt-time length predictor" if config["curve"] else "Task classifier",
+        load="load_length_predictor" if config["curve"] else "load_task_classifier",
+        classifier=config["classifier"],
+        serving_model=config["serving_model"],
+        what=what,
+        tasks=", ".join(config["tasks"]),
+        hint=" The task is appended to the prompt as a hint." if hinted else "",
+        provenance=provenance_rows(config["provenance"]),
+    )
 
 
 def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier | LengthForest:
@@ -120,14 +221,10 @@ def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier 
         )
     try:
         if config["classifier"] == "forest":
-            return _load_forest(folder, config)
+            return LengthForest(config["labels"], config["tasks"], load_file(folder / WEIGHTS))
         return _load_encoder(folder, config)
     except Exception as error:  # safetensors, torch and transformers each raise their own
         raise CheckpointError(f"{folder}: cannot be loaded: {error!r}") from error
-
-
-def _load_forest(folder: Path, config: dict[str, Any]) -> LengthForest:
-    return LengthForest(config["labels"], config["tasks"], load_file(folder / WEIGHTS))
 
 
 def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
@@ -139,11 +236,7 @@ def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
     classifier = EncoderClassifier(
         auto.from_config(AutoConfig.from_pretrained(encoder)),
         AutoTokenizer.from_pretrained(encoder),
-        config["labels"],
-        config["tasks"],
-        config["hinted"],
-        config["max_tokens"],
-        config["dropout"],
+        *(config[key] for key in ("labels", "tasks", "hinted", "max_tokens", "dropout")),
     )
     load_model(classifier, str(folder / WEIGHTS), strict=True)
     return classifier.eval()
