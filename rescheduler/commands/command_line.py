@@ -45,19 +45,19 @@ _DATASET = {
 
 _STUDIES = {
     "scaling": (
-        "rescheduler.papers.studies.study:scaling_study",
+        "rescheduler.papers.studies.scaling:scaling_study",
         "how imbalance grows with workers and batches (BF-IO's theorems)",
     ),
     "barrier-tax": (
-        "rescheduler.papers.studies.study:barrier_tax_study",
+        "rescheduler.papers.studies.barrier_tax:barrier_tax_study",
         "what routing gains under several step-time models",
     ),
     "rescheduling": (
-        "rescheduler.papers.studies.study:rescheduling_study",
+        "rescheduler.papers.studies.rescheduling:rescheduling_study",
         "migration planners in several cases (STAR's figures)",
     ),
     "fairbatching": (
-        "rescheduler.papers.studies.study:fairbatching_study",
+        "rescheduler.papers.studies.fairbatching:fairbatching_study",
         "requests served in time, by load (FairBatching)",
     ),
 }

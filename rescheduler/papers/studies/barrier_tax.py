@@ -14,32 +14,19 @@ with the mean imbalance I, and W, the context tokens of all steps of all request
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from rescheduler.papers.studies.declaration import Report, Study
+from rescheduler.papers.studies.study import Report, Study, draw_cases, study_verb
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.figures import finish_axes
 from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.tables import markdown_table, signed_share
 from rescheduler.simulator.run_setup import run_setup
 
-__all__ = ["barrier_tax", "gains", "retimed_throughput"]
-
-
-class _TraceTotals(NamedTuple):
-    """What a trace adds up to.
-
-    Attributes:
-        tokens: generated.
-        token_steps: W, context tokens of all steps of all requests.
-    """
-
-    tokens: int
-    token_steps: int
+__all__ = ["barrier_tax", "barrier_tax_study", "retimed_throughput"]
 
 
 def barrier_tax(
@@ -64,9 +51,12 @@ def barrier_tax(
         raise ValueError("drift, max_steps: every request must run to its end, a token a step")
 
     def report(rows: Sequence[Row]) -> Report:
-        found = gains(rows, overheads)
+        found = _gains(rows, overheads)
         plain = [{"case": case, "policy": label, **s.plain} for (case, label), s in found.items()]
-        return Report(plain, _table(found, overheads), {"barrier_tax.png": _draw(found, overheads)})
+        labels = list(dict.fromkeys(label for _, label in found))
+        shown = [(f"gain_{b:g}", 100.0, f"b = {b:g} a: % over {labels[0]}") for b in overheads]
+        figure, _ = draw_cases(found, labels[1:], shown)
+        return Report(plain, _table(found, overheads), {"barrier_tax.png": figure})
 
     return Study(cases, report)
 
@@ -87,7 +77,7 @@ def retimed_throughput(
     return tokens * n_instances / (highest + overhead * token_steps)
 
 
-def gains(rows: Sequence[Row], overheads: Sequence[float]) -> dict[tuple[str, str], Summary]:
+def _gains(rows: Sequence[Row], overheads: Sequence[float]) -> dict[tuple[str, str], Summary]:
     """Return for each case and policy, over the seeds, gains in throughput and imbalances.
 
     The figures are ``gain_B`` for each overhead B, the throughput over that of the case's first
@@ -96,50 +86,39 @@ def gains(rows: Sequence[Row], overheads: Sequence[float]) -> dict[tuple[str, st
     """
     found: dict[tuple[str, str], Summary] = {}
     base: dict[str, Row] = {}
-    totals: dict[str, _TraceTotals] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for row in rows:
         case, _, policy, cells = row.group
         first = base.setdefault(case, row)
         runs = []
         for cell, figures, reference in zip(cells, row.runs, first.runs, strict=True):
-            described = _trace_key(cell.config, cell.seed)
-            if described not in totals:
-                totals[described] = _totals(cell.config, cell.seed)
-            of_trace = totals[described]
-            n_instances = cell.config["cluster"]["instances"]
+            trace = f"{sorted(cell.config['trace'].items())} {cell.seed}"
+            if trace not in totals:
+                totals[trace] = _totals(cell.config, cell.seed)
+            shared = cell.config["cluster"]["instances"], totals[trace]
             kept = {name: figures[name] for name in ("imbalance", "max_minus_min", "idle_share")}
             for b in overheads:
-                own = retimed_throughput(figures, n_instances, of_trace, b)
-                other = retimed_throughput(reference, n_instances, of_trace, b)
-                kept[f"gain_{b:g}"] = own / other - 1
+                own = retimed_throughput(figures, *shared, b)
+                kept[f"gain_{b:g}"] = own / retimed_throughput(reference, *shared, b) - 1
             runs.append(kept)
         found[case, policy] = summarise(runs)
     return found
 
 
-def _trace_key(config: Mapping[str, Any], seed: int) -> str:
-    """Return what distinguishes the traces of cells."""
-    return f"{sorted(config['trace'].items())} {seed}"
-
-
-def _totals(config: dict[str, Any], seed: int) -> _TraceTotals:
+def _totals(config: dict[str, Any], seed: int) -> tuple[int, int]:
+    """Return the tokens that a trace generates, and W."""
     setup = run_setup(read_config(config))
     tokens = token_steps = 0
     for block in setup.trace.blocks(np.random.default_rng(seed)):
         output = block.output
         tokens += int(output.sum())
         token_steps += int((output * block.prompt + output * (output - 1) // 2).sum())
-    return _TraceTotals(tokens, token_steps)
+    return tokens, token_steps
 
 
 def _table(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> list[str]:
-    heads = [
-        "case",
-        "policy",
-        *(f"b = {b:g}" for b in overheads),
-        "max − min, tokens",
-        "idle share",
-    ]
+    heads = ["case", "policy", *(f"b = {b:g}" for b in overheads)]
+    heads += ["max − min, tokens", "idle share"]
     rows = []
     for (case, label), summary in found.items():
         mean, half = summary.mean, summary.ci95
@@ -152,28 +131,4 @@ def _table(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float])
     return [*markdown_table(heads, rows, "ll"), "", note]
 
 
-def _draw(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float]) -> Any:
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys(case for case, _ in found))
-    labels = list(dict.fromkeys(label for _, label in found))[1:]
-    figure = Figure(figsize=(1.6 + 2.9 * len(overheads), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(overheads), sharey=True, squeeze=False)[0]
-    colours = colormaps["viridis"](np.linspace(0.0, 0.9, len(labels)))
-    places = np.arange(len(cases))
-    for axes, b in zip(panels, overheads, strict=True):
-        for i, label in enumerate(labels):
-            name = f"gain_{b:g}"
-            known = [found.get((case, label)) for case in cases]
-            values = [100 * s.mean[name] if s else np.nan for s in known]
-            half = [100 * s.ci95.get(name, 0.0) if s else 0.0 for s in known]
-            at = places + 0.12 * (i - (len(labels) - 1) / 2)
-            axes.errorbar(at, values, half, fmt="o", color=colours[i], markersize=4, label=label)
-        axes.axhline(0.0, color="0.5", linewidth=0.8)
-        axes.set_xticks(places, cases)
-        axes.set_title(f"b = {b:g} a", fontsize="medium")
-        finish_axes(axes)
-    panels[0].set_ylabel("throughput against the first policy, %")
-    panels[0].legend(frameon=False, fontsize="small")
-    return figure
+barrier_tax_study = study_verb("barrier-tax", barrier_tax)

@@ -11,22 +11,41 @@ tuned for each case, as Sarathi's token budget is there.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescheduler.papers.studies.declaration import Report, Study
-from rescheduler.papers.studies.fairbatching_figures import LoadCurve, draw_effective
+from rescheduler.papers.studies.study import Report, Study, study_verb
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import changed_config
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.metrics import summarise
+from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes
+from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.tables import markdown_table, signed_share
 from rescheduler.simulator.run_setup import run_setup
 
-__all__ = ["fairbatching"]
+__all__ = ["LoadCurve", "fairbatching", "fairbatching_study"]
 
 Options = Mapping[str, Any]
+
+
+class LoadCurve(NamedTuple):
+    """One system in one case, with one choice of its tuned options, over the loads.
+
+    Attributes:
+        tuned: key -> value, of its tuned options.
+        points: load in requests per second an instance -> figures; ``effective`` among them.
+    """
+
+    case: str
+    system: str
+    tuned: dict[str, Any]
+    points: dict[float, Summary]
+
+    @property
+    def peak(self) -> tuple[float, float]:
+        """Its most effective requests per second, and the load where they are."""
+        return max((summary.mean["effective"], load) for load, summary in self.points.items())
 
 
 def fairbatching(
@@ -88,7 +107,7 @@ def fairbatching(
                 for load, summary in summaries.items()
             ],
             table=[*_peaks(best, baselines), "", *_latencies(best, latency_load)],
-            figures={"effective.png": draw_effective(best)},
+            figures={"effective.png": _draw(best)},
         )
 
     return Study(described, report)
@@ -162,3 +181,28 @@ def _latencies(best: Sequence[LoadCurve], latency_load: float | None) -> list[st
         last = [f"{mean['violated']:.1%}", f"{mean['rejected']:,.0f}"]
         rows.append([curve.case, curve.system, f"{load:g}", *cells, *last])
     return markdown_table(heads, rows, "ll")
+
+
+def _draw(curves: Sequence[LoadCurve]) -> Any:
+    """Return effective requests per second over the load by case, as FairBatching's Figure 5."""
+    cases = list(dict.fromkeys(curve.case for curve in curves))
+    systems = list(dict.fromkeys(curve.system for curve in curves))
+    figure, panels = create_panels(len(cases), 4, (3.4, 2.6), sharex=False, sharey=False)
+    for curve in curves:
+        axes, colour = panels[cases.index(curve.case)], COLOURS[systems.index(curve.system) % 8]
+        loads = sorted(curve.points)
+        values = [curve.points[load].mean["effective"] for load in loads]
+        half = [curve.points[load].ci95.get("effective", 0.0) for load in loads]
+        drawn: Options = {"markersize": 3.5, "linewidth": 1.2, "label": curve.system}
+        axes.errorbar(loads, values, half, fmt="o-", color=colour, **drawn)
+    for axes, case in zip(panels, cases, strict=True):
+        axes.set_title(case, loc="left", fontsize="medium")
+        axes.set_ylim(bottom=0)
+        finish_axes(axes)
+    panels[0].legend(frameon=False, fontsize="small")
+    figure.supxlabel("offered requests/s an instance", fontsize="medium")
+    figure.supylabel("effective requests/s", fontsize="medium")
+    return figure
+
+
+fairbatching_study = study_verb("fairbatching", fairbatching)

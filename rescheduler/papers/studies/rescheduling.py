@@ -7,13 +7,12 @@ instances' step times, averaged over time, P99 TPOT, goodput, preemptions and mi
 from collections.abc import Sequence
 from typing import Any
 
-from rescheduler.papers.studies.declaration import Report, Study
+from rescheduler.papers.studies.study import Report, Study, draw_cases, study_verb
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.rescheduling_figures import draw_cases
 from rescheduler.simulator.results.tables import Column, figure_cell, markdown_table
 
-__all__ = ["rescheduling"]
+__all__ = ["rescheduling", "rescheduling_study"]
 
 _COLUMNS = (
     Column("exec. variance, ms²", "execution_variance", 1e6, ".3f"),
@@ -39,15 +38,19 @@ def rescheduling(config: SimulationConfig, cases: dict[str, dict[str, Any]]) -> 
 
 def _report(rows: Sequence[Row]) -> Report:
     found = {(row.group.case, row.group.policy): row.summary for row in rows}
+    cells = [
+        [case, label, *(figure_cell(summary, column) for column in _COLUMNS)]
+        for (case, label), summary in found.items()
+    ]
+    # As STAR's Figure 13.
+    shown = [(column.name, column.scale, column.title) for column in _COLUMNS[:2]]
+    figure, panels = draw_cases(found, list(dict.fromkeys(label for _, label in found)), shown)
+    panels[0].set_yscale("log")  # it differs by factors
     return Report(
-        rows=[{"case": case, "planner": label, **s.plain} for (case, label), s in found.items()],
-        table=markdown_table(
-            ["case", "planner", *(column.title for column in _COLUMNS)],
-            (
-                [case, label, *(figure_cell(summary, column) for column in _COLUMNS)]
-                for (case, label), summary in found.items()
-            ),
-            "ll",
-        ),
-        figures={"rescheduling.png": draw_cases(found)},
+        [{"case": case, "planner": label, **s.plain} for (case, label), s in found.items()],
+        markdown_table(["case", "planner", *(column.title for column in _COLUMNS)], cells, "ll"),
+        {"rescheduling.png": figure},
     )
+
+
+rescheduling_study = study_verb("rescheduling", rescheduling)

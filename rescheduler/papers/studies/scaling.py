@@ -15,33 +15,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from rescheduler.papers.studies.declaration import Report, Study
+from rescheduler.papers.studies.study import Report, Study, study_verb
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.figures import finish_axes
+from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes
 from rescheduler.simulator.results.tables import markdown_table
 
-__all__ = ["ScalingPoint", "fitted_slope", "scaling", "scaling_points"]
-
-FloatArray = npt.NDArray[np.float64]
+__all__ = ["fitted_slope", "scaling", "scaling_study"]
 
 _BALANCED = 1.0
 """Tokens of mean imbalance below which a ratio says nothing but that it is large."""
 
 
-class ScalingPoint(NamedTuple):
-    """One case at one size.
-
-    Attributes:
-        case: its name.
-        instances: G.
-        slots: B.
-        size: sqrt(B ln G).
-        baseline: mean imbalance of the first policy, tokens.
-        balanced: of the second.
-    """
+class _Point(NamedTuple):
+    """One case at one size sqrt(B ln G), with the mean imbalance of both policies in tokens."""
 
     case: str
     instances: int
@@ -77,14 +65,14 @@ def scaling(
         raise ValueError("policies: a baseline, and the policy that is compared with it")
 
     def report(rows: Sequence[Row]) -> Report:
-        points = scaling_points(rows)
+        points = _points(rows)
         plain = [point._asdict() for point in points]
         return Report(plain, _table(points, *labels), {"scaling.png": _draw(points, *labels)})
 
     return Study(cases, report, vary)
 
 
-def scaling_points(rows: Sequence[Row]) -> list[ScalingPoint]:
+def _points(rows: Sequence[Row]) -> list[_Point]:
     """Return a point for each case and size, of rows of two policies in turn."""
     points = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
@@ -92,7 +80,7 @@ def scaling_points(rows: Sequence[Row]) -> list[ScalingPoint]:
         n_instances, slots = cluster["instances"], cluster["slots"]
         size = float(np.sqrt(slots * np.log(n_instances)))
         imbalances = (row.summary.mean["imbalance"] for row in (first, second))
-        points.append(ScalingPoint(first.group.case, n_instances, slots, size, *imbalances))
+        points.append(_Point(first.group.case, n_instances, slots, size, *imbalances))
     return points
 
 
@@ -105,22 +93,25 @@ def fitted_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(x[finite], y[finite], 1)[0])
 
 
-def _of(points: Sequence[ScalingPoint], case: str) -> list[ScalingPoint]:
-    return [point for point in points if point.case == case]
+def _by_case(points: Sequence[_Point]) -> dict[str, list[_Point]]:
+    """Return the points of each case, by size."""
+    found: dict[str, list[_Point]] = {}
+    for point in sorted(points, key=lambda point: point.size):
+        found.setdefault(point.case, []).append(point)
+    return {case: found[case] for case in dict.fromkeys(point.case for point in points)}
 
 
-def _slopes(points: Sequence[ScalingPoint]) -> tuple[float, float]:
+def _slopes(points: Sequence[_Point]) -> tuple[float, float]:
     """Return the slopes of the ratio and of the baseline's imbalance over G - 1."""
     sizes = [point.size for point in points]
     baseline = [point.baseline / (point.instances - 1) for point in points]
     return fitted_slope(sizes, [point.ratio for point in points]), fitted_slope(sizes, baseline)
 
 
-def _table(points: Sequence[ScalingPoint], first: str, second: str) -> list[str]:
+def _table(points: Sequence[_Point], first: str, second: str) -> list[str]:
     heads = ["case", "smallest", "largest", f"{first} / {second}", "slope"]
     fits = []
-    for case in dict.fromkeys(point.case for point in points):
-        own = sorted(_of(points, case), key=lambda point: point.size)
+    for case, own in _by_case(points).items():
         ends = [f"G {point.instances}, B {point.slots}" for point in (own[0], own[-1])]
         ratios = " to ".join(_shown(point.ratio) for point in (own[0], own[-1]))
         slopes = ["–" if np.isnan(slope) else f"{slope:.2f}" for slope in _slopes(own)]
@@ -140,16 +131,10 @@ def _shown(ratio: float) -> str:
     return f"{ratio:.2f}" if np.isfinite(ratio) else "∞"
 
 
-def _draw(points: Sequence[ScalingPoint], first: str, second: str) -> Any:
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.4, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    cases = list(dict.fromkeys(point.case for point in points))
-    colours = colormaps["viridis"](np.linspace(0.0, 0.9, len(cases)))
-    for case, colour in zip(cases, colours, strict=True):
-        own = sorted(_of(points, case), key=lambda point: point.size)
+def _draw(points: Sequence[_Point], first: str, second: str) -> Any:
+    figure, (left, right) = create_panels(2, 2, (5.2, 4.0), sharey=False)
+    for i, (case, own) in enumerate(_by_case(points).items()):
+        colour = COLOURS[i % len(COLOURS)]
         sizes = np.array([point.size for point in own])
         ratio, growth = _slopes(own)
         for axes, values, slope in (
@@ -171,3 +156,6 @@ def _draw(points: Sequence[ScalingPoint], first: str, second: str) -> Any:
         finish_axes(axes, "√(B ln G)", title, which="both")
         axes.legend(frameon=False, fontsize="small")
     return figure
+
+
+scaling_study = study_verb("scaling", scaling)

@@ -1,48 +1,14 @@
-"""Pictures of migration planners: over the cases of a study, and over the time of one run."""
+"""Pictures of migration planners over the time of one run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rescheduler.simulator.results.figures import COLOURS, finish_axes
-from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.run_result import RunResult
 
-__all__ = ["draw_cases", "draw_rescheduling"]
-
-
-def draw_cases(found: Mapping[tuple[str, str], Summary]) -> Any:
-    """Return the variance of step times and the P99 TPOT of each planner in each case.
-
-    As in STAR (Wang et al. 2026), Figure 13. Means over the seeds; the table has intervals.
-
-    Args:
-        found: (case, planner) -> figures.
-    """
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys(case for case, _ in found))
-    labels = list(dict.fromkeys(label for _, label in found))
-    figure = Figure(figsize=(10.0, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
-    shown = (
-        ("execution_variance", 1e6, "variance of step times, ms²"),
-        ("tpot_p99", 1e3, "P99 TPOT, ms"),
-    )
-    for axes, (name, scale, title) in zip(panels, shown, strict=True):
-        for i, label in enumerate(labels):
-            known = [found.get((case, label)) for case in cases]
-            values = [scale * s.mean.get(name, np.nan) if s else np.nan for s in known]
-            at = np.arange(len(cases)) + 0.08 * (i - (len(labels) - 1) / 2)
-            colour = COLOURS[i % len(COLOURS)]
-            axes.plot(at, values, "o", color=colour, markersize=5, label=label)
-        if name == "execution_variance":  # it differs by factors
-            axes.set_yscale("log")
-        axes.set_xticks(range(len(cases)), cases)
-        finish_axes(axes, "", title)
-    panels[1].legend(frameon=False, fontsize="small")
-    return figure
+__all__ = ["draw_rescheduling"]
 
 
 def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rescheduler.commands.command_line import main
-from rescheduler.papers.studies.fairbatching_figures import LoadCurve
+from rescheduler.papers.studies.fairbatching import LoadCurve
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.results.metrics import Summary

@@ -12,9 +12,8 @@ import yaml
 
 from rescheduler.commands.command import run_command
 from rescheduler.commands.command_line import main
-from rescheduler.papers.studies.barrier_tax import retimed_throughput
-from rescheduler.papers.studies.scaling import fitted_slope
-from rescheduler.papers.studies.study import barrier_tax_study, scaling_study
+from rescheduler.papers.studies.barrier_tax import barrier_tax_study, retimed_throughput
+from rescheduler.papers.studies.scaling import fitted_slope, scaling_study
 from rescheduler.simulator.config.config_parser import read_config
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
