@@ -22,7 +22,9 @@ __all__ = ["AgentConfig", "DoubleDQN", "Episode"]
 FloatArray = npt.NDArray[np.float64]
 Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 
-
+_POSITIVE = (
+    *("batch_size", "steps", "lr", "replay", "target_rate", "average_rate", "reward_scale", "clip"),
+)
 _SAME_HORIZON = 0.1
 """By which share 1/(1 − γ) may have changed since what is replayed was added up with it."""
 
@@ -37,7 +39,7 @@ class Episode(NamedTuple):
         actions: [T].
         rewards: [T].
         routable: [T] a request waited, so that the action meant something.
-        work: [T + 1, 4] what `work_left` says of each state.
+        work: [T + 1, 4] of each state, see `StepArrays`.
         ended: the episode was over after the last step, not cut.
     """
 
@@ -63,11 +65,11 @@ class AgentConfig:
             1, the textbook's, an action's effect of a few seconds takes many thousands of updates
             to reach it through the estimates.
         potential: κ of a potential :math:`-\sum_j \kappa_1 (1 - f_j) / \hat T_j +
-            \kappa_2 (1 - o_j / d_j)`, by whose discounted differences rewards are shaped: the sums
-            of `work_left`, the second of true lengths, which a simulation knows. It changes no
-            choice that is best (Ng et al. 1999). What requests take from it that arrive is given
-            back: they come whatever the actions are (an input-driven baseline, Mao et al. 2019),
-            and what they cost varies by far more than what an action does. Zeros for none.
+            \kappa_2 (1 - o_j / d_j)`, by whose discounted differences rewards are shaped: the
+            sums of `StepArrays.work`, the second of true lengths, which a simulation knows. It
+            changes no choice that is best (Ng et al. 1999). What requests take from it that arrive
+            is given back: they come whatever the actions are (an input-driven baseline, Mao et al.
+            2019), and what they cost varies by far more than what an action does. Zeros for none.
         replay: transitions that are kept.
         target_rate: share of the network that its target network takes over at each update.
         average_rate: share of it that the network which acts takes over at each update. What one
@@ -91,17 +93,7 @@ class AgentConfig:
     clip: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot learn."""
-        for name in (
-            "batch_size",
-            "steps",
-            "lr",
-            "replay",
-            "target_rate",
-            "average_rate",
-            "reward_scale",
-            "clip",
-        ):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"agent.{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.discount < 1:
@@ -158,7 +150,8 @@ class DoubleDQN:
         self._loss = DQNLoss(
             actor, loss_function="l2", delay_value=True, double_dqn=True, action_space="categorical"
         )
-        self._loss.make_value_estimator(ValueEstimators.TD0, gamma=config.discount)
+        self._learn_for(config.discount)
+        self._kept_discount = config.discount
         self._target = SoftUpdate(self._loss, tau=config.target_rate)
         self._weights = list(self._loss.value_network_params.values(True, True))
         self._acting = {
@@ -173,19 +166,13 @@ class DoubleDQN:
             batch_size=config.batch_size,
             generator=torch.Generator().manual_seed(seed),
         )
-        self._discount = self._kept_discount = config.discount
         self._parameters: FloatArray | None = None
 
     def layers(self) -> Layers:
         """Return weights [out, in] and biases [out] of each layer of the network that acts."""
-        places = sorted({place for place, _ in self._averages}, key=int)
-        return [
-            (
-                self._averages[place, "weight"].numpy().copy(),
-                self._averages[place, "bias"].numpy().copy(),
-            )
-            for place in places
-        ]
+        averages = {key: weight.numpy().copy() for key, weight in self._averages.items()}
+        places = sorted({place for place, _ in averages}, key=int)
+        return [(averages[place, "weight"], averages[place, "bias"]) for place in places]
 
     def act(
         self, states: npt.NDArray[Any], exploration: float, generator: np.random.Generator
@@ -208,8 +195,7 @@ class DoubleDQN:
             self._replay.empty()
             self._kept_discount = discount
         if discount != self._discount:
-            self._loss.make_value_estimator(ValueEstimators.TD0, gamma=discount)
-            self._discount = discount
+            self._learn_for(discount)
         at = np.flatnonzero(episode.routable)
         if len(at) == 0:
             return
@@ -226,29 +212,23 @@ class DoubleDQN:
         steps = next_at - at
         rewards = togo[at] - discount**steps * togo[next_at]
         ended = torch.from_numpy((next_at == last) & episode.ended)[:, None]
-        reward = torch.from_numpy(rewards * self.config.reward_scale)
-        transitions = TensorDict(
-            {
-                "observation": torch.from_numpy(episode.states[at]).float(),
-                "action": torch.from_numpy(episode.actions[at]),
-                "steps_to_next_obs": torch.from_numpy(steps)[:, None],
-                "next": {
-                    "observation": torch.from_numpy(episode.states[next_at]).float(),
-                    "reward": reward.float()[:, None],
-                    "done": ended,
-                    "terminated": ended.clone(),
-                },
-            },
-            batch_size=[len(at)],
-        )
-        self._replay.extend(transitions)
+        reward = torch.from_numpy(rewards * self.config.reward_scale).float()[:, None]
+        follows = {
+            "observation": torch.from_numpy(episode.states[next_at]).float(),
+            "reward": reward,
+            "done": ended,
+            "terminated": ended.clone(),
+        }
+        transitions = {
+            "observation": torch.from_numpy(episode.states[at]).float(),
+            "action": torch.from_numpy(episode.actions[at]),
+            "steps_to_next_obs": torch.from_numpy(steps)[:, None],
+            "next": follows,
+        }
+        self._replay.extend(TensorDict(transitions, batch_size=[len(at)]))
 
     def learn(self, progress: float = 0.0) -> float:
-        """Make one update; return the loss, NaN before a batch is there.
-
-        Args:
-            progress: share of the training that is over.
-        """
+        """Make one update, at this share of the training; return the loss, NaN without a batch."""
         if len(self._replay) < self.config.batch_size:
             return float("nan")
         for group in self._optimiser.param_groups:
@@ -264,6 +244,10 @@ class DoubleDQN:
         self._parameters = None
         return float(loss.detach())
 
+    def _learn_for(self, discount: float) -> None:
+        self._loss.make_value_estimator(ValueEstimators.TD0, gamma=discount)
+        self._discount = discount
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that resuming needs, the replay buffer included."""
         return {
@@ -277,8 +261,8 @@ class DoubleDQN:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self._discount, self._kept_discount = state["discount"], state["kept discount"]
-        self._loss.make_value_estimator(ValueEstimators.TD0, gamma=self._discount)
+        self._learn_for(state["discount"])
+        self._kept_discount = state["kept discount"]
         self._loss.load_state_dict(state["loss"])
         self._averages = state["averages"]
         self._optimiser.load_state_dict(state["optimiser"])

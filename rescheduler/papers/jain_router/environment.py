@@ -11,13 +11,15 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rescheduler.commands.interrupts import held_interrupts
-from rescheduler.papers.jain_router.reward import WORK, RewardRules
 from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.papers.jain_router.stepping import (
     BASE,
     GUIDANCE,
     MIXING,
     TERMS,
+    WORK,
+    RewardRules,
+    StepArrays,
     engine_list,
     put_engine,
     step_engines,
@@ -49,11 +51,7 @@ class Shaping:
 
 @dataclass(frozen=True)
 class _Agent(RoutingPolicy):
-    """Stands for what decides outside; the simulator returns for its decisions.
-
-    Attributes:
-        config: of the task.
-    """
+    """Stands for what decides outside; the simulator returns for its decisions."""
 
     name: ClassVar[str] = "a router that learns"
     needs = Needs.LENGTHS
@@ -82,7 +80,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
 
     ``info`` has ``routable`` [B] (a request waits, so that the action will mean something),
     ``mixing`` and ``guidance`` [B] (r_mixing and h of the action just taken, 0 where none was), and
-    ``work`` [B, 4] (`work_left`, new being what came since the last decision).
+    ``work`` [B, 4] (see `StepArrays`).
 
     Args:
         setups: cluster, requests and forecasts of the first simulations, whose turn comes again
@@ -137,14 +135,16 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         for b in range(1, num_envs):
             put_engine(self._engines, b, self._simulations[b].parts())
         self._decision = np.zeros(num_envs, dtype=np.int64)
-        self._going = np.zeros(num_envs, dtype=np.bool_)
-        self._wanted = np.full(num_envs, DONE, dtype=np.int64)
-        self._completed = np.zeros(num_envs, dtype=np.int64)
-        self._order = np.zeros((num_envs, self.n_instances), dtype=np.int64)
-        self._state = np.zeros((num_envs, len(low)))
-        self._terms = np.zeros((num_envs, TERMS))
         self._cut = np.zeros(num_envs, dtype=np.bool_)
-        self._work = np.zeros((num_envs, WORK))
+        self._last = StepArrays(
+            going=np.zeros(num_envs, dtype=np.bool_),
+            wanted=np.full(num_envs, DONE, dtype=np.int64),
+            completed=np.zeros(num_envs, dtype=np.int64),
+            order=np.zeros((num_envs, self.n_instances), dtype=np.int64),
+            state=np.zeros((num_envs, len(low))),
+            work=np.zeros((num_envs, WORK)),
+            terms=np.zeros((num_envs, TERMS)),
+        )
 
     @property
     def simulations(self) -> Sequence[Simulation]:
@@ -152,10 +152,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         return self._simulations
 
     def reset(
-        self,
-        *,
-        seed: int | Sequence[int] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[FloatArray, dict[str, Any]]:
         """Begin new episodes.
 
@@ -176,13 +173,13 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
                 self._simulations[b] = Simulation(self._setups[b], self._policy, own)
                 put_engine(self._engines, b, self._simulations[b].parts())
         self._decision[mask] = 0
-        self._wanted[mask] = PAUSED
-        self._completed[mask] = 0
+        self._last.wanted[mask] = PAUSED
+        self._last.completed[mask] = 0
         self._cut[mask] = False
-        self._going[:] = mask
+        self._last.going[:] = mask
         self._advance(np.full(self.num_envs, NONE, dtype=np.int64))
-        self._terms[mask] = 0.0
-        return self._observation(), self._info()
+        self._last.terms[mask] = 0.0
+        return self._last.state.copy(), self._info()
 
     def step(
         self, actions: npt.NDArray[np.int64]
@@ -200,43 +197,31 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             raise ValueError(f"actions of shape {targets.shape} for {self.num_envs} simulations")
         if targets.min() < 0 or targets.max() > self.n_instances:
             raise ValueError(f"an action is in 0 .. {self.n_instances}, not {targets.tolist()}")
-        self._going[:] = (self._wanted != DONE) & ~self._cut
-        self._decision += self._going
-        self._terms[~self._going] = 0.0
-        self._work[~self._going] = 0.0
+        last = self._last
+        last.going[:] = (last.wanted != DONE) & ~self._cut
+        self._decision += last.going
+        last.terms[~last.going] = 0.0
+        last.work[~last.going] = 0.0
         targets[targets == self.n_instances] = NONE
         self._advance(targets)
-        ended = self._wanted == DONE
+        ended = last.wanted == DONE
         self._cut |= ~ended & (self._decision * self.config.interval >= self.config.max_seconds)
         reward = (
-            self._terms[:, BASE]
-            + self.shaping.mixing * self._terms[:, MIXING]
-            + self.shaping.guidance * self._terms[:, GUIDANCE]
+            last.terms[:, BASE]
+            + self.shaping.mixing * last.terms[:, MIXING]
+            + self.shaping.guidance * last.terms[:, GUIDANCE]
         )
-        return self._observation(), reward, ended, self._cut.copy(), self._info()
+        return last.state.copy(), reward, ended, self._cut.copy(), self._info()
 
     def _advance(self, targets: npt.NDArray[np.int64]) -> None:
         """Simulate all running ones to their next decisions."""
-        until = self._decision.astype(np.float64) * self.config.interval
+        interval, last = self.config.interval, self._last
+        until = self._decision.astype(np.float64) * interval
+        rules = self._rewards, self._scales, NO_KERNEL
         with held_interrupts():
-            while not step_engines(
-                self._engines,
-                self._rewards,
-                self._scales,
-                NO_KERNEL,
-                until,
-                self.config.interval,
-                targets,
-                self._going,
-                self._wanted,
-                self._completed,
-                self._order,
-                self._state,
-                self._work,
-                self._terms,
-            ):
-                for b in np.flatnonzero(self._going):
-                    self._simulations[b].provide(int(self._wanted[b]))
+            while not step_engines(self._engines, *rules, until, interval, targets, last):
+                for b in np.flatnonzero(last.going):
+                    self._simulations[b].provide(int(last.wanted[b]))
                     put_engine(self._engines, b, self._simulations[b].parts())
 
     def _seeds(self, seed: int | Sequence[int] | None) -> list[int]:
@@ -247,33 +232,19 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             raise ValueError(f"{len(seeds)} seeds for {self.num_envs} simulations")
         return seeds
 
-    def _observation(self) -> FloatArray:
-        return self._state.copy()
-
     def _info(self) -> dict[str, Any]:
         return {
-            "routable": self._wanted == ASK,
-            "mixing": self._terms[:, MIXING].copy(),
-            "guidance": self._terms[:, GUIDANCE].copy(),
-            "work": self._work.copy(),
+            "routable": self._last.wanted == ASK,
+            "mixing": self._last.terms[:, MIXING].copy(),
+            "guidance": self._last.terms[:, GUIDANCE].copy(),
+            "work": self._last.work.copy(),
         }
 
 
 class RouterEnvironment(gym.Env[FloatArray, np.int64]):
-    """One simulated cluster; see `RouterVectorEnvironment`, of which this is one.
+    """One simulated cluster; see `RouterVectorEnvironment`, of which this is one."""
 
-    Args:
-        setup: the cluster, the requests and the forecasts.
-        config: of the task.
-        shaping: of the reward.
-    """
-
-    def __init__(
-        self,
-        setup: RunSetup,
-        config: RouterConfig,
-        shaping: Shaping = Shaping(),
-    ) -> None:
+    def __init__(self, setup: RunSetup, config: RouterConfig, shaping: Shaping = Shaping()) -> None:
         self.vector = RouterVectorEnvironment([setup], config, 1, shaping)
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space

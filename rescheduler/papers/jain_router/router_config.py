@@ -1,13 +1,19 @@
 """What a learned router sees, decides on, and is rewarded for; read from YAML."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from rescheduler.papers.jain_router.workload_impact import V100_GRADIENTS, ImpactRules
 from rescheduler.routing.learned.router_state import StateScales
-from rescheduler.routing.learned.workload_impact import V100_GRADIENTS, ImpactRules, profiled_rules
 from rescheduler.step_time.profile import load_profile
 
 __all__ = ["RouterConfig"]
+
+_POSITIVE = (
+    *("interval", "many_requests", "long_prompt", "much_capacity", "long_wait_s", "prompt_seconds"),
+    *("token_seconds", "tolerance_s", "guidance_tolerance_s", "max_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,52 +54,35 @@ class RouterConfig:
     max_seconds: float = 1000.0
 
     def __post_init__(self) -> None:
-        """Refuse times that are none, and buckets that are no partition."""
-        for name in (
-            *(
-                "interval",
-                "many_requests",
-                "long_prompt",
-                "much_capacity",
-                "long_wait_s",
-                "prompt_seconds",
-                "token_seconds",
-            ),
-            *("tolerance_s", "guidance_tolerance_s", "max_seconds"),
-        ):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.balance <= 1:
             raise ValueError(f"router.balance must be in [0, 1], not {self.balance}")
-        ascending = all(low < high for low, high in zip(self.edges, self.edges[1:], strict=False))
+        ascending = all(low < high for low, high in pairwise(self.edges))
         if not self.edges or self.edges[0] != 0 or not ascending:
             raise ValueError(f"router.edges must ascend from 0, not {list(self.edges)}")
 
     def impact(self) -> ImpactRules:
         """Return the constants of the workload impact, as r_mixing takes them.
 
+        The gradients are the paper's, or the least-squares slopes of the profile (§3).
+
         Raises:
-            ValueError: ``profile`` is not a profile.
+            ValueError: ``profile`` is not a profile; so `guide`, `alone` and `scales`.
         """
-        if self.profile is None:
-            return ImpactRules(*V100_GRADIENTS, float(self.balance), float(self.tolerance_s))
-        profile = load_profile(self.profile)
-        return profiled_rules(profile, float(self.balance), float(self.tolerance_s))
+        gradients = V100_GRADIENTS
+        if self.profile is not None:
+            found = load_profile(self.profile).gradients
+            gradients = found.prompt, found.decode
+        return ImpactRules(*gradients, float(self.balance), float(self.tolerance_s))
 
     def guide(self) -> ImpactRules:
-        """Return the constants of the workload impact, as h takes them.
-
-        Raises:
-            ValueError: ``profile`` is not a profile.
-        """
+        """Return the constants of the workload impact, as h takes them."""
         return self.impact()._replace(tolerance=float(self.guidance_tolerance_s))
 
     def alone(self) -> tuple[float, float]:
-        """Return the seconds of a prompt token and of a decoded token of a lone request.
-
-        Raises:
-            ValueError: ``profile`` is not a profile.
-        """
+        """Return the seconds of a prompt token and of a decoded token of a lone request."""
         if self.profile is None:
             return float(self.prompt_seconds), float(self.token_seconds)
         profile = load_profile(self.profile)

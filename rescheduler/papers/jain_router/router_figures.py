@@ -28,41 +28,29 @@ def draw_episode(case: CaseFigures) -> Any:
     The first has means over all episodes with their intervals, the others the first episode.
     """
     figure, panels = create_panels(4, 2, (6.5, 4.0), sharex=False, sharey=False)
-    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(case.summaries)}
-    lines = {label: "-" if i < len(COLOURS) else "--" for i, label in enumerate(case.summaries)}
-    for row, (label, summary) in enumerate(case.summaries.items()):
-        half = summary.ci95.get("end_to_end", 0.0)
-        value = summary.mean["end_to_end"]
-        panels[0].errorbar(value, row, xerr=half, fmt="o", color=colours[label], capsize=3)
-    panels[0].set_yticks(range(len(case.summaries)), list(case.summaries))
-    panels[0].invert_yaxis()
-    panels[0].set_xlabel("until all requests are served, s")
     quantiles = []
-    for label, requests in case.first.items():
-        order = np.argsort(requests.arrival)
-        ttft = (requests.first_token - requests.arrival)[order]
-        drawn: dict[str, Any] = {"color": colours[label], "linestyle": lines[label]}
-        panels[1].plot(
-            running_mean(ttft, 40, whole=True),
-            label=label,
-            linewidth=1.2,
-            **drawn,
+    for row, (label, summary) in enumerate(case.summaries.items()):
+        half, requests = summary.ci95.get("end_to_end", 0.0), case.first[label]
+        colour = COLOURS[row % len(COLOURS)]
+        drawn: dict[str, Any] = {"color": colour, "linestyle": "-" if row < len(COLOURS) else "--"}
+        panels[0].errorbar(
+            summary.mean["end_to_end"], row, xerr=half, fmt="o", color=colour, capsize=3
         )
+        ttft = (requests.first_token - requests.arrival)[np.argsort(requests.arrival)]
+        panels[1].plot(running_mean(ttft, 40, whole=True), label=label, linewidth=1.2, **drawn)
         tbt = time_per_output_token(requests, prefilled_first_token=True)
         quantiles.append(tbt[~np.isnan(tbt)] * 1e3)
-        time, queued = _queue(requests)
-        panels[3].plot(time, queued, linewidth=1.0, **drawn)
+        panels[3].plot(*_queue(requests), linewidth=1.0, **drawn)
+    panels[0].set_yticks(range(len(case.summaries)), list(case.summaries))
     panels[2].boxplot(quantiles, orientation="horizontal", showfliers=False, whis=(1, 99))
     panels[2].set_yticks(range(1, len(quantiles) + 1), list(case.first))
-    panels[2].invert_yaxis()
-    panels[1].set_xlabel("request, by arrival")
-    panels[1].set_ylabel("TTFT, s")
     panels[1].legend(frameon=False, fontsize="small", ncols=2)
-    panels[2].set_xlabel("time between tokens of a request, ms (1st to 99th percentile)")
-    panels[3].set_xlabel("time, s")
-    panels[3].set_ylabel("requests queued at instances")
-    for panel in panels:
-        finish_axes(panel)
+    for panel in (panels[0], panels[2]):
+        panel.invert_yaxis()
+    finish_axes(panels[0], "until all requests are served, s")
+    finish_axes(panels[1], "request, by arrival", "TTFT, s")
+    finish_axes(panels[2], "time between tokens of a request, ms (1st to 99th percentile)")
+    finish_axes(panels[3], "time, s", "requests queued at instances")
     return figure
 
 

@@ -16,16 +16,7 @@ from rescheduler.simulator.results.tables import Column, figure_cell, markdown_t
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
 
-__all__ = [
-    "CaseFigures",
-    "Competitor",
-    "competitors",
-    "episode_figures",
-    "play",
-    "refuse_study",
-    "study_table",
-    "trained_label",
-]
+__all__ = ["CaseFigures", "Competitor", "competitors", "play", "refuse_study", "study_table"]
 
 FloatArray = npt.NDArray[np.float64]
 Figures = dict[str, float]
@@ -59,14 +50,14 @@ class Competitor(NamedTuple):
 
 
 class CaseFigures(NamedTuple):
-    """One case of a study.
+    """One case of a study, by label.
 
     Attributes:
-        summaries: by label, means over the episodes with their intervals.
-        gains: by label, how much less than with the first competitor the time until all requests
-            were served was, and the mean latency of a request, as shares of its means: the mean
-            over episodes and half of its 95% interval.
-        first: by label, the requests of the first episode.
+        summaries: means over the episodes with their intervals.
+        gains: how much less than with the first competitor the mean latency of a request, and the
+            time until all requests were served, was, as shares of its means: the mean over
+            episodes and half of its 95% interval.
+        first: the requests of the first episode.
     """
 
     summaries: dict[str, Summary]
@@ -75,48 +66,27 @@ class CaseFigures(NamedTuple):
 
 
 def competitors(
-    config: SimulationConfig,
-    checkpoints: Mapping[str, Sequence[str]],
-    pooled: Sequence[str],
+    config: SimulationConfig, checkpoints: Mapping[str, Sequence[str]], pooled: Sequence[str]
 ) -> list[Competitor]:
-    """Return the configured policies, and routers that were trained before.
-
-    Args:
-        config: of the simulation.
-        checkpoints: label -> folders of those routers.
-        pooled: labels of those whose requests wait at the router.
+    """Return the configured policies, and by label routers in folders that were trained before.
 
     Raises:
-        ValueError: a policy or checkpoint that does not exist, or an unknown label.
+        ValueError: a policy or checkpoint that does not exist, or an unknown label in ``pooled``.
     """
     choices = config.policy_choices()
     labels = [choice.label for choice in choices] + list(checkpoints)
     for label in pooled:
         if label not in labels:
             raise ValueError(f"pooled: unknown label {label!r}; known: {', '.join(labels)}")
-    policies = [
-        Competitor(
-            choice.label,
-            [
-                checked(
-                    f"policies.{choice.label}",
-                    create_policy,
-                    {"name": choice.name} | choice.options,
-                )
-            ],
-            choice.label in pooled,
-        )
-        for choice in choices
-    ]
-    return policies + [
-        Competitor(label, [LearnedRouter(folder) for folder in folders], label in pooled)
-        for label, folders in checkpoints.items()
-    ]
-
-
-def trained_label(variant: str) -> str:
-    """Return the label of the routers that are trained with a reward."""
-    return f"rl {variant}"
+    found: dict[str, list[RoutingPolicy]] = {}
+    for choice in choices:
+        options = {"name": choice.name} | choice.options
+        found[choice.label] = [checked(f"policies.{choice.label}", create_policy, options)]
+    for label, folders in checkpoints.items():
+        if label in found:
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
+        found[label] = [LearnedRouter(folder) for folder in folders]
+    return [Competitor(label, policies, label in pooled) for label, policies in found.items()]
 
 
 def refuse_study(
@@ -155,11 +125,9 @@ def refuse_study(
     for title, case in cases.items():
         prefix = f"cases.{title}: "
         _refuse_setting(case, prefix)
-        instances = case.cluster.instances
-        if to_be_trained and instances != config.cluster.instances:
-            raise ValueError(
-                f"{prefix}routers are trained for {config.cluster.instances} instances"
-            )
+        instances, trained_for = case.cluster.instances, config.cluster.instances
+        if to_be_trained and instances != trained_for:
+            raise ValueError(f"{prefix}routers are trained for {trained_for} instances")
         if case.policy_choices() != config.policy_choices():
             raise ValueError(f"{prefix}policies are the same in all cases")
         for each in taking_part:
@@ -183,7 +151,7 @@ def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
         raise ValueError(f"{prefix}migration.planners: routers do not learn what is moved")
 
 
-def episode_figures(result: RunResult) -> Figures:
+def _episode_figures(result: RunResult) -> Figures:
     """Return what the paper reports of an episode; times in seconds.
 
     ``end_to_end`` is the time until all requests were served (its "end-to-end latency for servicing
@@ -209,10 +177,7 @@ def episode_figures(result: RunResult) -> Figures:
 def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str) -> CaseFigures:
     """Have all competitors route the same episodes, one for each of the configured seeds.
 
-    Args:
-        config: of the simulation.
-        taking_part: the first is what others are compared with.
-        title: of the case, for the progress bar.
+    The first is what others are compared with; ``title`` is of the case, for the progress bar.
 
     Raises:
         ValueError, RuntimeError: as `run`.
@@ -229,7 +194,9 @@ def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str
             for label, policies, pooled in taking_part:
                 bar.update(task, description=f"{title}: {label}, episode {seed + 1}")
                 results = [run(setups[pooled], policy, seed, label) for policy in policies]
-                figures[label].append(_mean([episode_figures(result) for result in results]))
+                found = [_episode_figures(result) for result in results]
+                means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+                figures[label].append(means)
                 first.setdefault(label, results[0].requests)
                 bar.advance(task)
     base = figures[taking_part[0].label]
@@ -244,11 +211,9 @@ def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str
 
 
 def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]) -> list[str]:
-    """Return the figures of all cases as Markdown.
+    """Return the figures of all cases by title, as Markdown.
 
-    Args:
-        cases: by title.
-        published: by label, the paper's improvement over round robin in percent.
+    ``published`` has, by label, the paper's improvement over round robin in percent.
     """
     heads = ["policy", *(column.title for column in _COLUMNS), "latency gain", "gain", "paper"]
     lines = []
@@ -264,10 +229,6 @@ def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]
             rows.append([label, *shown, *gains, paper])
         lines += [f"## {title}", "", *markdown_table(heads, rows), ""]
     return lines
-
-
-def _mean(runs: Sequence[Figures]) -> Figures:
-    return {name: float(np.mean([figures[name] for figures in runs])) for name in runs[0]}
 
 
 def _values(runs: Sequence[Figures], name: str) -> FloatArray:

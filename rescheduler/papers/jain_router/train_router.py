@@ -8,9 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from data_collection.versions import machine, versions
 from rescheduler.papers.jain_router.agent import AgentConfig
-from rescheduler.papers.jain_router.parallel_training import train_all
 from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.papers.jain_router.router_figures import draw_episode, draw_training
 from rescheduler.papers.jain_router.router_study import (
@@ -20,7 +18,6 @@ from rescheduler.papers.jain_router.router_study import (
     play,
     refuse_study,
     study_table,
-    trained_label,
 )
 from rescheduler.papers.jain_router.training import (
     VARIANTS,
@@ -28,6 +25,7 @@ from rescheduler.papers.jain_router.training import (
     Trained,
     TrainingConfig,
     Variant,
+    train_all,
 )
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.simulator.config.simulation_config import SimulationConfig
@@ -37,6 +35,9 @@ from rescheduler.simulator.results.report_files import about, refuse_foreign_fol
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["train_routers"]
+
+_LABELS: dict[Variant, str] = {variant: f"rl {variant}" for variant in VARIANTS}
+"""What tables call the routers that are trained with a reward."""
 
 
 def train_routers(
@@ -89,34 +90,21 @@ def train_routers(
         raise ValueError(f"workers: must be at least 1, not {workers}")
     if not (out / "training").is_dir():
         refuse_foreign_folder(out, "train-router", "study.json", overwrite=False)
-    learned_in = {
-        title: changed_config(config, changes, f"train_on.{title}")
-        for title, changes in (train_on or {"": {}}).items()
-    }
-    asked = {
-        title: changed_config(config, changes, f"cases.{title}")
-        for title, changes in (cases or {"as configured": {}}).items()
-    }
-    taking_part = competitors(config, checkpoints or {}, pooled or [])
-    labels = [trained_label(variant) for variant in variants]
-    left_out = [trained_label(variant) for variant in VARIANTS if variant not in variants]
+    learned_in = _changed(config, "train_on", train_on or {"": {}})
+    asked = _changed(config, "cases", cases or {"as configured": {}})
+    checkpoints, pooled = checkpoints or {}, pooled or []
+    taking_part = competitors(config, checkpoints, pooled)
+    left_out = [_LABELS[variant] for variant in VARIANTS if variant not in variants]
     shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
-    refuse_study(learned_in, asked, taking_part, labels, shown)
+    refuse_study(learned_in, asked, taking_part, [_LABELS[one] for one in variants], shown)
     used = [*learned_in.values(), *asked.values()]
     notes = about("train-router", config)
     notes |= announce_traces("train-router", [each.trace for each in used])
     compile_notice()
     began = time.monotonic()
+    task = tuple(learned_in.values()), router, agent, training
     jobs = [
-        Job(
-            tuple(learned_in.values()),
-            router,
-            agent,
-            training,
-            variant,
-            seed,
-            out / "training" / f"{variant}-{seed}",
-        )
+        Job(*task, variant, seed, out / "training" / f"{variant}-{seed}")
         for variant in variants
         for seed in range(training.seeds)
     ]
@@ -126,7 +114,7 @@ def train_routers(
     out.mkdir(parents=True, exist_ok=True)
     for variant, runs in trained.items():
         routers = [LearnedRouter(run.checkpoint) for run in runs]
-        taking_part.append(Competitor(trained_label(variant), routers, pooled=False))
+        taking_part.append(Competitor(_LABELS[variant], routers, pooled=False))
     played = {title: play(case, taking_part, title) for title, case in asked.items()}
     seconds = time.monotonic() - began
     settings: dict[str, Any] = {
@@ -134,32 +122,36 @@ def train_routers(
         "agent": asdict(agent),
         "training": asdict(training),
     } | ({"train_on": train_on} if train_on else {})
-    _write_checkpoints(out, config, settings, trained, played)
+    _write_checkpoints(out, notes | settings, trained, played)
     figures = {"training.png": draw_training(trained)} if trained else {}
     figures["episode.png"] = draw_episode(next(iter(played.values())))
     table = study_table(played, shown)
-    base = taking_part[0].label
     table += [
         f"Means over {config.seeds} episodes, ± half a 95% interval. Latency gain: of a request, "
-        f"over {base}, paired by episode; gain: of the time until all are served; paper: published "
-        "for the latter.",
+        f"over {taking_part[0].label}, paired by episode; gain: of the time until all are served; "
+        "paper: published for the latter.",
         "",
         f"{seconds:.0f} s, episodes that were trained before left out.",
         "",
     ]
-    settings |= {"variants": list(variants), "pooled": pooled or [], "cases": cases or {}}
+    settings |= {"variants": list(variants), "pooled": pooled, "cases": cases or {}}
     settings["checkpoints"] = {
         label: {folder: _digest(Path(folder)) for folder in folders}
-        for label, folders in (checkpoints or {}).items()
+        for label, folders in checkpoints.items()
     }
     write_study(out, notes | settings, _rows(played), table, figures)
     return 0
 
 
+def _changed(
+    config: SimulationConfig, key: str, changes: dict[str, dict[str, Any]]
+) -> dict[str, SimulationConfig]:
+    return {title: changed_config(config, of, f"{key}.{title}") for title, of in changes.items()}
+
+
 def _write_checkpoints(
     out: Path,
-    config: SimulationConfig,
-    settings: dict[str, Any],
+    notes: dict[str, Any],
     trained: dict[Variant, list[Trained]],
     played: dict[str, CaseFigures],
 ) -> None:
@@ -168,20 +160,11 @@ def _write_checkpoints(
     every = [run for runs in trained.values() for run in runs]
     best = min(every, key=lambda run: min(run.latencies), default=None)
     for variant, runs in trained.items():
+        figures = first.summaries[_LABELS[variant]].mean
         for seed, run in enumerate(runs):
-            figures = first.summaries[trained_label(variant)].mean
-            provenance = {
+            provenance = notes | {
                 "command": "headway " + " ".join(sys.argv[1:]),
                 "commit": ", ".join(run.commits),
-                "versions": versions(),
-                "machine": machine(),
-                "cluster": asdict(config.cluster),
-                "step time": config.step_time,
-                "trace": config.trace,
-                "arrivals": f"{config.arrivals.kind}, {config.arrivals.rate:g} per second",
-                "forecast": config.forecast,
-                "prefill": asdict(config.prefill),
-                **settings,
                 "seed": seed,
                 "episode kept": run.episode + 1,
                 "request latency in validation, s": min(run.latencies),

@@ -1,7 +1,9 @@
-"""Training a router: episodes of simulated clusters, one of three rewards, resumable."""
+"""Training routers: episodes of simulated clusters, one of three rewards, resumable."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -22,18 +24,18 @@ from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.routing.learned.router_network import RouterCheckpoint
 from rescheduler.routing.learned.router_state import state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig
+from rescheduler.simulator.experiments.workers import available_cores, run_locally
 from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
 
 __all__ = [
     "VARIANTS",
-    "Episodes",
     "Job",
     "Trained",
     "TrainingConfig",
     "Variant",
-    "finished_training",
     "guided",
+    "train_all",
     "train_router",
 ]
 
@@ -75,7 +77,6 @@ class TrainingConfig:
     seeds: int = 3
 
     def __post_init__(self) -> None:
-        """Refuse a training that is none."""
         for name in ("episodes", "simulations", "updates", "validation", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
@@ -111,41 +112,28 @@ class Job(NamedTuple):
     seed: int
     out: Path
 
+    @property
     def saved(self) -> Path:
-        """Return the file of its state."""
+        """The file of its state."""
         return self.out / "training.pt"
+
+    @property
+    def title(self) -> str:
+        """What progress and errors call it."""
+        return f"{self.variant}, seed {self.seed}"
 
     def settings(self) -> dict[str, str]:
         """Return all that it depends on, which is not what its router is compared with."""
         own = [replace(config, policies="round_robin", seeds=1) for config in self.configs]
-        training = replace(self.training, seeds=1)
         described = {
             "simulations": own,
             "router": self.router,
             "agent": self.agent,
-            "training": training,
+            "training": replace(self.training, seeds=1),
             "reward": self.variant,
             "seed": self.seed,
         }
         return {name: repr(value) for name, value in described.items()}
-
-
-class Episodes(NamedTuple):
-    """How a training gets on.
-
-    Attributes:
-        done: episodes.
-        reward: mean of a step in the last of them.
-        latency: its validation.
-    """
-
-    done: int
-    reward: float
-    latency: float
-
-    def __str__(self) -> str:
-        """Record how good the last one was."""
-        return f"reward {self.reward:.1f} a step, latency {self.latency:.1f} s"
 
 
 class Trained(NamedTuple):
@@ -180,47 +168,73 @@ def guided(discount: float, decay: float, episode: int) -> tuple[float, float]:
     although h is at most 0, which would reward the greatest impact. Both are as in what it builds
     on, Heuristic-Guided RL (Cheng et al. 2021), up to the name of 1 − λ.
 
-    Args:
-        discount: γ.
-        decay: β_d.
-        episode: k.
+    Arguments: γ, β_d and k.
     """
     fading = exp(-decay * episode)
     return (1.0 - fading) * discount, fading * discount
 
 
-def train_router(
-    job: Job, after_episode: Callable[[Episodes], None] = lambda episodes: None
-) -> Trained:
-    """Train a router, or resume an interrupted training.
+def train_router(job: Job, after_episode: Callable[[int], None] | None = None) -> Trained:
+    """Train a router, or resume an interrupted training; report each episode on standard error.
 
     Args:
         job: the training.
-        after_episode: called with the progress after each, when its state is kept.
+        after_episode: called with the number of episodes after each, when its state is kept.
 
     Raises:
         ValueError: the folder has the state of another training, or a damaged one.
         KeyboardInterrupt: Ctrl-C; run it again to resume after the last whole episode.
     """
+    torch.set_num_threads(1)  # the network is too small for more
     made = _Training(job)
     while made.episode < job.training.episodes:
         made.run_episode()
-        after_episode(Episodes(made.episode, made.rewards[-1], made.latencies[-1]))
+        said = f"reward {made.rewards[-1]:.1f} a step, latency {made.latencies[-1]:.1f} s"
+        count = f"episode {made.episode} of {job.training.episodes}"
+        print(f"{job.title}: {said}, {count}", file=sys.stderr, flush=True)
+        if after_episode is not None:
+            after_episode(made.episode)
     return made.finished()
 
 
-def finished_training(job: Job) -> Trained | None:
-    """Return what a training yielded that ran to its end, or None.
+def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
+    """Train routers in processes of their own, or resume those that were interrupted.
+
+    Args:
+        jobs: the trainings.
+        workers: processes at once; one per core when None.
 
     Raises:
-        ValueError: the folder has the state of another training, or a damaged one.
+        ValueError: a folder has the state of another training, or a damaged one.
+        RuntimeError: a training failed; the others have kept what they trained.
+        KeyboardInterrupt: Ctrl-C; what each has trained by then is kept.
     """
-    if not job.saved().exists() or _state_of(job)["episode"] < job.training.episodes:
+    found = {job.out: _finished_training(job) for job in jobs}
+    left = [job for job in jobs if found[job.out] is None]
+    if left:
+        setups = [run_setup(config) for config in left[0].configs]
+        RouterVectorEnvironment(setups, left[0].router, left[0].training.simulations)  # or refuses
+    with closing(run_locally(left, workers or available_cores(), train_router)) as outcomes:
+        for job, trained in outcomes:
+            if isinstance(trained, str):
+                raise RuntimeError(f"{job.title}: {trained}")
+            found[job.out] = trained
+    return [trained for trained in found.values() if trained is not None]
+
+
+def _finished_training(job: Job) -> Trained | None:
+    """Return what a training yielded that ran to its end, or None."""
+    if not job.saved.exists() or _state_of(job)["episode"] < job.training.episodes:
         return None
     return _Training(job).finished()
 
 
+_KEPT = ("episode", "rewards", "latencies", "best", "best_episode", "commits", "seconds")
+
+
 class _Training:
+    """A training as it is after so many episodes; what `_KEPT` names is in its file."""
+
     def __init__(self, job: Job) -> None:
         self.job, self.setups = job, [run_setup(config) for config in job.configs]
         instances = job.configs[0].cluster.instances
@@ -230,17 +244,19 @@ class _Training:
             self.setups, job.router, job.training.simulations
         )
         self.generator = np.random.default_rng((job.seed, _OWN_REQUESTS))
-        self.episode = 0
+        self.episode, self.best_episode, self.seconds = 0, 0, 0.0
         self.rewards: list[float] = []
         self.latencies: list[float] = []
         self.best: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.best_episode = 0
         self.commits: list[str] = []
-        self.seconds = 0.0
         self._commit = source_commit()
         job.out.mkdir(parents=True, exist_ok=True)
-        if job.saved().exists():
-            self._resume()
+        if job.saved.exists():
+            state = _state_of(job)
+            for name in _KEPT:
+                setattr(self, name, state[name])
+            self.generator.bit_generator.state = state["exploring"]
+            self.agent.load_state_dict(state["agent"])
 
     def run_episode(self) -> None:
         """Train for one round of episodes, validate, and keep the state."""
@@ -270,14 +286,8 @@ class _Training:
     def finished(self) -> Trained:
         """Return the best episode's router."""
         layers = [(weight.numpy(), bias.numpy()) for weight, bias in self.best]
-        return Trained(
-            self._checkpoint(layers),
-            self.best_episode,
-            self.rewards,
-            self.latencies,
-            self.commits,
-            self.seconds,
-        )
+        checkpoint, history = self._checkpoint(layers), (self.rewards, self.latencies)
+        return Trained(checkpoint, self.best_episode, *history, self.commits, self.seconds)
 
     def _explore(self) -> float:
         environment, agent = self.environment, self.agent
@@ -320,42 +330,25 @@ class _Training:
         )
 
     def _save(self) -> None:
-        state = {
+        state = {name: getattr(self, name) for name in _KEPT} | {
             "what": self.job.settings(),
-            "episode": self.episode,
-            "rewards": self.rewards,
-            "latencies": self.latencies,
-            "best": self.best,
-            "best_episode": self.best_episode,
-            "commits": self.commits,
-            "seconds": self.seconds,
             "exploring": self.generator.bit_generator.state,
             "agent": self.agent.state_dict(),
         }
-        with replace_file(self.job.saved()) as temporary:
+        with replace_file(self.job.saved) as temporary:
             torch.save(state, temporary)
-
-    def _resume(self) -> None:
-        state = _state_of(self.job)
-        self.episode = state["episode"]
-        self.rewards, self.latencies = state["rewards"], state["latencies"]
-        self.best, self.best_episode = state["best"], state["best_episode"]
-        self.commits, self.seconds = state["commits"], state["seconds"]
-        self.generator.bit_generator.state = state["exploring"]
-        self.agent.load_state_dict(state["agent"])
 
 
 def _state_of(job: Job) -> dict[str, Any]:
-    saved = job.saved()
     try:
-        state: dict[str, Any] = torch.load(saved, weights_only=True)
+        state: dict[str, Any] = torch.load(job.saved, weights_only=True)
         other = [name for name, value in job.settings().items() if state["what"][name] != value]
     except (RuntimeError, EOFError, UnpicklingError, KeyError, TypeError) as error:
-        raise ValueError(f"{saved}: damaged; remove it to train anew ({error})") from error
+        raise ValueError(f"{job.saved}: damaged; remove it to train anew ({error})") from error
     if other:
+        settings = ", ".join(other)
         raise ValueError(
-            f"{saved}: of a training with other settings ({', '.join(other)}); "
-            "choose another folder"
+            f"{job.saved}: of a training with other settings ({settings}); choose another folder"
         )
     return state
 

@@ -58,17 +58,25 @@ def lone_request() -> RouterEnvironment:
     return RouterEnvironment(engine_setup(config, [(0.1, 10, 3)]), task)
 
 
-def test_rewards_of_a_lone_request_are_those_computed_by_hand() -> None:
+def test_rewards_and_work_of_a_lone_request_are_those_computed_by_hand() -> None:
     environment = lone_request()
     environment.reset(seed=0)
     alone = 10 * 0.01 + 3 * 0.1  # T̂
     # At 0.25 s it waits; at 0.5 s it has its first token, its second at 0.75 s, and has ended at 1.
-    steps = [environment.step(np.int64(1)) for _ in range(4)]
-    rewards = [reward for _, reward, *_ in steps]
-    expected = [-1 / alone, -2 / 3 / alone, -1 / 3 / alone, 60.0]
-    assert rewards == pytest.approx(expected)
-    assert [ended for _, _, ended, *_ in steps] == [False, False, False, True]
-    assert [info["routable"] for *_, info in steps] == [True, False, False, False]
+    _, rewards, ended, _, infos = zip(
+        *(environment.step(np.int64(1)) for _ in range(4)), strict=True
+    )
+    assert rewards == pytest.approx([-1 / alone, -2 / 3 / alone, -1 / 3 / alone, 60.0])
+    assert ended == (False, False, False, True)
+    assert [info["routable"] for info in infos] == [True, False, False, False]
+    # New in the step in which it came, and then no more.
+    expected = [
+        [1 / alone, 1.0, 1 / alone, 1.0],
+        [2 / 3 / alone, 2 / 3, 0.0, 0.0],
+        [1 / 3 / alone, 1 / 3, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0],
+    ]
+    np.testing.assert_allclose([info["work"] for info in infos], expected)
     result = environment.vector.simulations[0].result("agent")
     assert result.requests.instance.tolist() == [1]
     assert result.requests.placed.tolist() == [0.25]
@@ -87,21 +95,6 @@ def test_states_of_a_lone_request_are_those_computed_by_hand() -> None:
     # the 2 s that are.
     there = [0, 0, 1 / 32, 0.89 / 0.2, 0.1]
     np.testing.assert_allclose(deciding, [0, 0, 0, 0, 0, 0, 5, 0, *there], rtol=1e-6)
-
-
-def test_work_left_of_a_lone_request_is_that_computed_by_hand() -> None:
-    environment = lone_request()
-    environment.reset(seed=0)
-    alone = 10 * 0.01 + 3 * 0.1
-    works = [environment.step(np.int64(1))[-1]["work"] for _ in range(4)]
-    # New in the step in which it came, and then no more.
-    expected = [
-        [1 / alone, 1.0, 1 / alone, 1.0],
-        [2 / 3 / alone, 2 / 3, 0.0, 0.0],
-        [1 / 3 / alone, 1 / 3, 0.0, 0.0],
-        [0.0, 0.0, 0.0, 0.0],
-    ]
-    np.testing.assert_allclose(works, expected)
 
 
 def test_waiting_lets_a_request_wait_and_is_no_mixing() -> None:
@@ -127,14 +120,6 @@ def test_all_who_wait_count_however_many_they_are() -> None:
         *_, info = environment.step(np.array([2]))
         new += info["work"][0, 3]
     assert new == info["work"][0, 1] == n
-
-
-@pytest.mark.parametrize("actions", [[3], [-1], [0, 0]])
-def test_an_action_that_there_is_not_is_refused(actions: list[int]) -> None:
-    environment = RouterVectorEnvironment([small_setup()], TASK)
-    environment.reset(seed=0)
-    with pytest.raises(ValueError, match=r"actions of shape|in 0 \.\. 2"):
-        environment.step(np.array(actions))
 
 
 def played(
@@ -190,18 +175,7 @@ def test_rewards_sum_to_completions_less_unfinished_work(seed: int) -> None:
     assert 60.0 * 40 - bound <= total < 60.0 * 40
 
 
-def test_simulations_side_by_side_are_those_alone() -> None:
-    actions = random_actions(5, 3)
-    together = RouterVectorEnvironment([small_setup()], TASK, num_envs=3)
-    _, rewards = played(together, 11, actions)
-    for b in range(3):
-        alone = RouterVectorEnvironment([small_setup()], TASK)
-        _, own = played(alone, 11 + b, actions[:, b : b + 1])
-        np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
-        assert (np.array(rewards)[len(own) :, b] == 0.0).all()
-
-
-def test_setups_take_turns() -> None:
+def test_simulations_side_by_side_are_those_alone_and_setups_take_turns() -> None:
     busy = small_setup(arrivals={"kind": "poisson", "rate": 30.0})
     actions = random_actions(7, 3)
     together = RouterVectorEnvironment([small_setup(), busy], TASK, num_envs=3)
@@ -210,14 +184,7 @@ def test_setups_take_turns() -> None:
         alone = RouterVectorEnvironment([setup], TASK)
         _, own = played(alone, 11 + b, actions[:, b : b + 1])
         np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
-
-
-def test_setups_that_cannot_take_turns_are_refused() -> None:
-    other = small_setup(cluster={"instances": 3, "slots": 16, "kv_capacity": 1000})
-    with pytest.raises(ValueError, match=r"one router for clusters of \[\(2, 16\), \(3, 16\)\]"):
-        RouterVectorEnvironment([small_setup(), other], TASK, num_envs=2)
-    with pytest.raises(ValueError, match="at least 2 simulations at once, not 1"):
-        RouterVectorEnvironment([small_setup(), small_setup()], TASK)
+        assert (np.array(rewards)[len(own) :, b] == 0.0).all()
 
 
 def test_what_has_ended_stays_until_it_is_begun_anew() -> None:
@@ -306,5 +273,10 @@ def test_a_task_that_means_nothing_is_refused() -> None:
             RouterConfig(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1 simulations at once, not 0"):
         RouterVectorEnvironment([small_setup()], TASK, num_envs=0)
+    environment = RouterVectorEnvironment([small_setup()], TASK)
     with pytest.raises(ValueError, match="2 seeds for 1 simulations"):
-        RouterVectorEnvironment([small_setup()], TASK).reset(seed=[1, 2])
+        environment.reset(seed=[1, 2])
+    environment.reset(seed=0)
+    for actions in ([3], [-1], [0, 0]):
+        with pytest.raises(ValueError, match=r"actions of shape|in 0 \.\. 2"):
+            environment.step(np.array(actions))

@@ -1,7 +1,6 @@
 """Routers that are trained, kept, loaded, and refused where they do not belong."""
 
 import json
-import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -29,7 +28,6 @@ from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.papers.jain_router.router_study import competitors, play, study_table
 from rescheduler.papers.jain_router.train_router import train_routers
 from rescheduler.papers.jain_router.training import (
-    Episodes,
     Job,
     TrainingConfig,
     guided,
@@ -61,14 +59,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_guidance_fades_into_the_whole_discount() -> None:
+def test_guidance_fades_into_the_whole_discount_and_exploration_falls() -> None:
     discount, weight = guided(0.99, 0.5, 1)
     assert discount == pytest.approx((1 - exp(-0.5)) * 0.99)
     assert weight == pytest.approx(exp(-0.5) * 0.99)
     assert guided(0.99, 0.5, 60) == pytest.approx((0.99, 0.0), abs=1e-12)
-
-
-def test_exploration_falls_and_stays_low() -> None:
     training = TrainingConfig(exploration_episodes=20, least_exploration=0.05)
     shares = [training.exploration(k) for k in (0, 19, 20, 29)]
     assert shares == pytest.approx([1.0, 0.05, 0.05, 0.05])
@@ -212,14 +207,12 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, tmp_path / "whole"))
 
     folder = tmp_path / "stopped"
-    made = []
 
     class StopError(Exception):
         pass
 
-    def stop_after_two(episodes: Episodes) -> None:
-        made.append(episodes.done)
-        if len(made) == 2:
+    def stop_after_two(episodes: int) -> None:
+        if episodes == 2:
             raise StopError
 
     with pytest.raises(StopError):
@@ -368,19 +361,3 @@ def test_what_would_fail_after_training_is_refused_before(
     with pytest.raises(ValueError, match=message):
         run_command(train_routers, [*quick, *given], "train-router")
     assert not (tmp_path / "out").exists()
-
-
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    folder = tmp_path / "router"
-    checkpoint(random_layers(2)).save(folder)
-    wider = checkpoint(random_layers(2, seed=1, widths=(64, 64)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # as if the disk were full then
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            wider.save(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "router.json"]
-    with pytest.raises(ValueError, match=r"no model.safetensors"):
-        load_router(folder)

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core
-from rescheduler.step_time.profile import Profile
 
 __all__ = [
     "V100_GRADIENTS",
@@ -33,7 +32,6 @@ __all__ = [
     "decode_impact",
     "guidance",
     "mixing",
-    "profiled_rules",
     "prompt_impact",
 ]
 
@@ -57,27 +55,9 @@ class ImpactRules(NamedTuple):
     tolerance: float = 2.0
 
 
-def profiled_rules(profile: Profile, balance: float, tolerance: float) -> ImpactRules:
-    r"""Return the constants with the gradients of an engine that was measured.
-
-    Args:
-        profile: of `headway profile`; its least-squares slopes are the gradients (§3 of the paper).
-        balance: :math:`\alpha`.
-        tolerance: :math:`\epsilon`, seconds.
-    """
-    gradients = profile.gradients
-    return ImpactRules(gradients.prompt, gradients.decode, balance, tolerance)
-
-
 @compiled_core
 def prompt_impact(rules: ImpactRules, there: float, prompt: float) -> float:
-    r"""Return :math:`r^m_{p_i}` of equation 1.
-
-    Args:
-        rules: the constants.
-        there: tokens of the requests on the instance, :math:`\sum_j (p_j + d_j)`.
-        prompt: tokens of the prompt that comes.
-    """
+    r"""Return :math:`r^m_{p_i}` of equation 1, with :math:`\sum_j (p_j + d_j)` tokens there."""
     seconds = rules.prompt_gradient * (prompt * prompt + there)
     if seconds <= rules.tolerance:
         return 1.0
@@ -86,25 +66,13 @@ def prompt_impact(rules: ImpactRules, there: float, prompt: float) -> float:
 
 @compiled_core
 def decode_impact(rules: ImpactRules, there: float, prompt: float, output: float) -> float:
-    r"""Return :math:`r^m_d` of equation 2.
-
-    Args:
-        rules: the constants.
-        there: tokens of the requests on the instance, :math:`\sum_j (p_j + d_j)`.
-        prompt: tokens of the prompt that comes.
-        output: tokens it is expected to decode.
-    """
+    r"""Return :math:`r^m_d` of equation 2, with :math:`\sum_j (p_j + d_j)` tokens there."""
     return -rules.decode_gradient * (there + prompt + output)
 
 
 @compiled_core
 def mixing(rules: ImpactRules, there: float, prompt: float, output: float) -> float:
-    r"""Return :math:`r_{mixing}` of adding a request to an instance; higher is better.
-
-    .. math:: r_{mixing} = \alpha\, r^m_{p_i} + (1 - \alpha)\, r^m_d
-
-    Arguments as `decode_impact` takes them.
-    """
+    """Return r_mixing of adding a request to an instance; higher is better."""
     on_prompt = prompt_impact(rules, there, prompt)
     on_decode = decode_impact(rules, there, prompt, output)
     return rules.balance * on_prompt + (1.0 - rules.balance) * on_decode

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
 from rescheduler.papers.jain_router.router_config import RouterConfig
-from rescheduler.routing.learned.workload_impact import (
+from rescheduler.papers.jain_router.workload_impact import (
     ImpactRules,
     decode_impact,
     guidance,
