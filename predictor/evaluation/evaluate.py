@@ -15,7 +15,12 @@ import torch
 from data_collection.atomic_file import write_text_atomically
 from data_collection.dataset.dataset_schema import split_requests
 from data_collection.versions import machine, source_commit, versions
-from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier
+from predictor.evaluation.comparators import (
+    COMPARATORS,
+    Comparator,
+    KaplanMeier,
+    create_comparator,
+)
 from predictor.evaluation.figures import draw_figures
 from predictor.evaluation.report import (
     AgeScores,
@@ -153,10 +158,7 @@ def evaluate(
     results: dict[str, MethodResult] = {}
     for name, options in chosen.items():
         print(f"{name}: training", flush=True)
-        try:
-            comparator = COMPARATORS[name](**options)
-        except TypeError as error:  # an option too many or too few
-            raise ValueError(f"comparator {name}: {error}") from error
+        comparator = create_comparator(name, options)
         started = time.monotonic()
         comparator.fit(parts["train"], parts["validation"])
         seconds = getattr(comparator, "training_seconds", time.monotonic() - started)

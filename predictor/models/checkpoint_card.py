@@ -1,21 +1,9 @@
 """The cards of checkpoints, made from their configurations."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-__all__ = ["checkpoint_card", "prompt_card"]
-
-_FRONT_MATTER = """\
----
-license: apache-2.0
-library_name: headway
-tags:
-- length-prediction
-- llm-serving
----
-"""
-"""What the Hugging Face hub reads of a card."""
+__all__ = ["checkpoint_card", "front_matter", "provenance_rows"]
 
 _CARD = """\
 {front_matter}# {title} for {model}
@@ -64,18 +52,26 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     outputs = len(config["edges"]) - 1 if survival else 1
     sizes = (config["hidden_size"] + len(inputs), *config["widths"], outputs)
     what = (_SURVIVAL if survival else _REGRESSION).format(shape="→".join(map(str, sizes)))
-    provenance = "\n".join(
-        f"| {name} | {_cell(value)} |" for name, value in (config["provenance"] or {}).items()
-    )
     fields = {key: value for key, value in config.items() if key != "provenance"}
     return _CARD.format(
-        front_matter=_FRONT_MATTER,
+        front_matter=front_matter("length-prediction", "llm-serving"),
         title="Survival forecasts" if survival else "Remaining-length predictor",
         what=what,
         beside=f" and {', '.join(inputs)}" if inputs else "",
-        provenance=provenance,
+        provenance=provenance_rows(config["provenance"] or {}),
         **fields,
     )
+
+
+def front_matter(*tags: str) -> str:
+    """Return what the Hugging Face hub reads of a card."""
+    lines = ["---", "license: apache-2.0", "library_name: headway", "tags:"]
+    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
+
+
+def provenance_rows(provenance: Mapping[str, Any]) -> str:
+    """Return the rows of a table of two columns: how a checkpoint came about."""
+    return "\n".join(f"| {name} | {_cell(value)} |" for name, value in provenance.items())
 
 
 def _cell(value: Any) -> str:
@@ -84,66 +80,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).replace("|", "\\|")
-
-
-_PROMPT_CARD = """\
-{front_matter}# {title} for {serving_model}
-
-Before the first token of a request, from {reads}, this {classifier} predicts {what}
-(Jain et al. 2025, §4.1 and Appendix C).
-
-```python
-{use}
-```
-
-Tasks it was trained on: {tasks}.{hint}
-
-## Training
-```yaml
-{provenance}```
-
-Trained on the answers of {serving_model}: another model's have other lengths.
-"""
-
-_USE_LENGTH = """\
-from pathlib import Path
-
-from predictor.prompt_length import Prompts, load_length_predictor
-
-predictor = load_length_predictor(Path("this folder"))
-# texts and tasks: a list each; prompt_tokens and max_tokens: integer arrays [n]
-forecast = predictor.forecast(Prompts(texts, tasks, prompt_tokens, max_tokens))
-forecast.at(80)  # P(longer than 80 tokens), [n]
-forecast.aged(40)  # of the same requests, 40 tokens on"""
-
-_USE_TASK = """\
-from pathlib import Path
-
-from predictor.prompt_length import load_task_classifier
-
-classifier = load_task_classifier(Path("this folder"))
-prompts = prompts.with_tasks(classifier.predicted(prompts))"""
-
-
-def prompt_card(config: dict[str, Any]) -> str:
-    """Return the card of a prompt-time classifier's checkpoint, for its ``config.json``."""
-    curve, encoder = config["curve"], config["classifier"] == "encoder"
-    what = "its task"
-    if curve:
-        what = (
-            f"which of the buckets {', '.join(config['labels'])} tokens its answer will be in, "
-            "and the survival curve that the probabilities stand for"
-        )
-    hint = "" if not config.get("hinted") else " The task is appended to the prompt as a hint."
-    return _PROMPT_CARD.format(
-        front_matter=_FRONT_MATTER,
-        title="Prompt-time length predictor" if curve else "Task classifier",
-        serving_model=config["serving_model"],
-        reads="its prompt's text" if encoder else "its prompt's tokens and its application",
-        classifier="fine-tuned encoder" if encoder else "random forest",
-        what=what,
-        use=_USE_LENGTH if curve else _USE_TASK,
-        tasks=", ".join(config["tasks"]),
-        hint=hint,
-        provenance=yaml.safe_dump(config["provenance"], sort_keys=False, allow_unicode=True),
-    )

@@ -27,7 +27,7 @@ class Verb(NamedTuple):
 _DATASET = "data_collection.dataset"
 _LIGHTNING = "rescheduler.commands.train:train"
 _RAY = "rescheduler.on_ray"
-_STUDY = "rescheduler.simulator.studies.study"
+_STUDIES = "rescheduler.papers.studies"
 
 VERBS = {
     "model": Verb("data_collection.models:model", "prepare the embedded model"),
@@ -73,15 +73,24 @@ VERBS = {
         "record forecasts to simulate with",
     ),
     "papers": Verb("", "reproduce the papers' figures, tables and models"),
-    "papers scaling": Verb(f"{_STUDY}:scaling_study", "imbalance by workers and batches (BF-IO)"),
-    "papers barrier-tax": Verb(f"{_STUDY}:barrier_tax_study", "routing by models of a step's time"),
-    "papers rescheduling": Verb(f"{_STUDY}:rescheduling_study", "migration planners (STAR)"),
-    "papers fairbatching": Verb(f"{_STUDY}:fairbatching_study", "requests in time (FairBatching)"),
+    "papers scaling": Verb(
+        f"{_STUDIES}.scaling:scaling_study", "imbalance by workers and batches (BF-IO)"
+    ),
+    "papers barrier-tax": Verb(
+        f"{_STUDIES}.barrier_tax:barrier_tax_study", "routing by models of a step's time"
+    ),
+    "papers rescheduling": Verb(
+        f"{_STUDIES}.rescheduling:rescheduling_study", "migration planners (STAR)"
+    ),
+    "papers fairbatching": Verb(
+        f"{_STUDIES}.fairbatching:fairbatching_study", "requests in time (FairBatching)"
+    ),
     "papers train-router": Verb(
-        "rescheduler.learned_router.train_router:train_routers", "train routers, and compare them"
+        "rescheduler.papers.jain_router.train_router:train_routers",
+        "train routers, and compare them",
     ),
     "papers train-length": Verb(
-        "predictor.prompt_length.train_length:train_length", "predict lengths from prompts"
+        "rescheduler.papers.prompt_length.train_length:train_length", "predict lengths from prompts"
     ),
     "doctor": Verb("rescheduler.commands.doctor:doctor", "check the installation"),
 }

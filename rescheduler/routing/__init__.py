@@ -1,6 +1,5 @@
 """Routing policies: which decode instance a prefilled request goes to."""
 
-from rescheduler.routing.balance.balance_future_dp import BalanceFutureDP
 from rescheduler.routing.balance.balance_route import BR0, BRH
 from rescheduler.routing.balance.overflow_cost import FastPhi, Overflow
 from rescheduler.routing.bfio.policy import BFIO
@@ -32,7 +31,6 @@ __all__ = [
     "FCFS",
     "JSQ",
     "PAB",
-    "BalanceFutureDP",
     "DecodeBalancer",
     "DedicatedSmallLarge",
     "FastPhi",

@@ -306,7 +306,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     **{
         f"forecast: {name}, {dispatch}": DISPATCH[dispatch]
         | changes
-        | {"policies": ["brh", "min_min", "balance_future_dp"]}
+        | {"policies": ["brh", "min_min"]}
         for name, changes in FORECASTS.items()
         for dispatch in ("pool, barrier", "instant")
     },

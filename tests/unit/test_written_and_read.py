@@ -93,10 +93,10 @@ PAIRS = {
         "test_a_killed_engine_leaves_nothing_and_its_forecasts_are_scored_after_its_restart"
     ),
     "collect -> papers train-length": (
-        "tests/unit/predictor/test_prompt_length.py::test_the_command_trains_measures_and_goes_on"
+        "tests/unit/papers/test_prompt_length.py::test_the_command_trains_measures_and_goes_on"
     ),
     "papers train-length -> load_length_predictor": (
-        "tests/unit/predictor/test_prompt_length.py::test_an_encoder_checkpoint_forecasts_the_same"
+        "tests/unit/papers/test_prompt_length.py::test_an_encoder_checkpoint_forecasts_the_same"
     ),
     # What `profile` writes, the function that writes it for `profile` has written here.
     "profile -> simulate, step times": (
@@ -123,7 +123,7 @@ PAIRS = {
         "--trace.requests 60 --policies '[{name: rl, checkpoint: checkpoints/rl-router}]'"
     ),
     "papers train-router -> papers train-router --checkpoints": (
-        "tests/unit/routing/test_router_training.py::test_the_command_trains_compares_and_writes"
+        "tests/unit/papers/test_router_training.py::test_the_command_trains_compares_and_writes"
     ),
     "keys -> launch": "headway launch --config across.yaml --print",
     "keys -> watch": (

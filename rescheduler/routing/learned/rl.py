@@ -79,7 +79,6 @@ class LearnedRouter(RoutingPolicy):
     _parameters: FloatArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Read the checkpoint."""
         given = self.checkpoint
         loaded = given if isinstance(given, RouterCheckpoint) else load_router(find_shipped(given))
         object.__setattr__(self, "_loaded", loaded)

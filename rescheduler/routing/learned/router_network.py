@@ -15,13 +15,32 @@ from safetensors.numpy import load_file, save
 from data_collection.atomic_file import replace_file, write_text_atomically
 from data_collection.text_file import read_text
 from predictor.compilation import compiled
-from rescheduler.routing.learned.router_card import router_card
+from predictor.models.checkpoint_card import front_matter, provenance_rows
 from rescheduler.routing.learned.router_state import StateScales, state_size
 
 __all__ = ["Layers", "RouterCheckpoint", "action_values", "load_router", "network_parameters"]
 
 FloatArray = npt.NDArray[np.float64]
 Layers = Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+
+_CARD = """\
+{front_matter}# Learned router for {instances} instances ({variant})
+
+A Double DQN {shape} with ReLU that sends the first request of the queue to one of {instances} \
+instances of a model, or lets it wait, every {interval:g} s: the policy `rl` of `headway simulate` \
+and `headway serve`. What it reads is described in `rescheduler/routing/learned/router_state.py`, \
+with buckets of expected output from {edges} tokens on. After Jain et al. 2025, "Performance Aware \
+LLM Load Balancer for Mixed Workloads".
+
+| | |
+|---|---|
+{provenance}
+
+It knows the step time, memory, mix and rate of requests that it was trained on. Elsewhere it may
+do worse than simpler policies, above all where it may send a request to an instance that is full
+(`dispatch: instant`); `docs/papers/rl_router.md` has figures. It refuses another number of
+instances.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +69,6 @@ class RouterCheckpoint:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse layers that do not fit the state and the actions."""
         if not self.interval > 0:
             raise ValueError(f"the interval must be above 0, not {self.interval}")
         ascending = all(low < high for low, high in pairwise(self.edges))
@@ -93,7 +111,16 @@ class RouterCheckpoint:
             "provenance": self.provenance,
         }
         write_text_atomically(folder / "router.json", json.dumps(config, indent=1) + "\n")
-        write_text_atomically(folder / "README.md", router_card(config))
+        card = _CARD.format(
+            front_matter=front_matter("llm-serving", "load-balancing", "reinforcement-learning"),
+            instances=self.n_instances,
+            variant=self.variant,
+            shape="→".join(map(str, self.sizes)),
+            interval=self.interval,
+            edges=", ".join(map(str, self.edges)),
+            provenance=provenance_rows(self.provenance),
+        )
+        write_text_atomically(folder / "README.md", card)
         tensors = {}
         for i, (weight, bias) in enumerate(self.layers):
             tensors[f"layers.{i}.weight"] = np.ascontiguousarray(weight, dtype=np.float32)

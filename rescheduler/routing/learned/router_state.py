@@ -79,15 +79,9 @@ def router_state(
 ) -> None:
     """Write the state of a cluster into ``state``, [3 + G·(3 + K)], and who is who into ``order``.
 
-    An instance's requests in the prompt phase are those without a token yet. Capacity is the free
-    share of the KV cache, below 0 where more is queued than fits; it and the seconds are rounded
-    to two decimals (C.10).
-
-    Args:
-        inputs: the cluster and its queue.
-        scales: of the numbers.
-        order: [G] is written: the instances by KV load, equal ones by index.
-        state: is written.
+    The order, [G], is by KV load, of equal ones by index. An instance's requests in the prompt
+    phase are those without a token yet. Capacity is the free share of the KV cache, below 0 where
+    more is queued than fits; it and the seconds are rounded to two decimals (C.10).
     """
     _by_load(inputs.load, order)
     n_waiting, n_buckets = len(inputs.size), len(inputs.edges)

@@ -15,7 +15,12 @@ from rescheduler.simulator.experiments.cells import (
     write_cell,
 )
 from rescheduler.simulator.experiments.progress import compile_notice, gather
-from rescheduler.simulator.experiments.workers import available_cores, run_locally, run_on_ray
+from rescheduler.simulator.experiments.workers import (
+    available_cores,
+    compute_cell,
+    run_locally,
+    run_on_ray,
+)
 from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.report import refuse_foreign_folder
 from rescheduler.simulator.workloads.trace_files import announce_traces
@@ -105,7 +110,7 @@ def compute(
     if missing:
         if ray is None:
             compile_notice()
-            outcomes = run_locally(missing, workers or available_cores())
+            outcomes = run_locally(missing, workers or available_cores(), compute_cell, True)
         else:
             outcomes = run_on_ray(missing, ray)
         interrupted = gather(outcomes, len(missing), keep, lambda cell: cell.title)

@@ -1,4 +1,4 @@
-"""Where the cells of an experiment are computed: the cores of this machine, or a Ray cluster."""
+"""Where jobs such as the cells of an experiment are computed: cores here, or a Ray cluster."""
 
 import importlib
 import multiprocessing
@@ -16,20 +16,20 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from textwrap import shorten
+from threading import Thread
 from typing import Any, TypeVar
 
 from threadpoolctl import threadpool_limits
 
 from rescheduler.simulator.experiments.cells import Cell, Figures, run_cell
 
-__all__ = ["available_cores", "run_in_threads", "run_locally", "run_on_ray"]
+__all__ = ["available_cores", "compute_cell", "run_in_threads", "run_locally", "run_on_ray"]
 
 Job = TypeVar("Job")
+Result = TypeVar("Result")
 
-Outcome = tuple[Cell, Figures | str]
-"""A cell with its figures, or with what went wrong."""
-
-Outcomes = Generator[Outcome, None, None]
+Outcomes = Generator[tuple[Job, Result | str], None, None]
+"""Jobs with their results, or with what went wrong."""
 
 _DIED = "its process died; was it out of memory?"
 _LONGEST_ERROR = 400
@@ -41,29 +41,38 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_locally(cells: Sequence[Cell], workers: int) -> Outcomes:
-    """Compute cells in processes of their own; yield each as it finishes.
+def run_locally(
+    jobs: Sequence[Job], workers: int, compute: Callable[[Job], Result], first_alone: bool = False
+) -> Outcomes[Job, Result]:
+    """Compute jobs in processes of their own; yield each as it finishes.
 
-    A process that dies takes those cells with it that were being computed. They are computed
+    A process that dies takes those jobs with it that were being computed. They are computed
     again, one at a time, so that only the one that kills its process is lost.
 
     Args:
-        cells: to compute. The first is computed alone, which compiles for all others.
+        jobs: to compute.
         workers: processes at once.
+        compute: of a module, as the processes import it by name.
+        first_alone: compute the first job alone, which compiles for all others.
     """
-    suspects: list[Cell] = []
-    waiting, first = deque(cells), True
+    suspects: list[Job] = []
+    waiting = deque(jobs)
     while waiting:
-        yield from _in_pool(waiting, workers, suspects, first_alone=first)
-        first = False
-    for cell in suspects:
-        died: list[Cell] = []
-        yield from _in_pool(deque([cell]), 1, died)
+        yield from _in_pool(waiting, workers, compute, suspects, first_alone)
+        first_alone = False
+    for job in suspects:
+        died: list[Job] = []
+        yield from _in_pool(deque([job]), 1, compute, died)
         if died:
-            yield cell, _DIED
+            yield job, _DIED
 
 
-def run_on_ray(cells: Sequence[Cell], address: str) -> Outcomes:
+def compute_cell(cell: Cell) -> Figures:
+    """Compute a cell, for `run_locally`."""
+    return run_cell(cell.config, cell.seed)
+
+
+def run_on_ray(cells: Sequence[Cell], address: str) -> Outcomes[Cell, Figures]:
     """Compute cells as tasks of a Ray cluster, a core each; yield each as it finishes.
 
     Args:
@@ -125,37 +134,41 @@ def run_in_threads(
 
 
 def _in_pool(
-    waiting: deque[Cell], workers: int, suspects: list[Cell], first_alone: bool = False
-) -> Outcomes:
-    """Compute cells until none waits or a process dies; then add those under way to suspects."""
+    waiting: deque[Job],
+    workers: int,
+    compute: Callable[[Job], Result],
+    suspects: list[Job],
+    first_alone: bool = False,
+) -> Outcomes[Job, Result]:
+    """Compute jobs until none waits or a process dies; then add those under way to suspects."""
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(workers, len(waiting)),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_prepare,
     )
-    running: dict[Future[Figures], Cell] = {}
+    running: dict[Future[Result], Job] = {}
     broken, at_once = False, 1 if first_alone else workers
     try:
         while not broken and (waiting or running):
             while waiting and len(running) < at_once:
-                running[pool.submit(run_cell, waiting[0].config, waiting[0].seed)] = waiting[0]
+                running[pool.submit(compute, waiting[0])] = waiting[0]
                 waiting.popleft()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             at_once = workers
             for future in done:
-                cell = running.pop(future)
+                job = running.pop(future)
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     broken = True
-                    suspects.append(cell)
+                    suspects.append(job)
                 elif error is not None:
-                    yield cell, _said(error)
+                    yield job, _said(error)
                 else:
-                    yield cell, future.result()
-    except BrokenProcessPool:  # on handing out the next cell, which goes on waiting
+                    yield job, future.result()
+    except BrokenProcessPool:  # on handing out the next job, which goes on waiting
         broken = True
-    except BaseException:  # Ctrl-C: do not wait for the cells under way
+    except BaseException:  # Ctrl-C: do not wait for the jobs under way
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
         raise
@@ -165,10 +178,19 @@ def _in_pool(
 
 
 def _prepare() -> None:
-    """Keep a worker to one core, and leave Ctrl-C to the process that started it."""
+    """Keep a worker to one core, leave Ctrl-C to the process that started it, and end with it."""
     os.environ.update(_ONE_THREAD)  # for libraries that are loaded later on
     threadpool_limits(limits=1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End when who started this process has: two must not write one job's state."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _said(error: Any) -> str:

@@ -13,11 +13,8 @@ from rescheduler.simulator.results.run_result import RunResult
 __all__ = [
     "COLOURS",
     "HorizonCurve",
-    "LoadCurve",
     "create_panels",
-    "draw_cases",
     "draw_comparison",
-    "draw_effective",
     "draw_horizons",
     "draw_loads",
     "draw_power",
@@ -226,87 +223,6 @@ def finish_axes(axes: Any, x: str = "", y: str = "", which: str = "major") -> No
         axes.set_ylabel(y)
     axes.grid(alpha=0.25, which=which)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-class LoadCurve(NamedTuple):
-    """One system in one case, with one choice of its tuned options, over the loads.
-
-    Attributes:
-        case: its name.
-        system: its name.
-        tuned: key -> value, of its tuned options.
-        points: load in requests per second an instance -> figures; ``effective`` among them.
-    """
-
-    case: str
-    system: str
-    tuned: dict[str, Any]
-    points: dict[float, Summary]
-
-    @property
-    def peak(self) -> tuple[float, float]:
-        """Its most effective requests per second, and the load where they are."""
-        return max((summary.mean["effective"], load) for load, summary in self.points.items())
-
-
-def draw_effective(curves: Sequence[LoadCurve]) -> Any:
-    """Return effective requests per second over the load, a panel for each case.
-
-    As in FairBatching (Lyu et al. 2025), Figure 5.
-    """
-    cases = list(dict.fromkeys(curve.case for curve in curves))
-    systems = list(dict.fromkeys(curve.system for curve in curves))
-    figure, panels = create_panels(len(cases), 4, (3.6, 2.8), sharex=False, sharey=False)
-    for axes, case in zip(panels, cases, strict=True):
-        for curve in curves:
-            if curve.case != case:
-                continue
-            i = systems.index(curve.system)
-            loads = sorted(curve.points)
-            axes.errorbar(
-                loads,
-                [curve.points[load].mean["effective"] for load in loads],
-                [curve.points[load].ci95.get("effective", 0.0) for load in loads],
-                fmt="o-",
-                color=COLOURS[i % len(COLOURS)],
-                markersize=3.5,
-                linewidth=1.2,
-                label=curve.system,
-            )
-        axes.set_title(case, loc="left", fontsize="medium")
-        axes.set_ylim(bottom=0)
-        finish_axes(axes)
-    panels[0].legend(frameon=False, fontsize="small")
-    figure.supxlabel("offered requests/s an instance", fontsize="medium")
-    figure.supylabel("effective requests/s", fontsize="medium")
-    return figure
-
-
-def draw_cases(found: Mapping[tuple[str, str], Summary]) -> Any:
-    """Return the variance of step times and the P99 TPOT of each planner in each case.
-
-    As in STAR (Wang et al. 2026), Figure 13. Means over the seeds; the table has intervals.
-    """
-    cases = list(dict.fromkeys(case for case, _ in found))
-    labels = list(dict.fromkeys(label for _, label in found))
-    figure, panels = create_panels(2, 2, (5.0, 3.8), sharex=False, sharey=False)
-    shown = (
-        ("execution_variance", 1e6, "variance of step times, ms²"),
-        ("tpot_p99", 1e3, "P99 TPOT, ms"),
-    )
-    for axes, (name, scale, title) in zip(panels, shown, strict=True):
-        for i, label in enumerate(labels):
-            known = [found.get((case, label)) for case in cases]
-            values = [scale * s.mean.get(name, np.nan) if s else np.nan for s in known]
-            at = np.arange(len(cases)) + 0.08 * (i - (len(labels) - 1) / 2)
-            colour = COLOURS[i % len(COLOURS)]
-            axes.plot(at, values, "o", color=colour, markersize=5, label=label)
-        if name == "execution_variance":  # it differs by factors
-            axes.set_yscale("log")
-        axes.set_xticks(range(len(cases)), cases)
-        finish_axes(axes, "", title)
-    panels[1].legend(frameon=False, fontsize="small")
-    return figure
 
 
 def draw_rescheduling(runs: Sequence[RunResult], kv_capacity: int) -> Any:

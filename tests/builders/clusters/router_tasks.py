@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.learned_router.router_config import RouterConfig
+from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.routing.learned.router_network import Layers, RouterCheckpoint
 from rescheduler.routing.learned.router_state import state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config

@@ -13,12 +13,12 @@ from predictor.evaluation.comparators import (
     COMPARATORS,
     ConstantMedian,
     KaplanMeier,
-    PromptSelfReport,
-    row_token_ids,
+    create_comparator,
 )
-from predictor.evaluation.comparators.prompt_self_report import parse_length
 from predictor.evaluation.report import LABELS, OWN_NAME
 from predictor.training.row_table import HiddenStates, Requests, RowTable
+from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport, parse_length
+from rescheduler.papers.comparators.text_regressor import row_token_ids
 
 K = 20
 MAX_TOKENS = 4096
@@ -215,7 +215,7 @@ def test_first_number_of_an_answer(answer: str, length: int | None) -> None:
 
 def test_registry_names_what_it_builds() -> None:
     for name in ("constant_median", "kaplan_meier", "prompt_self_report"):
-        assert COMPARATORS[name]().name == name
+        assert create_comparator(name, {}).name == name
     assert list(COMPARATORS) == [
         "constant_median",
         "kaplan_meier",

@@ -12,7 +12,6 @@ from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BRH, FastPhi, Overflow
 from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
 from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
-from rescheduler.routing.balance.subset_sum import fullest_sum, reachable_sums, subset_of_sum
 from rescheduler.routing.heuristics.random_choice import splitmix64
 from rescheduler.routing.inputs import empty_target
 
@@ -264,57 +263,6 @@ def test_fast_phi_of_one_point_knows_the_current_load_only() -> None:
     gpus = [[(5000, 3)], [(4000, 500)]]
     assert placed("fast_phi", cluster(gpus, [(500, 200)]), k=1) == [1]
     assert placed("fast_phi", cluster(gpus, [(500, 200)]), steps=[0, 50, 100, 150]) == [0]
-
-
-def test_balance_future_dp_fills_a_margin_with_a_subset() -> None:
-    # Worker 1 is 100 below the heaviest and has two slots: 70 + 30 fills the margin.
-    view = cluster([[(500, 99)], [(400, 99)]], [(70, 9), (60, 9), (30, 9), (45, 9)], slots=[1, 3])
-    assert placed("balance_future_dp", view, horizon=0) == [1, -1, 1, -1]
-    # In steps of two or more tokens, or with less room, the best that can be told apart.
-    assert placed("balance_future_dp", view, horizon=0, resolution=64) == [1, -1, 1, -1]
-    tight = cluster(
-        [[(500, 99)], [(400, 99)]],
-        [(70, 9), (60, 9), (30, 9), (45, 9)],
-        slots=[1, 3],
-        capacity=[500, 495],
-    )
-    assert placed("balance_future_dp", tight, horizon=0) == [-1, 1, 1, -1]
-
-
-def test_balance_future_dp_looks_at_the_least_margin_of_the_horizon() -> None:
-    # The heaviest worker ends after 5 steps: no margin is left for the rest of the horizon, and
-    # what overflows least is placed alone, again and again.
-    view = cluster([[(500, 5)], [(400, 99)]], [(70, 9), (30, 9), (45, 9)], slots=[1, 3])
-    assert placed("balance_future_dp", view, horizon=20) == [-1, 1, 1]
-
-
-def test_balance_future_dp_spreads_single_requests_while_slots_are_many() -> None:
-    # 12 and 11 slots: worker 0 first, with the best F, the largest within its margin of 100;
-    # then 11 and 11: the lighter worker, 0 again; then 1.
-    view = cluster([[(400, 99)], [(500, 99)]], [(30, 9), (90, 9), (120, 9)], slots=[13, 12])
-    assert placed("balance_future_dp", view, horizon=0) == [0, 0, 1]
-
-
-sizes_of_items = st.lists(st.integers(1, 70), min_size=1, max_size=7)
-
-
-@given(sizes_of_items, st.integers(1, 4), st.integers(1, 300), st.integers(0, 300))
-def test_the_bitset_finds_the_sums_that_trying_all_subsets_finds(
-    sizes: list[int], most_items: int, largest: int, safe: int
-) -> None:
-    items = np.array(sizes)
-    masks = [np.array(list(np.binary_repr(m, len(sizes)))) == "1" for m in range(2 ** len(sizes))]
-    reach = reachable_sums(items, most_items, largest)
-    for n_items in range(1, most_items + 1):
-        sums = {int(items[mask].sum()) for mask in masks if mask.sum() == n_items}
-        within = {s for s in sums if s <= largest}
-        best = max((s for s in within if s <= safe), default=min(within, default=-1))
-        found = fullest_sum(reach[-1, n_items], safe, largest)
-        assert found == best
-        if found > 0:
-            taken = subset_of_sum(reach, items, n_items, found)
-            assert taken.sum() == n_items
-            assert items[taken].sum() == found
 
 
 def test_headroom_places_where_an_overflow_is_least_likely() -> None:

@@ -168,7 +168,7 @@ def test_needs_state_how_much_a_policy_knows() -> None:
         assert known[name] == Needs.LOADS
     for name in ("min_min", "max_min", "decode_balancer", "dedicated_small_large"):
         assert known[name] == Needs.LENGTHS
-    for name in ("brh", "overflow", "fast_phi", "balance_future_dp"):
+    for name in ("brh", "overflow", "fast_phi"):
         assert known[name] == Needs.FORECASTS
     assert PowerOfD(metric="load").needs == Needs.LOADS
 
@@ -176,6 +176,8 @@ def test_needs_state_how_much_a_policy_knows() -> None:
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"no routing policy 'sjf'; known: .*fcfs.*jsq"):
         create_policy("sjf")
+    with pytest.raises(ValueError, match="'balance_future_dp' was removed: bfio with horizon 0"):
+        create_policy("balance_future_dp")
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
@@ -223,8 +225,6 @@ def test_a_name_is_given_once() -> None:
         ("overflow", {"horizon": -1}, "horizon"),
         ("fast_phi", {"k": 0}, "k must be at least 1"),
         ("fast_phi", {"steps": [5, 10]}, "ascend from 0"),
-        ("balance_future_dp", {"greedy_slots": 65}, "greedy_slots"),
-        ("balance_future_dp", {"gamma": 0}, "gamma"),
     ],
 )
 def test_options_out_of_range_are_refused(

@@ -27,7 +27,7 @@ from rescheduler.simulator.config.simulation_config import (
     read_config,
 )
 from rescheduler.simulator.experiments.cells import cells_of, groups
-from rescheduler.simulator.experiments.workers import run_locally
+from rescheduler.simulator.experiments.workers import compute_cell, run_locally
 from rescheduler.simulator.run_setup import create_candidates, run_setup
 
 ROOT = Path(__file__).parents[3]
@@ -368,7 +368,7 @@ def test_a_killed_worker_loses_only_what_kills_it_again(at_most: int, lost: int)
     cells = small_cells(4 if lost == 0 else 1)
     stop = threading.Event()
     killer = threading.Thread(target=kill_children, args=(stop, at_most))
-    outcomes = run_locally(cells, workers=2)
+    outcomes = run_locally(cells, 2, compute_cell, first_alone=True)
     killer.start()
     try:
         found = dict(outcomes_by_seed(outcomes))

@@ -1,0 +1,1 @@
+"""The methods that STAR's predictor is measured against (Table 1)."""

@@ -1,0 +1,281 @@
+"""Fine-tuning an auxiliary model to read a request's text and say what remains of it."""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from data_collection.dataset.dataset_schema import Session
+from data_collection.models import identify, resolve_model
+from predictor.evaluation.comparators import fitted
+from predictor.training.row_table import RowTable
+from rescheduler.papers.text_models.fine_tuning import FineTunedModule, fine_tune
+from rescheduler.papers.text_models.text_batches import (
+    LabelledTexts,
+    TextBatch,
+    shuffled_text_batches,
+    text_batches,
+)
+
+__all__ = [
+    "FineTuning",
+    "TextNetwork",
+    "TextRegressor",
+    "row_token_ids",
+    "serving_model_folder",
+]
+
+logger = logging.getLogger("headway.comparators")
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How an auxiliary model is trained.
+
+    Attributes:
+        max_rows: training rows, a random subsample where there are more.
+        max_validation_rows: validation rows, likewise.
+        max_epochs: passes over the training rows; 100 in the paper.
+        patience: passes without a better validation MAE before stopping; 10 in the paper.
+        batch_size: rows in a mini-batch.
+        learning_rate: AdamW's, constant.
+        max_minutes: wall time after which no further mini-batch starts; the last pass over the
+            validation rows comes on top.
+        seed: of the subsamples, the shuffling and the dropout.
+    """
+
+    max_rows: int
+    max_validation_rows: int
+    learning_rate: float
+    max_epochs: int = 100
+    patience: int = 10
+    batch_size: int = 16
+    max_minutes: float = 30.0
+    seed: int = 0
+
+
+class TextNetwork(nn.Module):
+    """A Hugging Face model with a linear head; subclasses say which state the head reads.
+
+    ``forward`` takes ``input_ids`` and ``attention_mask``, [batch, length], and returns the
+    remaining length over the scale, [batch].
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1)
+
+
+class TextRegressor:
+    r"""An auxiliary model f with a linear head, trained on L1 as in STAR §4.4.
+
+    .. math:: \min_\theta \frac{1}{N} \sum_i | f_\theta(x_i) - y_i / s |, \qquad
+        \hat y = \max(0, s\, f_\theta(x))
+
+    :math:`x_i` is the text of row i, the prompt and what was generated so far, in the auxiliary
+    model's tokens. It is cut after ``max_tokens``, so that the beginning stays and the newest
+    text is lost: the reason the paper gives (§4.3) for the error on long requests. The scale
+    s, the mean remaining tokens of the training rows, only conditions the optimisation.
+
+    Args:
+        network: of its weights, those that require a gradient are trained.
+        tokenizer: of the auxiliary model.
+        serving_model: ``smollm2``, a Hugging Face id or a folder; the model that was served,
+            for the text of recorded token ids.
+        max_tokens: tokens of the text that are read.
+        settings: how to train.
+
+    Attributes:
+        training_seconds: wall time of the last ``fit``.
+        training_loss: mean absolute error in tokens during each pass of the last ``fit``.
+        validation_mae: mean absolute error in tokens after each pass.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        network: TextNetwork,
+        tokenizer: Any,
+        serving_model: str,
+        max_tokens: int,
+        settings: FineTuning,
+    ) -> None:
+        self.training_seconds = 0.0
+        self.training_loss: list[float] = []
+        self.validation_mae: list[float] = []
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._network: TextNetwork = network.to(self._device)
+        self._tokenizer, self._serving_model = tokenizer, serving_model
+        self._max_tokens, self._settings = max_tokens, settings
+        self._scale: float | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the auxiliary model and its head, frozen ones included."""
+        return sum(weight.numel() for weight in self._network.parameters())
+
+    @property
+    def notes(self) -> list[str]:
+        """On how much it trained, and how much text it reads."""
+        return [
+            f"{self.name}: fine-tuned on at most {self._settings.max_rows} training rows for "
+            f"{len(self.validation_mae)} passes ({self.training_seconds:.0f} s), reads the first "
+            f"{self._max_tokens} tokens of prompt and answer"
+        ]
+
+    def fit(self, train: RowTable, validation: RowTable) -> None:
+        """Fine-tune, and keep the weights with the lowest validation MAE.
+
+        A second call goes on from the weights that the first one found.
+
+        Raises:
+            ValueError: token ids were not recorded, the rows are of another model, or one of
+                the two tables has no request that ran to its end.
+        """
+        started = time.monotonic()
+        settings = self._settings
+        order = np.random.default_rng(settings.seed)
+        train = self._subsample("training", train, settings.max_rows, order)
+        validation = self._subsample("validation", validation, settings.max_validation_rows, order)
+        train_texts, validation_texts = (
+            LabelledTexts(self._inputs(rows), rows.remaining_tokens.astype(np.float32))
+            for rows in (train, validation)
+        )
+        target, head = train_texts.labels, self._network.head
+        self._scale = max(1.0, float(target.mean()))
+        nn.init.zeros_(head.weight)
+        nn.init.constant_(head.bias, float(np.median(target)) / self._scale)
+        training = _RegressorTraining(self._network, self._scale, settings.learning_rate)
+        size, padding = settings.batch_size, self._tokenizer.pad_token_id
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(settings.seed)
+            fine_tune(
+                training,
+                shuffled_text_batches(train_texts, size, padding, order),
+                text_batches(validation_texts, size, padding, generator=torch.Generator()),
+                max_epochs=settings.max_epochs,
+                patience=settings.patience,
+                max_seconds=60 * settings.max_minutes - (time.monotonic() - started),
+            )
+        self._network.to(self._device)  # Lightning leaves it on the CPU
+        self.training_loss = training.history["train_mae"]
+        self.validation_mae = training.history[training.monitor]
+        self.training_seconds = time.monotonic() - started
+
+    def predict(self, rows: RowTable) -> npt.NDArray[np.float32]:
+        """Return predicted remaining tokens, [n_rows].
+
+        Rows that are alike after truncation are computed once.
+
+        Raises:
+            RuntimeError: ``fit`` was not called.
+            ValueError: token ids were not recorded, or the rows are of another model.
+        """
+        scale = fitted(self._scale, self.name)
+        return self._predict(self._inputs(rows), scale)
+
+    def _subsample(
+        self, part: str, rows: RowTable, limit: int, order: np.random.Generator
+    ) -> RowTable:
+        known = rows.ran_to_their_end()
+        if len(known) == 0:
+            raise ValueError(f"{self.name}: no request of {len(rows)} {part} rows ran to its end")
+        if len(known) > limit:
+            logger.info("%s: %d of %d %s rows", self.name, limit, len(known), part)
+        return known.select(order.permutation(len(known))[:limit])
+
+    def _inputs(self, rows: RowTable) -> list[list[int]]:
+        """Return the auxiliary model's token ids of each row, at most ``max_tokens``."""
+        from transformers import AutoTokenizer
+
+        folder = serving_model_folder(self._serving_model, rows.session)
+        serving_tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        texts = []
+        for i in range(len(rows)):
+            prompt, generated = row_token_ids(rows, i)
+            texts.append(serving_tokenizer.decode(prompt + generated, skip_special_tokens=True))
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, truncation=True, max_length=self._max_tokens)
+        return list(encoded["input_ids"])
+
+    @torch.inference_mode()
+    def _predict(self, inputs: list[list[int]], scale: float) -> npt.NDArray[np.float32]:
+        self._network.eval()
+        distinct = sorted({tuple(ids) for ids in inputs}, key=len)
+        place = {ids: i for i, ids in enumerate(distinct)}
+        outputs = np.empty(len(distinct), dtype=np.float32)
+        texts = LabelledTexts(distinct, np.arange(len(distinct)))
+        batches = text_batches(texts, self._settings.batch_size, self._tokenizer.pad_token_id)
+        for batch in tqdm(batches, desc=self.name, disable=None):
+            read = batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
+            outputs[batch.labels.numpy()] = self._network(*read).cpu().numpy()
+        tokens: npt.NDArray[np.float32] = np.maximum(outputs * np.float32(scale), 0)
+        return tokens[np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)]
+
+
+class _RegressorTraining(FineTunedModule):
+    """Minimise the mean absolute error of the scaled remaining length."""
+
+    monitor = "val_mae"
+
+    def __init__(self, network: TextNetwork, scale: float, learning_rate: float) -> None:
+        super().__init__()
+        self.network, self._scale, self._learning_rate = network, scale, learning_rate
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        learning = [weights for weights in self.network.parameters() if weights.requires_grad]
+        return torch.optim.AdamW(learning, lr=self._learning_rate)
+
+    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
+        output = self.network(batch.input_ids, batch.attention_mask)
+        loss = nn.functional.l1_loss(output, batch.labels / self._scale)
+        mae = loss.detach() * self._scale
+        self.log("train_mae", mae, on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
+        output = self.network(batch.input_ids, batch.attention_mask)
+        errors = (self._scale * output).clamp(min=0) - batch.labels
+        self.log(self.monitor, errors.abs().mean(), batch_size=len(errors))
+
+
+def row_token_ids(rows: RowTable, i: int) -> tuple[list[int], list[int]]:
+    """Return the token ids of row i's prompt, and those of the n tokens generated so far.
+
+    Raises:
+        ValueError: the dataset was recorded without token ids.
+    """
+    request = int(rows.request[i])
+    prompt = rows.requests.prompt_token_ids[request]
+    output = rows.requests.output_token_ids[request]
+    if prompt is None or output is None:
+        raise ValueError(
+            f"request {rows.requests.request_id[request]} was recorded without token ids, so "
+            "its text is unknown: collect with token ids, or leave out comparators that read text"
+        )
+    return list(prompt), list(output[: int(rows.generated_tokens[i])])
+
+
+def serving_model_folder(serving_model: str, session: Session) -> str:
+    """Return what transformers loads for the model that the rows were recorded from.
+
+    Raises:
+        ValueError: it is another model, whose tokens would spell another text.
+    """
+    folder = resolve_model(serving_model)
+    found = identify(folder).name
+    if found != session.model:
+        raise ValueError(
+            f"serving_model is {found}, the rows were recorded from {session.model}: "
+            "give the model that was served"
+        )
+    return folder

@@ -1,0 +1,278 @@
+"""Routing as a Gymnasium environment: a decision every Δt on simulated clusters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from rescheduler.commands.event_loop import held_interrupts
+from rescheduler.papers.jain_router.router_config import RouterConfig
+from rescheduler.papers.jain_router.stepping import (
+    BASE,
+    GUIDANCE,
+    MIXING,
+    TERMS,
+    WORK,
+    RewardRules,
+    StepArrays,
+    engine_list,
+    put_engine,
+    step_engines,
+)
+from rescheduler.routing import Needs, RoutingPolicy
+from rescheduler.routing.kernels import NO_KERNEL
+from rescheduler.routing.learned.router_state import state_bounds
+from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED
+from rescheduler.simulator.run_setup import RunSetup
+from rescheduler.simulator.simulation import Simulation
+
+__all__ = ["RouterEnvironment", "RouterVectorEnvironment", "Shaping"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What is added to equation 3's first two sums.
+
+    Attributes:
+        mixing: times r_mixing of the action taken.
+        guidance: times h of the action taken.
+    """
+
+    mixing: float = 0.0
+    guidance: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Agent(RoutingPolicy):
+    """Stands for what decides outside; the simulator returns for its decisions."""
+
+    name: ClassVar[str] = "a router that learns"
+    needs = Needs.LENGTHS
+
+    config: RouterConfig
+
+    def length_edges(self) -> npt.NDArray[np.int64]:
+        """Return the buckets of the state."""
+        return np.array(self.config.edges, dtype=np.int64)
+
+    def decide_every(self) -> float:
+        """Return Δt."""
+        return self.config.interval
+
+
+class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], FloatArray]):
+    """Several simulated clusters of G instances, each with a queue whose first request is routed.
+
+    Every Δt of the simulations one action each: the first request of the queue goes to the m-th
+    instance by KV load, as the state shows them, or waits if m = G; without a request the action
+    means nothing. The observation is
+    `router_state`, the reward equation 3's first two sums, as of the next decision, plus what
+    `shaping` says. An episode ends when all requests of its trace are served, or is cut at
+    ``max_seconds``. One that has ended stays as it is, rewarded with 0, until ``reset`` with
+    ``options={"reset_mask": ...}`` or of all.
+
+    ``info`` has ``routable`` [B] (a request waits, so that the action will mean something),
+    ``mixing`` and ``guidance`` [B] (r_mixing and h of the action just taken, 0 where none was), and
+    ``work`` [B, 4] (see `StepArrays`).
+
+    Args:
+        setups: cluster, requests and forecasts of the first simulations, whose turn comes again
+            with the next ones; with dispatch instant, so that an instance queues what it has no
+            place for.
+        config: of the task.
+        num_envs: B, simulations at once.
+        shaping: of the reward.
+
+    Attributes:
+        shaping: may be changed between two steps.
+
+    Raises:
+        ValueError: there are no forecasts, a simulation is of a kind that is not routed at
+            intervals, the clusters differ in instances or slots, or some setup has no simulation.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[RunSetup],
+        config: RouterConfig,
+        num_envs: int = 1,
+        shaping: Shaping = Shaping(),
+    ) -> None:
+        least = max(len(setups), 1)
+        if num_envs < least:
+            raise ValueError(f"at least {least} simulations at once, not {num_envs}")
+        self.config, self.shaping = config, shaping
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+        self.n_instances, slots = _cluster_of(setups)
+        self._setups = [setups[b % len(setups)] for b in range(num_envs)]
+        self._scales = config.scales(slots)
+        low, high = state_bounds(self.n_instances, len(config.edges), self._scales)
+        self.single_observation_space = gym.spaces.Box(low, high, dtype=np.float64)
+        self.single_action_space = gym.spaces.Discrete(self.n_instances + 1)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._policy = _Agent(config)
+        prompt_seconds, token_seconds = config.alone()
+        self._rewards = RewardRules(
+            float(config.completion_reward),
+            prompt_seconds,
+            token_seconds,
+            config.impact(),
+            config.guide(),
+        )
+        self._simulations = [
+            Simulation(setup, self._policy, seed) for seed, setup in enumerate(self._setups)
+        ]
+        self._engines = engine_list(self._simulations[0].parts())
+        for b in range(1, num_envs):
+            put_engine(self._engines, b, self._simulations[b].parts())
+        self._decision = np.zeros(num_envs, dtype=np.int64)
+        self._cut = np.zeros(num_envs, dtype=np.bool_)
+        self._last = StepArrays(
+            going=np.zeros(num_envs, dtype=np.bool_),
+            wanted=np.full(num_envs, DONE, dtype=np.int64),
+            completed=np.zeros(num_envs, dtype=np.int64),
+            order=np.zeros((num_envs, self.n_instances), dtype=np.int64),
+            state=np.zeros((num_envs, len(low))),
+            work=np.zeros((num_envs, WORK)),
+            terms=np.zeros((num_envs, TERMS)),
+        )
+
+    @property
+    def simulations(self) -> Sequence[Simulation]:
+        """The simulations as they are, [B]; their results are those of an episode."""
+        return self._simulations
+
+    def reset(
+        self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[FloatArray, dict[str, Any]]:
+        """Begin new episodes.
+
+        Args:
+            seed: of the requests of each, [B]; of one number the next ones are the others'. Drawn
+                when None.
+            options: ``reset_mask``: [B] which to begin anew; all without it.
+
+        Raises:
+            ValueError: another number of seeds.
+        """
+        super().reset(seed=seed if isinstance(seed, int) else None)
+        mask = np.ones(self.num_envs, dtype=np.bool_)
+        if options and "reset_mask" in options:
+            mask = np.asarray(options["reset_mask"], dtype=np.bool_)
+        for b, own in enumerate(self._seeds(seed)):
+            if mask[b]:
+                self._simulations[b] = Simulation(self._setups[b], self._policy, own)
+                put_engine(self._engines, b, self._simulations[b].parts())
+        self._decision[mask] = 0
+        self._last.wanted[mask] = PAUSED
+        self._last.completed[mask] = 0
+        self._cut[mask] = False
+        self._last.going[:] = mask
+        self._advance(np.full(self.num_envs, NONE, dtype=np.int64))
+        self._last.terms[mask] = 0.0
+        return self._last.state.copy(), self._info()
+
+    def step(
+        self, actions: npt.NDArray[np.int64]
+    ) -> tuple[FloatArray, FloatArray, npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        """Act in every running simulation; return states, rewards, ended, cut, info.
+
+        Args:
+            actions: [B] in 0 .. G.
+
+        Raises:
+            ValueError: another number of actions, or an unknown one.
+        """
+        targets = np.array(actions, dtype=np.int64)
+        if targets.shape != (self.num_envs,):
+            raise ValueError(f"actions of shape {targets.shape} for {self.num_envs} simulations")
+        if targets.min() < 0 or targets.max() > self.n_instances:
+            raise ValueError(f"an action is in 0 .. {self.n_instances}, not {targets.tolist()}")
+        last = self._last
+        last.going[:] = (last.wanted != DONE) & ~self._cut
+        self._decision += last.going
+        last.terms[~last.going] = 0.0
+        last.work[~last.going] = 0.0
+        targets[targets == self.n_instances] = NONE
+        self._advance(targets)
+        ended = last.wanted == DONE
+        self._cut |= ~ended & (self._decision * self.config.interval >= self.config.max_seconds)
+        reward = (
+            last.terms[:, BASE]
+            + self.shaping.mixing * last.terms[:, MIXING]
+            + self.shaping.guidance * last.terms[:, GUIDANCE]
+        )
+        return last.state.copy(), reward, ended, self._cut.copy(), self._info()
+
+    def _advance(self, targets: npt.NDArray[np.int64]) -> None:
+        """Simulate all running ones to their next decisions."""
+        interval, last = self.config.interval, self._last
+        until = self._decision.astype(np.float64) * interval
+        rules = self._rewards, self._scales, NO_KERNEL
+        with held_interrupts():
+            while not step_engines(self._engines, *rules, until, interval, targets, last):
+                for b in np.flatnonzero(last.going):
+                    self._simulations[b].provide(int(last.wanted[b]))
+                    put_engine(self._engines, b, self._simulations[b].parts())
+
+    def _seeds(self, seed: int | Sequence[int] | None) -> list[int]:
+        if seed is None:
+            return [int(s) for s in self.np_random.integers(0, 2**31, self.num_envs)]
+        seeds = [seed + b for b in range(self.num_envs)] if isinstance(seed, int) else list(seed)
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} simulations")
+        return seeds
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "routable": self._last.wanted == ASK,
+            "mixing": self._last.terms[:, MIXING].copy(),
+            "guidance": self._last.terms[:, GUIDANCE].copy(),
+            "work": self._last.work.copy(),
+        }
+
+
+class RouterEnvironment(gym.Env[FloatArray, np.int64]):
+    """One simulated cluster; see `RouterVectorEnvironment`, of which this is one."""
+
+    def __init__(self, setup: RunSetup, config: RouterConfig, shaping: Shaping = Shaping()) -> None:
+        self.vector = RouterVectorEnvironment([setup], config, 1, shaping)
+        self.observation_space = self.vector.single_observation_space
+        self.action_space = self.vector.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[FloatArray, dict[str, Any]]:
+        """Begin an episode whose requests are drawn with a seed."""
+        super().reset(seed=seed)
+        own = int(self.np_random.integers(0, 2**31)) if seed is None else seed
+        observation, info = self.vector.reset(seed=[own])
+        return observation[0], _first(info)
+
+    def step(self, action: np.int64) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
+        """Act and simulate to the next decision."""
+        observation, reward, ended, cut, info = self.vector.step(np.array([action]))
+        return observation[0], float(reward[0]), bool(ended[0]), bool(cut[0]), _first(info)
+
+
+def _cluster_of(setups: Sequence[RunSetup]) -> tuple[int, int]:
+    """Return the instances and slots that all setups have."""
+    found = {(setup.config.cluster.instances, setup.config.cluster.slots) for setup in setups}
+    if len(found) != 1:
+        raise ValueError(
+            f"one router for clusters of {sorted(found)} instances and slots; they must be alike"
+        )
+    return found.pop()
+
+
+def _first(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[0].tolist() for name, values in info.items()}

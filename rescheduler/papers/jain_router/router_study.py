@@ -1,0 +1,241 @@
+"""Learned routers beside other policies, episode by episode on the same requests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
+from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
+from rescheduler.simulator.experiments.progress import progress_bar
+from rescheduler.simulator.results.metrics import Summary, run_metrics, summarise
+from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
+from rescheduler.simulator.results.run_result import RequestRecords, RunResult
+from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulation import run
+
+__all__ = ["CaseFigures", "Competitor", "competitors", "play", "refuse_study", "study_table"]
+
+FloatArray = npt.NDArray[np.float64]
+Figures = dict[str, float]
+
+_COLUMNS = (
+    Column("end to end, s", "end_to_end", 1.0, ".1f"),
+    Column("request latency, s", "latency", 1.0, ".2f"),
+    Column("TTFT, s", "ttft", 1.0, ".2f"),
+    Column("TBT, ms", "tbt", 1e3, ".1f"),
+    Column("at the router, s", "router_wait", 1.0, ".2f"),
+    Column("at the instance, s", "instance_wait", 1.0, ".2f"),
+    Column("preemptions", "preemptions", 1.0, ".0f"),
+)
+
+_GAINS = ("latency", "end_to_end")
+
+
+class Competitor(NamedTuple):
+    """A policy that is compared in a study.
+
+    Attributes:
+        label: of the table's row.
+        policies: one, or one for each training of the same router, whose figures are averaged.
+        pooled: requests wait at the router until an instance has a place for them; else they
+            queue at their instance.
+    """
+
+    label: str
+    policies: Sequence[RoutingPolicy]
+    pooled: bool
+
+
+class CaseFigures(NamedTuple):
+    """One case of a study, by label.
+
+    Attributes:
+        summaries: means over the episodes with their intervals.
+        gains: how much less than with the first competitor the mean latency of a request, and the
+            time until all requests were served, was, as shares of its means: the mean over
+            episodes and half of its 95% interval.
+        first: the requests of the first episode.
+    """
+
+    summaries: dict[str, Summary]
+    gains: dict[str, dict[str, tuple[float, float]]]
+    first: dict[str, RequestRecords]
+
+
+def competitors(
+    config: SimulationConfig, checkpoints: Mapping[str, Sequence[str]], pooled: Sequence[str]
+) -> list[Competitor]:
+    """Return the configured policies, and by label routers in folders that were trained before.
+
+    Raises:
+        ValueError: a policy or checkpoint that does not exist, or an unknown label in ``pooled``.
+    """
+    choices = config.policy_choices()
+    labels = [choice.label for choice in choices] + list(checkpoints)
+    for label in pooled:
+        if label not in labels:
+            raise ValueError(f"pooled: unknown label {label!r}; known: {', '.join(labels)}")
+    found: dict[str, list[RoutingPolicy]] = {}
+    for choice in choices:
+        options = {"name": choice.name} | choice.options
+        found[choice.label] = [checked(f"policies.{choice.label}", create_policy, options)]
+    for label, folders in checkpoints.items():
+        if label in found:
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
+        found[label] = [LearnedRouter(folder) for folder in folders]
+    return [Competitor(label, policies, label in pooled) for label, policies in found.items()]
+
+
+def refuse_study(
+    learned_in: Mapping[str, SimulationConfig],
+    cases: Mapping[str, SimulationConfig],
+    taking_part: Sequence[Competitor],
+    to_be_trained: Sequence[str],
+    published: Mapping[str, float],
+) -> None:
+    """Check before hours of training what would fail, or be overlooked, after them.
+
+    Args:
+        learned_in: by title, in which routers are trained; as configured without a title.
+        cases: by title, in which all are compared.
+        taking_part: all but those that are yet to be trained.
+        to_be_trained: labels of those.
+        published: by label.
+
+    Raises:
+        ValueError: a setting that training or the comparison does not support, a duplicate or
+            unknown label, or a case that a router was not trained for.
+    """
+    labels = [each.label for each in taking_part] + list(to_be_trained)
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
+    for label in published:
+        if label not in labels:
+            raise ValueError(f"published: unknown label {label!r}; known: {', '.join(labels)}")
+    for each in taking_part:
+        if not each.policies:
+            raise ValueError(f"checkpoints.{each.label}: at least one folder")
+    for title, config in learned_in.items():
+        _refuse_setting(config, f"train_on.{title}: " if title else "")
+    config = next(iter(learned_in.values()))
+    for title, case in cases.items():
+        prefix = f"cases.{title}: "
+        _refuse_setting(case, prefix)
+        instances, trained_for = case.cluster.instances, config.cluster.instances
+        if to_be_trained and instances != trained_for:
+            raise ValueError(f"{prefix}routers are trained for {trained_for} instances")
+        if case.policy_choices() != config.policy_choices():
+            raise ValueError(f"{prefix}policies are the same in all cases")
+        for each in taking_part:
+            for policy in each.policies:
+                policy.refuse_other_cluster(instances)
+
+
+def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
+    """Refuse settings with which an episode does not end when all requests are served."""
+    if config.dispatch != "instant":
+        raise ValueError(
+            f"{prefix}dispatch: instant, for routers may send a request anywhere; name in `pooled` "
+            "the policies whose requests are to wait"
+        )
+    for name in ("max_steps", "max_seconds"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{prefix}{name}: an episode ends when all requests are served")
+    if config.admission.pab:
+        raise ValueError(f"{prefix}admission.pab: routers do not learn what is turned away")
+    if any(choice.name != "none" for choice in config.planner_choices()):
+        raise ValueError(f"{prefix}migration.planners: routers do not learn what is moved")
+
+
+def _episode_figures(result: RunResult) -> Figures:
+    """Return what the paper reports of an episode; times in seconds.
+
+    ``end_to_end`` is the time until all requests were served (its "end-to-end latency for servicing
+    all requests"), ``latency`` the mean of a request from its arrival to its last token, ``ttft``
+    and ``tbt`` the means of time to first token and between tokens, ``tbt_p99`` the latter's 99th
+    percentile, ``router_wait`` and ``instance_wait`` the means of waiting in the router's queue and
+    in the instance's, until first started.
+    """
+    requests, metrics = result.requests, run_metrics(result)
+    return {
+        "end_to_end": result.seconds,
+        "latency": metrics["latency"],
+        "ttft": metrics["ttft"],
+        "tbt": metrics["itl"],
+        "tbt_p99": metrics["itl_p99"],
+        "router_wait": float((requests.placed - requests.arrival).mean()),
+        "instance_wait": float((requests.start - requests.placed).mean()),
+        "preemptions": float(result.preemptions),
+        "throughput": metrics["throughput"],
+    }
+
+
+def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str) -> CaseFigures:
+    """Have all competitors route the same episodes, one for each of the configured seeds.
+
+    The first is what others are compared with; ``title`` is of the case, for the progress bar.
+
+    Raises:
+        ValueError, RuntimeError: as `run`.
+    """
+    setups = {
+        pooled: run_setup(replace(config, dispatch="pool" if pooled else "instant"))
+        for pooled in {each.pooled for each in taking_part}
+    }
+    figures: dict[str, list[Figures]] = {each.label: [] for each in taking_part}
+    first: dict[str, RequestRecords] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("", total=config.seeds * len(taking_part))
+        for seed in range(config.seeds):
+            for label, policies, pooled in taking_part:
+                bar.update(task, description=f"{title}: {label}, episode {seed + 1}")
+                results = [run(setups[pooled], policy, seed, label) for policy in policies]
+                found = [_episode_figures(result) for result in results]
+                means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+                figures[label].append(means)
+                first.setdefault(label, results[0].requests)
+                bar.advance(task)
+    base = figures[taking_part[0].label]
+    return CaseFigures(
+        {label: summarise(runs) for label, runs in figures.items()},
+        {
+            label: {name: _gain(_values(base, name), _values(runs, name)) for name in _GAINS}
+            for label, runs in figures.items()
+        },
+        first,
+    )
+
+
+def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]) -> list[str]:
+    """Return the figures of all cases by title, as Markdown.
+
+    ``published`` has, by label, the paper's improvement over round robin in percent.
+    """
+    heads = ["policy", *(column.title for column in _COLUMNS), "latency gain", "gain", "paper"]
+    lines = []
+    for title, case in cases.items():
+        rows = []
+        for label, summary in case.summaries.items():
+            gains = [
+                f"{gain:.1%} ± {half:.1%}" if summary.runs > 1 else f"{gain:.1%}"
+                for gain, half in case.gains[label].values()
+            ]
+            paper = f"{published[label]:.2f}%" if label in published else ""
+            shown = (figure_cell(summary, column) for column in _COLUMNS)
+            rows.append([label, *shown, *gains, paper])
+        lines += [f"## {title}", "", *markdown_table(heads, rows), ""]
+    return lines
+
+
+def _values(runs: Sequence[Figures], name: str) -> FloatArray:
+    return np.array([figures[name] for figures in runs])
+
+
+def _gain(base: FloatArray, own: FloatArray) -> tuple[float, float]:
+    """Return the mean of the paired differences, and half its interval, as shares of the base."""
+    saved = summarise([{"saved": value} for value in (base - own) / base.mean()])
+    return saved.mean["saved"], saved.ci95.get("saved", 0.0)

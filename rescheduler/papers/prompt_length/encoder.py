@@ -1,0 +1,252 @@
+"""A text encoder that classifies prompts by length bucket or by task, and its fine-tuning."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import numpy.typing as npt
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from data_collection.models import resolve_model
+from rescheduler.papers.prompt_length.prompt_table import Prompts
+from rescheduler.papers.text_models.fine_tuning import (
+    FineTunedModule,
+    Precision,
+    fine_tune,
+    mean_state,
+    minilm_folder,
+    train_last_layers,
+)
+from rescheduler.papers.text_models.text_batches import LabelledTexts, TextBatch, text_batches
+
+__all__ = ["EncoderClassifier", "EncoderOptions", "train_classifier"]
+
+_BATCH = 32
+_VALIDATION_BATCH = 64
+_HEAD_RATE = 10.0
+"""How much faster the new linear layer learns than the encoder."""
+
+
+class EncoderClassifier(nn.Module):
+    r"""An encoder f, the mean of its states over the text, dropout, and a linear layer.
+
+    .. math:: p = \operatorname{softmax}\Big(W \cdot \frac{1}{T} \sum_{t \le T} f(x)_t + b\Big)
+
+    The paper (§4.1, C.7, C.8) fine-tunes DistilBERT; any encoder of Hugging Face will do. A long
+    prompt keeps its beginning. The hint, "This is a QnA task" (C.5.2), is a second text after the
+    encoder's separator, so that it is never what is cut.
+
+    Args:
+        backbone: a Hugging Face encoder without a head.
+        tokenizer: its own.
+        labels: the classes, in order.
+        tasks: that a prompt may be of; only these can be hinted at.
+        hinted: whether the texts carry the hint of their task.
+        max_tokens: tokens of prompt and hint that are read.
+        dropout: share of the mean state's values that training drops.
+
+    Raises:
+        ValueError: fewer than two labels, or more tokens than the encoder has positions.
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        tokenizer: Any,
+        labels: Sequence[str],
+        tasks: Sequence[str],
+        hinted: bool = False,
+        max_tokens: int = 128,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        positions = getattr(backbone.config, "max_position_embeddings", max_tokens)
+        if not 32 <= max_tokens <= positions:
+            raise ValueError(f"the encoder reads 32 to {positions} tokens, not {max_tokens}")
+        if len(labels) < 2:
+            raise ValueError(f"nothing to classify: the only label is {', '.join(labels)!r}")
+        self.backbone, self.tokenizer = backbone, tokenizer
+        self.labels, self.tasks = tuple(labels), tuple(tasks)
+        self.hinted, self.max_tokens = hinted, max_tokens
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(backbone.config.hidden_size, len(labels))
+
+    @classmethod
+    def pretrained(cls, encoder: str, *settings: Any) -> "EncoderClassifier":
+        """Return an untrained classifier on a pre-trained encoder.
+
+        Args:
+            encoder: ``minilm``, a Hugging Face id, or a folder.
+            settings: labels, tasks, hinted, max_tokens, dropout, as the class has them.
+
+        Raises:
+            ValueError: the encoder cannot be found or loaded.
+        """
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = str(minilm_folder()) if encoder == "minilm" else resolve_model(encoder)
+        try:
+            backbone = AutoModel.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except OSError as error:  # neither cached nor within reach
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"encoder {encoder!r} cannot be loaded: {reason}") from error
+        return cls(backbone, tokenizer, *settings)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return logits, [n, n_labels], for padded tokens [n, length]."""
+        mean = mean_state(self.backbone, input_ids, attention_mask)
+        logits: torch.Tensor = self.head(self.dropout(mean))
+        return logits
+
+    def token_ids(self, prompts: Prompts) -> list[list[int]]:
+        """Return the encoder's tokens of each prompt, and of its hint if it has one.
+
+        Raises:
+            ValueError: a task is none of those that were trained on.
+        """
+        cut: dict[str, Any] = {"truncation": True, "max_length": self.max_tokens}
+        texts = [list(prompts.text)]
+        if self.hinted:
+            for task in prompts.task:
+                if task not in self.tasks:
+                    raise ValueError(
+                        f"no request of the task {task!r} was trained on; known: "
+                        f"{', '.join(self.tasks)}. Predict the task, or leave the hint out"
+                    )
+            texts.append([f"This is a {task} task" for task in prompts.task])
+            cut["truncation"] = "only_first"
+        return [list(ids) for ids in self.tokenizer(*texts, **cut)["input_ids"]]
+
+    @torch.inference_mode()
+    def probabilities(self, prompts: Prompts) -> npt.NDArray[np.float64]:
+        """Return P(label) of each prompt, [n, n_labels].
+
+        Raises:
+            ValueError: as `token_ids` does.
+        """
+        self.eval()
+        ids = self.token_ids(prompts)
+        found = np.empty((len(ids), len(self.labels)))
+        device = self.head.weight.device
+        texts = LabelledTexts(ids, np.arange(len(ids)))  # each batch records whose rows it has
+        for batch in text_batches(texts, _BATCH, self.tokenizer.pad_token_id):
+            logits = self(batch.input_ids.to(device), batch.attention_mask.to(device))
+            found[batch.labels.numpy()] = logits.double().softmax(dim=1).cpu().numpy()
+        return found
+
+    def predicted(self, prompts: Prompts) -> list[str]:
+        """Return the most probable label of each prompt."""
+        return [self.labels[i] for i in self.probabilities(prompts).argmax(axis=1)]
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """An encoder and how it is fine-tuned.
+
+    Attributes:
+        model: ``minilm``, a Hugging Face id such as distilbert/distilbert-base-uncased (the
+            paper's), or a folder.
+        max_tokens: tokens of prompt and hint that are read.
+        train_layers: only the last so many of the encoder's layers learn, and not its
+            embeddings; None: everything learns, as in the paper.
+        dropout: on the mean state.
+        epochs: passes over the training prompts; 6 in the paper (C.7).
+        patience: passes without a lower validation loss before stopping.
+        learning_rate: AdamW's for the encoder, falling to 0 over the passes; the linear layer's
+            is ten times that.
+        batch_size: prompts in a step.
+        precision: of the training's arithmetic; ``bf16-mixed`` halves its time on processors
+            that have it (AVX-512 BF16, AMX). Predictions are always computed in full.
+    """
+
+    model: str = "minilm"
+    max_tokens: int = 128
+    train_layers: int | None = None
+    dropout: float = 0.1
+    epochs: int = 6
+    patience: int = 2
+    learning_rate: float = 5e-5
+    batch_size: int = 16
+    precision: Precision = "32-true"
+
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.batch_size, self.patience) < 1 or self.learning_rate <= 0:
+            raise ValueError("epochs, patience, batch_size and learning_rate must be positive")
+
+
+class _EncoderTraining(FineTunedModule):
+    r"""Minimise the cross-entropy of the labels, :math:`-\frac{1}{N} \sum_i \log p_{i, y_i}`."""
+
+    monitor = "val_loss"
+
+    def __init__(self, classifier: EncoderClassifier, options: EncoderOptions) -> None:
+        super().__init__()
+        self.classifier, self.options = classifier, options
+        if options.train_layers is not None:
+            train_last_layers(classifier.backbone, options.train_layers)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW, its rates falling linearly to 0 over the planned steps."""
+        rate = self.options.learning_rate
+        learning = [w for w in self.classifier.backbone.parameters() if w.requires_grad]
+        head = {"params": self.classifier.head.parameters(), "lr": _HEAD_RATE * rate}
+        optimizer = torch.optim.AdamW([{"params": learning, "lr": rate}, head])
+        steps = max(1, int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        n = len(batch.labels)
+        self.log("train_loss", loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=n)
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
+        self.log(self.monitor, self._loss(batch), prog_bar=True, batch_size=len(batch.labels))
+
+    def _loss(self, batch: TextBatch) -> torch.Tensor:
+        logits = self.classifier(batch.input_ids, batch.attention_mask)
+        return nn.functional.cross_entropy(logits, batch.labels)
+
+
+def train_classifier(
+    classifier: EncoderClassifier,
+    train: LabelledTexts,
+    validation: LabelledTexts,
+    options: EncoderOptions,
+    folder: Path,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a classifier and leave it with the weights of the best pass by ``validation``.
+
+    Logs go to ``folder``; ``seed`` is of the dropout and the order of batches.
+
+    Returns:
+        What the checkpoint's card reports: passes, seconds, validation loss.
+    """
+    started = time.monotonic()
+    L.seed_everything(seed, verbose=False)
+    training = _EncoderTraining(classifier, options)
+    padding = classifier.tokenizer.pad_token_id
+    loss = fine_tune(
+        training,
+        text_batches(train, options.batch_size, padding, seed),
+        text_batches(validation, _VALIDATION_BATCH, padding),
+        max_epochs=options.epochs,
+        patience=options.patience,
+        precision=options.precision,
+        logger=CSVLogger(folder / "logs", name="csv"),
+    )
+    classifier.requires_grad_(True)
+    return {
+        "epochs": len(training.history[training.monitor]),
+        "training_seconds": round(time.monotonic() - started, 1),
+        training.monitor: loss,
+    }

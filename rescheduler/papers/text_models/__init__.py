@@ -1,0 +1,1 @@
+"""Fine-tuning of models that read text, for what the papers compare with and predict by."""

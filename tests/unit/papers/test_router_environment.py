@@ -1,0 +1,282 @@
+"""The environment: Gymnasium's contract, what a step is, and what it is rewarded with."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_simulator import ReferenceConfig
+from router_tasks import TASK, checkpoint, random_layers, small_setup
+from simulated_cases import engine_setup
+
+from rescheduler.papers.jain_router.environment import (
+    RouterEnvironment,
+    RouterVectorEnvironment,
+    Shaping,
+)
+from rescheduler.papers.jain_router.router_config import RouterConfig
+from rescheduler.routing import LearnedRouter
+from rescheduler.routing.inputs import routing_inputs
+from rescheduler.routing.learned.router_network import action_values, network_parameters
+from rescheduler.routing.learned.router_state import router_state, state_bounds, state_size
+from rescheduler.simulator.engine.engine_state import FIRST_POOL
+from rescheduler.simulator.simulation import run
+
+FAST = {"kind": "poisson", "rate": 2000.0}
+
+few = settings(max_examples=settings.default.max_examples // 2)  # an episode each
+
+
+@pytest.mark.filterwarnings("ignore:.*A Box observation space:UserWarning")
+def test_gymnasium_finds_nothing_wrong() -> None:
+    check_env(RouterEnvironment(small_setup(), TASK), skip_render_check=True)
+
+
+def test_a_state_of_four_instances_and_three_buckets_has_27_numbers() -> None:
+    assert state_size(4, 3) == 27
+    assert all(len(bound) == 27 for bound in state_bounds(4, 3, TASK.scales(128)))
+
+
+def lone_request() -> RouterEnvironment:
+    """One request of 10 prompt and 3 output tokens at 0.1 s; a step takes 0.25 s."""
+    config = ReferenceConfig(
+        instances=2,
+        slots=4,
+        capacity=100,
+        clock="independent",
+        dispatch="instant",
+        prefill="chunked",
+        a=0.25,
+    )
+    task = RouterConfig(interval=0.25, edges=(0, 2), prompt_seconds=0.01, token_seconds=0.1)
+    return RouterEnvironment(engine_setup(config, [(0.1, 10, 3)]), task)
+
+
+def test_rewards_and_work_of_a_lone_request_are_those_computed_by_hand() -> None:
+    environment = lone_request()
+    environment.reset(seed=0)
+    alone = 10 * 0.01 + 3 * 0.1  # T̂
+    # At 0.25 s it waits; at 0.5 s it has its first token, its second at 0.75 s, and has ended at 1.
+    _, rewards, ended, _, infos = zip(
+        *(environment.step(np.int64(1)) for _ in range(4)), strict=True
+    )
+    assert rewards == pytest.approx([-1 / alone, -2 / 3 / alone, -1 / 3 / alone, 60.0])
+    assert ended == (False, False, False, True)
+    assert [info["routable"] for info in infos] == [True, False, False, False]
+    # New in the step in which it came, and then no more.
+    expected = [
+        [1 / alone, 1.0, 1 / alone, 1.0],
+        [2 / 3 / alone, 2 / 3, 0.0, 0.0],
+        [1 / 3 / alone, 1 / 3, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0],
+    ]
+    np.testing.assert_allclose([info["work"] for info in infos], expected)
+    result = environment.vector.simulations[0].result("agent")
+    assert result.requests.instance.tolist() == [1]
+    assert result.requests.placed.tolist() == [0.25]
+
+
+def test_states_of_a_lone_request_are_those_computed_by_hand() -> None:
+    environment = lone_request()
+    first, _ = environment.reset(seed=0)
+    waiting = environment.step(np.int64(0))[0]
+    deciding = environment.step(np.int64(1))[0]
+    # Queue; then of each instance: prompt phase, two buckets, free share, first to end.
+    assert first.tolist() == [0, 0, 0, *([0, 0, 0, 5, 0] * 2)]
+    queue = [1 / 32, 10 / 200, 1]
+    np.testing.assert_allclose(waiting, [*queue, *([0, 0, 0, 5, 0] * 2)], rtol=1e-6)
+    # 11 of 100 tokens are taken, a free share of 0.2 is shown as 1; 2 more tokens take 0.2 s of
+    # the 2 s that are.
+    there = [0, 0, 1 / 32, 0.89 / 0.2, 0.1]
+    np.testing.assert_allclose(deciding, [0, 0, 0, 0, 0, 0, 5, 0, *there], rtol=1e-6)
+
+
+def test_waiting_lets_a_request_wait_and_is_no_mixing() -> None:
+    environment = lone_request()
+    environment.reset(seed=0)
+    environment.step(np.int64(0))
+    observation, _, _, _, info = environment.step(np.int64(2))
+    assert observation[0] > 0 and info["routable"]
+    assert info["mixing"] == info["guidance"] == 0.0
+    *_, info = environment.step(np.int64(0))
+    assert info["mixing"] == pytest.approx(0.5 * 1.0 - 0.5 * 3.3e-5 * 13)
+    assert info["guidance"] == 0.0
+
+
+def test_all_who_wait_count_however_many_they_are() -> None:
+    n = 2 * FIRST_POOL + 1
+    trace = {"name": "lognormal", "requests": n, "prompt_max": 400, "output_max": 500}
+    setup = small_setup(pool={"limit": 4}, trace=trace, arrivals=FAST)
+    environment = RouterVectorEnvironment([setup], TASK)
+    environment.reset(seed=0)
+    new = 0.0
+    for _ in range(60):
+        *_, info = environment.step(np.array([2]))
+        new += info["work"][0, 3]
+    assert new == info["work"][0, 1] == n
+
+
+def played(
+    environment: RouterVectorEnvironment, seed: int, actions: npt.NDArray[np.int64]
+) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
+    states, rewards = [environment.reset(seed=seed)[0]], []
+    for row in actions:
+        state, reward, ended, _, _ = environment.step(row)
+        states.append(state)
+        rewards.append(reward)
+        if ended.all():
+            break
+    return states, rewards
+
+
+def random_actions(seed: int, n: int, steps: int = 3000) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, 3, (steps, n))
+
+
+@few
+@given(st.integers(0, 10_000))
+def test_an_episode_is_the_same_again_and_serves_everybody(seed: int) -> None:
+    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
+    actions = random_actions(seed, 2)
+    states, rewards = played(environment, seed, actions)
+    served = [simulation.result("agent").requests for simulation in environment.simulations]
+    for requests in served:
+        assert sorted(requests.number.tolist()) == list(range(40))
+        assert (requests.placed >= requests.arrival).all()
+    for state in states:
+        assert environment.observation_space.contains(state)
+    again_states, again_rewards = played(environment, seed, actions)
+    np.testing.assert_array_equal(np.array(states), np.array(again_states))
+    np.testing.assert_array_equal(np.array(rewards), np.array(again_rewards))
+
+
+@few
+@given(st.integers(0, 10_000))
+def test_rewards_sum_to_completions_less_unfinished_work(seed: int) -> None:
+    # With the truth for a forecast the unfinished work follows from the requests' own times.
+    setup = small_setup(forecast={"name": "oracle"})
+    environment = RouterVectorEnvironment([setup], TASK)
+    _, rewards = played(environment, seed, random_actions(seed, 1))
+    requests = environment.simulations[0].result("agent").requests
+    ticks = np.arange(1, len(rewards) + 1) * TASK.interval
+    bound = 0.0
+    for arrival, end, prompt, output in zip(
+        requests.arrival, requests.end, requests.prompt, requests.output, strict=True
+    ):
+        alone = prompt * TASK.prompt_seconds + output * TASK.token_seconds
+        bound += np.count_nonzero((ticks >= arrival) & (ticks < end)) / alone
+    total = float(np.sum(rewards))
+    assert 60.0 * 40 - bound <= total < 60.0 * 40
+
+
+def test_simulations_side_by_side_are_those_alone_and_setups_take_turns() -> None:
+    busy = small_setup(arrivals={"kind": "poisson", "rate": 30.0})
+    actions = random_actions(7, 3)
+    together = RouterVectorEnvironment([small_setup(), busy], TASK, num_envs=3)
+    _, rewards = played(together, 11, actions)
+    for b, setup in enumerate((small_setup(), busy, small_setup())):
+        alone = RouterVectorEnvironment([setup], TASK)
+        _, own = played(alone, 11 + b, actions[:, b : b + 1])
+        np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
+        assert (np.array(rewards)[len(own) :, b] == 0.0).all()
+
+
+def test_what_has_ended_stays_until_it_is_begun_anew() -> None:
+    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
+    assert environment.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    played(environment, 3, random_actions(3, 2))
+    _, reward, ended, _, _ = environment.step(np.array([0, 0]))
+    assert ended.all() and (reward == 0.0).all()
+    environment.reset(seed=3, options={"reset_mask": np.array([True, False])})
+    _, _, ended, _, _ = environment.step(np.array([0, 0]))
+    assert ended.tolist() == [False, True]
+
+
+def test_an_episode_is_cut_at_its_longest() -> None:
+    environment = RouterEnvironment(small_setup(), RouterConfig(max_seconds=0.1))
+    environment.reset(seed=0)
+    outcomes = [environment.step(np.int64(2))[2:4] for _ in range(5)]
+    assert outcomes == [(False, False)] * 4 + [(False, True)]
+
+
+def test_shaping_adds_the_terms_that_info_has() -> None:
+    plain = RouterVectorEnvironment([small_setup()], TASK)
+    shaped = RouterVectorEnvironment([small_setup()], TASK, shaping=Shaping(2.0, 3.0))
+    plain.reset(seed=4)
+    shaped.reset(seed=4)
+    for row in random_actions(4, 1, 200):
+        _, base, _, _, info = plain.step(row)
+        _, reward, _, _, _ = shaped.step(row)
+        expected = base + 2.0 * info["mixing"] + 3.0 * info["guidance"]
+        np.testing.assert_allclose(reward, expected)
+        assert (info["guidance"] <= 0.0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_router_does_in_a_simulation_what_it_does_in_the_environment(seed: int) -> None:
+    setup = small_setup()
+    layers = random_layers(2, seed=seed)
+    parameters = network_parameters(layers)
+    environment = RouterVectorEnvironment([setup], TASK)
+    observed, info = environment.reset(seed=seed)
+    ended = np.array([False])
+    states, view_states = [], []
+    for _ in range(2000):
+        if info["routable"][0]:
+            states.append(observed[0])
+            view_states.append(state_of_view(environment))
+        values = action_values(parameters, observed[0])
+        empty = environment.simulations[0].view().running.sum() == 0
+        action = int(values[:2].argmax() if empty else values.argmax())
+        observed, _, ended, _, info = environment.step(np.array([action]))
+        if ended[0]:
+            break
+    np.testing.assert_allclose(np.array(states), np.array(view_states))
+    assert ended[0]
+    stepped = environment.simulations[0].result("agent").requests
+    routed = run(setup, LearnedRouter(checkpoint(layers)), seed).requests
+    for name in ("number", "instance", "placed", "end"):
+        np.testing.assert_array_equal(getattr(stepped, name), getattr(routed, name))
+
+
+def state_of_view(environment: RouterVectorEnvironment) -> npt.NDArray[np.float64]:
+    """The state as a live router would compute it, from a view of the cluster."""
+    view = environment.simulations[0].view()
+    edges = np.array(TASK.edges, dtype=np.int64)
+    inputs = routing_inputs(view, np.empty(0, dtype=np.int64), False, True, edges)
+    state = np.zeros(state_size(2, len(TASK.edges)))
+    router_state(inputs, TASK.scales(16), np.zeros(2, dtype=np.int64), state)
+    return state
+
+
+def test_the_page_routes_all_its_requests() -> None:
+    page = (Path(__file__).parents[3] / "docs/learned-router.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert sorted(names["requests"].number.tolist()) == list(range(20))
+
+
+def test_a_task_that_means_nothing_is_refused() -> None:
+    for options, match in (
+        ({"interval": 0.0}, "router.interval must be above 0"),
+        ({"edges": (1, 2)}, "router.edges must ascend from 0"),
+        ({"balance": 2.0}, "router.balance must be in"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            RouterConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1 simulations at once, not 0"):
+        RouterVectorEnvironment([small_setup()], TASK, num_envs=0)
+    environment = RouterVectorEnvironment([small_setup()], TASK)
+    with pytest.raises(ValueError, match="2 seeds for 1 simulations"):
+        environment.reset(seed=[1, 2])
+    environment.reset(seed=0)
+    for actions in ([3], [-1], [0, 0]):
+        with pytest.raises(ValueError, match=r"actions of shape|in 0 \.\. 2"):
+            environment.step(np.array(actions))
