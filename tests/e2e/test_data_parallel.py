@@ -1,4 +1,4 @@
-"""The ranks of docs/deploy-data-parallel.md on a CPU: one group, whose experts are split."""
+"""The ranks of docs/deploy.md on a CPU: one group, whose experts are split."""
 
 import json
 import os
@@ -21,14 +21,15 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "deploy-data-parallel.md"
+PAGE = ROOT / "docs" / "deploy.md"
 PROMPT = list(range(1_000, 1_020))
 TOKENS = 12
 
 
 def described(model: Path, logs: Path) -> Deployment:
     """The page's decode ranks, with what a CPU needs in place of its model, ports and GPUs."""
-    block = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    part = PAGE.read_text().split("\n## Data and expert parallelism\n")[1]
+    block = re.search(r"```yaml\n(.*?)```", part, re.DOTALL)
     assert block is not None
     values = yaml.safe_load(block[1])
     here = local_deployment(str(model), EngineOptions(), decode=2, prefill=0)

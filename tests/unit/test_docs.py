@@ -80,7 +80,7 @@ def test_the_page_on_plots_draws_what_it_says_and_saves_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = python_blocks("plot.md")
+    (block,) = python_blocks("reference.md")
     names: dict[str, Any] = {}
     exec(block, names)
     assert len(pyplot.get_fignums()) == 4

@@ -104,7 +104,7 @@ def test_metrics_are_named_as_prometheus_asks(exported: dict[str, dict[str, set[
 
 def test_the_example_scrapes_the_deployment_it_names() -> None:
     deployment = read_deployment(ROOT / "configs" / "serve" / "local-pd.yaml")
-    page = (ROOT / "docs" / "monitor.md").read_text()
+    page = (ROOT / "docs" / "observe.md").read_text()
     (connect,) = re.findall(r"headway watch --connect '(.*)' --prometheus-port 9400", page)
     assert json.loads(connect) == [one.telemetry for one in deployment.instances]
     assert [target["targets"] for target in TARGETS["headway-watch"]] == [["127.0.0.1:9400"]]

@@ -201,7 +201,7 @@ async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() 
 
 
 def test_the_diagram_shows_every_state_and_every_transition() -> None:
-    drawn = re.findall(r"^ +(\S+) --> ([^\s:]+)", (DOCS / "transfer.md").read_text(), re.MULTILINE)
+    drawn = re.findall(r"^ +(\S+) --> ([^\s:]+)", (DOCS / "migrate.md").read_text(), re.MULTILINE)
     ends = [("[*]", "Waiting"), ("Finished", "[*]")]
     allowed = [(a.__name__, b.__name__) for a, after in TRANSITIONS.items() for b in after]
     assert sorted(drawn) == sorted(allowed + ends)
