@@ -130,7 +130,7 @@ Routing policies on a simulated cluster:
   headway advise my_trace.csv
   headway simulate --config bfio_table1
 
-Forecasts of a vLLM server that runs with Headway's worker (docs/observe.md#live-forecasts-and-monitoring):
+Forecasts of a vLLM server that runs with Headway's worker (docs/observe.md):
   headway watch --connect tcp://127.0.0.1:5557
 
 Every verb takes --help, --config FILE.yaml, --print-config and --verbose; headway --version prints

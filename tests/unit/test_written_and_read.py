@@ -58,7 +58,7 @@ PAIRS = {
         "--comparators '{regressor: {checkpoint: star}}'"
     ),
     "collect -> evaluate --on": (
-        "tests/unit/predictor/test_predictor.py::"
+        "tests/unit/predictor/test_evaluate.py::"
         "test_a_dataset_collected_later_is_measured_in_place_of_the_test_part"
     ),
     "collect -> train tune": (

@@ -38,7 +38,7 @@ LLM Load Balancer for Mixed Workloads".
 
 It knows the step time, memory, mix and rate of requests that it was trained on. Elsewhere it may
 do worse than simpler policies, above all where it may send a request to an instance that is full
-(`dispatch: instant`); `docs/papers/jain.md#a-learned-router` has figures. It refuses another number of
+(`dispatch: instant`); `docs/papers/jain.md` has figures. It refuses another number of
 instances.
 """
 
