@@ -76,11 +76,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
 
     def make_forecaster(self, generated: dict[str, int]) -> StepForecaster | None:
-        """Return what forecasts in this engine, if anything.
-
-        Args:
-            generated: kept up to date with n of every running request.
-        """
+        """Return what forecasts here, given n of every running request, kept up to date."""
         return None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -33,14 +33,7 @@ def start_engine(arguments: dict[str, Any]) -> AsyncLLM:
 async def answered_tokens(
     engine: AsyncLLM, name: str, prompt: list[int], sampling: dict[str, Any]
 ) -> AsyncIterator[int]:
-    """Serve a request; yield how many tokens of its answers come, as they come.
-
-    Args:
-        engine: that serves it.
-        name: of the request.
-        prompt: its tokens.
-        sampling: fields of vLLM's `SamplingParams`.
-    """
+    """Serve a request; yield how many tokens of its answers come, as they come."""
     params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling)
     async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, name):
         yield sum(len(answer.token_ids) for answer in output.outputs)

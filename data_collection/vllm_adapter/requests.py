@@ -103,13 +103,7 @@ def written_tokens(request: Request) -> int:
 
 
 def why_not_ended(request: Request, max_model_len: int, keeps_generators: bool) -> str | None:
-    """Return why a request cannot be ended after its next token, to go on elsewhere; or None.
-
-    Args:
-        request: vLLM's.
-        max_model_len: of the model.
-        keeps_generators: see `sampling_state.restores_runner_state`.
-    """
+    """Return why a request cannot be ended after its next token, to go on elsewhere; or None."""
     if not is_decoding(request):
         return f"it does not decode now ({RequestStatus(request.status).name.lower()})"
     if (

@@ -21,11 +21,7 @@ def restore_request(request: Any, generated: int) -> list[int]:
     """Make the last tokens of a scheduler's request its output; return them.
 
     Its prompt is shortened in place: what vLLM has already sent to the workers of it shares the
-    list.
-
-    Args:
-        request: vLLM's, whose ``max_tokens`` and ``min_tokens`` count from here on.
-        generated: tokens at the end of its prompt.
+    list. Its ``max_tokens`` and ``min_tokens`` count from here on.
     """
     tail = list(request.prompt_token_ids[-generated:])
     del request.prompt_token_ids[-generated:]
@@ -54,10 +50,8 @@ def watch_runner(tails_of: str) -> None:
     """Let the V1 runner's state of a new request start with the output it already has.
 
     The runner knows a new request by its prompt alone and adds it to its batch within the same
-    call. Its table of requests is replaced by one that completes each entry as it is put in.
-
-    Args:
-        tails_of: attribute of the connector's metadata that maps ids to restored tokens.
+    call. Its table of requests is replaced by one that completes each entry as it is put in, by
+    this attribute of the connector's metadata, which maps ids to restored tokens.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's derives from it
 

@@ -37,13 +37,7 @@ def is_recording_rank() -> bool:
 
 
 def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = False) -> None:
-    """Pass the requests of a step to the hook, from the scheduler's output alone.
-
-    Args:
-        hook: what captures.
-        output: the step, as it was scheduled.
-        replays: whether requests may be replays of transcripts.
-    """
+    """Pass the requests of a step, which may be replays, to the hook; from this output alone."""
     scheduled = output.num_scheduled_tokens
     for request in output.scheduled_new_reqs:
         prompt_tokens = request.prompt_len
@@ -73,13 +67,10 @@ def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = F
 
 
 def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
-    """Read the batch the runner has just computed.
+    """Return the ids of the batch that the runner has just computed, and what copies its rows.
 
-    Returns:
-        The request ids in batch order, and a function that copies the hidden states (last
-        layer, after the final norm) of given batch positions, as many tokens behind the last as
-        is asked. On a GPU the copy is enqueued on the current stream at once: the buffer belongs
-        to a CUDA graph.
+    Those are hidden states of the last layer after the final norm. On a GPU the copy is enqueued on
+    the current stream at once: the buffer belongs to a CUDA graph.
     """
     state = model_runner.execute_model_state
     if state is None:

@@ -38,15 +38,10 @@ def refuse_other_version() -> None:
 
 
 def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -> None:
-    """Refuse an engine in which a part of Headway would be wrong, and name all that is in its way.
-
-    Args:
-        part: that is to run in it.
-        vllm_config: vLLM's.
-        kv_cache_groups: kinds of layers with KV caches of their own.
+    """Refuse an engine in which a part of Headway would be wrong.
 
     Raises:
-        ValueError: something is; the message says what to do about it.
+        ValueError: the message names all that is in the way, and what to do about it.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     scheduling = vllm_config.scheduler_config

@@ -128,12 +128,7 @@ class Forecaster:
             self._pending.append(_OnTheWay(rows, left, curves, None))
 
     def before_step(self, step: int, scheduled: Any) -> None:
-        """Learn what the scheduler says of the engine and of answers, for the rows from here on.
-
-        Args:
-            step: number of the engine step.
-            scheduled: vLLM's `SchedulerOutput`, with what the engine's scheduler has added.
-        """
+        """Learn what the scheduler says of the engine and of answers, for the rows from here on."""
         if self._publisher is not None:
             self._publisher.at_step(step, getattr(scheduled, GAUGES_ATTRIBUTE, None))
         self._repetition.update(getattr(scheduled, REPETITION_ATTRIBUTE, {}))
@@ -232,12 +227,6 @@ def load_forecaster(
     config: LiveConfig, vllm_config: Any, device: torch.device, generated: dict[str, int]
 ) -> Forecaster | None:
     """Load what forecasts in an engine with this configuration of vLLM, if anything does.
-
-    Args:
-        config: Headway's section of it.
-        vllm_config: vLLM's.
-        device: the engine's.
-        generated: kept up to date with n of every running request.
 
     Raises:
         CheckpointError: the checkpoint is none, or no survival model.

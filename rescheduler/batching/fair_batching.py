@@ -249,12 +249,7 @@ def read_table(
 
     Those that wait for a grammar, for a remote cache, or for more input are not eligible, nor
     those that wait beyond the free slots: who holds a cache comes first, then the least slack.
-
-    Args:
-        scheduler: vLLM's.
-        objectives_of: those of a request.
-        now: seconds since 1970 at which the batch begins, the clock of arrivals.
-        admits: whether requests that wait and hold no cache may begin.
+    Unless it admits, none that holds no cache may begin.
     """
     slots = scheduling.slots_to_begin(scheduler)
 
