@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,6 +46,28 @@ def publisher() -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         socket.linger = 0
         yield socket
+
+
+@dataclass
+class Heard:
+    """What engines published, and the forecasts that come of it."""
+
+    telemetry: TelemetrySubscriber
+    forecasts: LiveForecasts
+
+    def receive(self, *messages: list[bytes], source: str | None = None) -> None:
+        with self.telemetry.lock:
+            for message in messages:
+                self.telemetry.view.receive(message, 0.0, source)
+        self.forecasts.refresh()
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """Of no engine yet."""
+    view = TelemetryView(history=False)
+    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
+        yield Heard(telemetry, LiveForecasts(telemetry))
 
 
 ENGINE = EngineState(
@@ -195,11 +218,11 @@ def test_forecasts_follow_their_requests_and_age(
         assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
 
 
-def test_a_client_may_ask_for_more_tokens_than_a_float_holds(tokenizer: Tokenizer) -> None:
+def test_a_client_may_ask_for_more_tokens_than_a_float_holds(
+    tokenizer: Tokenizer, heard: Heard
+) -> None:
     greedy = request(tokenizer, "r1", 10, 3, max_tokens=10**400)
-    with TelemetrySubscriber("tcp://127.0.0.1:9", view=TelemetryView(history=False)) as telemetry:
-        forecast = LiveForecasts(telemetry).forecast([greedy])
-    assert 0 < forecast.at([1_000])[0] < 1
+    assert 0 < heard.forecasts.forecast([greedy]).at([1_000])[0] < 1
 
 
 def test_an_engine_says_how_many_tokens_a_request_has_whose_stream_is_not_read(
@@ -236,64 +259,52 @@ def snapshot_of(at: str, seq: int, edges: list[int], **curves: list[float]) -> l
     return frames(snapshot(at, requests, edges, seq))
 
 
-def test_a_rolling_change_of_predictors_loses_no_forecast(tokenizer: Tokenizer) -> None:
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-        requests = [request(tokenizer, name, 10, 5) for name in ("r1", "r2", "r3")]
-        r1, r2, r3 = [1.0, 0.8, 0.4, 0.1], [1.0, 0.6, 0.2], [1.0, 0.9, 0.9, 0.3]
-        at = np.array([0, 10, 49, 50, 51, 99, 100, 399, 400, 401])
+def test_a_rolling_change_of_predictors_loses_no_forecast(
+    tokenizer: Tokenizer, heard: Heard
+) -> None:
+    forecasts, receive = heard.forecasts, heard.receive
+    requests = [request(tokenizer, name, 10, 5) for name in ("r1", "r2", "r3")]
+    r1, r2, r3 = [1.0, 0.8, 0.4, 0.1], [1.0, 0.6, 0.2], [1.0, 0.9, 0.9, 0.3]
+    at = np.array([0, 10, 49, 50, 51, 99, 100, 399, 400, 401])
 
-        def receive(*messages: list[bytes]) -> None:
-            with telemetry.lock:
-                for message in messages:
-                    telemetry.view.receive(message, 0.0)
-            forecasts.refresh()
+    def alone(edges: list[int], curve: list[float]) -> np.ndarray:
+        coded = np.rint(np.array([curve]) * 65_535) / 65_535
+        return SurvivalForecast.new(edges, coded, 500.0).at(at)[0]
 
-        def alone(edges: list[int], curve: list[float]) -> np.ndarray:
-            coded = np.rint(np.array([curve]) * 65_535) / 65_535
-            return SurvivalForecast.new(edges, coded, 500.0).at(at)[0]
-
-        receive(snapshot_of("a", 0, EDGES, r1=r1, r3=r3))
-        only = forecasts.forecast(requests[::2])
-        assert only.edges.tolist() == EDGES
-        assert (only.at(at) == [alone(EDGES, r1), alone(EDGES, r3)]).all()
-        # The engine b has a new predictor, whose grid is another and ends earlier.
-        receive(snapshot_of("b", 0, [0, 50, 400], r2=r2))
-        both = forecasts.forecast(requests)
-        expected = [alone(EDGES, r1), alone([0, 50, 400], r2), alone(EDGES, r3)]
-        assert both.at(at) == pytest.approx(np.array(expected), abs=1e-12)
-        assert both.mean()[1] == pytest.approx(
-            SurvivalForecast.new([0, 50, 400], [r2], 500.0).mean()[0], abs=0.05
-        )
-        # The request r1 moves to b, whose first forecast of it replaces the other.
-        receive(snapshot_of("b", 1, [0, 50, 400], r1=r2, r2=r2), snapshot_of("a", 1, EDGES, r3=r3))
-        expected[0] = alone([0, 50, 400], r2)
-        assert forecasts.forecast(requests).at(at) == pytest.approx(np.array(expected), abs=1e-12)
-        # The last request of the old predictor ends.
-        forecasts.ended(requests[2], True)
-        forecasts.refresh()
-        assert forecasts.forecast(requests[:2]).edges.tolist() == [0, 50, 400]
+    receive(snapshot_of("a", 0, EDGES, r1=r1, r3=r3))
+    only = forecasts.forecast(requests[::2])
+    assert only.edges.tolist() == EDGES
+    assert (only.at(at) == [alone(EDGES, r1), alone(EDGES, r3)]).all()
+    # The engine b has a new predictor, whose grid is another and ends earlier.
+    receive(snapshot_of("b", 0, [0, 50, 400], r2=r2))
+    both = forecasts.forecast(requests)
+    expected = [alone(EDGES, r1), alone([0, 50, 400], r2), alone(EDGES, r3)]
+    assert both.at(at) == pytest.approx(np.array(expected), abs=1e-12)
+    assert both.mean()[1] == pytest.approx(
+        SurvivalForecast.new([0, 50, 400], [r2], 500.0).mean()[0], abs=0.05
+    )
+    # The request r1 moves to b, whose first forecast of it replaces the other.
+    receive(snapshot_of("b", 1, [0, 50, 400], r1=r2, r2=r2), snapshot_of("a", 1, EDGES, r3=r3))
+    expected[0] = alone([0, 50, 400], r2)
+    assert forecasts.forecast(requests).at(at) == pytest.approx(np.array(expected), abs=1e-12)
+    # The last request of the old predictor ends.
+    forecasts.ended(requests[2], True)
+    forecasts.refresh()
+    assert forecasts.forecast(requests[:2]).edges.tolist() == [0, 50, 400]
 
 
-def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer) -> None:
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
-        forecasts, n = LiveForecasts(telemetry), 700
-        curves = {f"r{i}": [1.0, 1 - i / 1000, 0.1, 0.0] for i in range(n)}
-        with telemetry.lock:
-            telemetry.view.receive(snapshot_of("a", 0, EDGES, **curves), 0.0)
-        forecasts.refresh()
-        for i in range(0, n, 3):
-            forecasts.ended(request(tokenizer, f"r{i}", 10, 5), False)
-        with telemetry.lock:
-            new = {f"new{i}": [1.0, i / 1000, 0.0, 0.0] for i in range(n)}
-            telemetry.view.receive(snapshot_of("b", 0, EDGES, **new), 0.0)
-        forecasts.refresh()
-        names = [f"r{i}" for i in range(n) if i % 3] + [f"new{i}" for i in range(n)]
-        at = forecasts.forecast([request(tokenizer, name, 10, 5) for name in names]).at(10)
-        expected = [1 - i / 1000 for i in range(n) if i % 3] + [i / 1000 for i in range(n)]
-        assert at == pytest.approx(expected, abs=1e-5)
+def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer, heard: Heard) -> None:
+    forecasts, n = heard.forecasts, 700
+    curves = {f"r{i}": [1.0, 1 - i / 1000, 0.1, 0.0] for i in range(n)}
+    heard.receive(snapshot_of("a", 0, EDGES, **curves))
+    for i in range(0, n, 3):
+        forecasts.ended(request(tokenizer, f"r{i}", 10, 5), False)
+    new = {f"new{i}": [1.0, i / 1000, 0.0, 0.0] for i in range(n)}
+    heard.receive(snapshot_of("b", 0, EDGES, **new))
+    names = [f"r{i}" for i in range(n) if i % 3] + [f"new{i}" for i in range(n)]
+    at = forecasts.forecast([request(tokenizer, name, 10, 5) for name in names]).at(10)
+    expected = [1 - i / 1000 for i in range(n) if i % 3] + [i / 1000 for i in range(n)]
+    assert at == pytest.approx(expected, abs=1e-5)
 
 
 def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
@@ -354,69 +365,51 @@ def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
 
 
 def test_forecasts_that_come_late_are_not_those_of_the_next_request_of_that_name(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer, heard: Heard
 ) -> None:
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber(bind="tcp://127.0.0.1:*", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-        first, second = request(tokenizer, "r", 500, 5), request(tokenizer, "r", 2, 3)
-        forecasts.began(first)
-        with telemetry.lock:
-            telemetry.view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.9, 0.8, 0.7]), 0.0)
-        forecasts.ended(first, True)
-        forecasts.refresh()
-        forecasts.began(second)
-        assert forecasts.forecast([second]).at(10)[0] > 0.95, "as of any request"
-        with telemetry.lock:
-            telemetry.view.receive(snapshot_of("a", 1, EDGES, r=[1.0, 0.3, 0.2, 0.1]), 0.0)
-        forecasts.refresh()
-        assert forecasts.forecast([request(tokenizer, "r", 10, 5)]).at(10)[0] == pytest.approx(
-            0.3, abs=1e-4
-        )
+    forecasts = heard.forecasts
+    first, second = request(tokenizer, "r", 500, 5), request(tokenizer, "r", 2, 3)
+    forecasts.began(first)
+    with heard.telemetry.lock:  # and nobody looks before the request ends
+        heard.telemetry.view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.9, 0.8, 0.7]), 0.0)
+    forecasts.ended(first, True)
+    forecasts.refresh()
+    forecasts.began(second)
+    assert forecasts.forecast([second]).at(10)[0] > 0.95, "as of any request"
+    heard.receive(snapshot_of("a", 1, EDGES, r=[1.0, 0.3, 0.2, 0.1]))
+    assert forecasts.forecast([request(tokenizer, "r", 10, 5)]).at(10)[0] == pytest.approx(
+        0.3, abs=1e-4
+    )
 
 
 def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer, heard: Heard
 ) -> None:
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-
-        def receive(message: list[bytes], source: str) -> None:
-            with telemetry.lock:
-                telemetry.view.receive(message, 0.0, source)
-
-        receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), "a")
-        forecasts.refresh()
-        curve = np.full(4, 65_535, dtype="<u2").tobytes()
-        for life in range(14):
-            grid = [0, life + 1, 500, 600]
-            names = [f"life{life}x{i}" for i in range(4_000)]
-            lies = [RequestForecast(f"cmpl-{name}", 1, 0, 0, 500, curve) for name in names]
-            receive(frames(snapshot("b", lies, grid, epoch=100 - life)), "b")
-            forecasts.refresh()
-        honest = forecasts.forecast([request(tokenizer, "r", 10, 5)])
-        assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
-        assert set(honest.edges.tolist()) == {*EDGES, *grid}
+    heard.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), source="a")
+    curve = np.full(4, 65_535, dtype="<u2").tobytes()
+    for life in range(14):
+        grid = [0, life + 1, 500, 600]
+        names = [f"life{life}x{i}" for i in range(4_000)]
+        lies = [RequestForecast(f"cmpl-{name}", 1, 0, 0, 500, curve) for name in names]
+        heard.receive(frames(snapshot("b", lies, grid, epoch=100 - life)), source="b")
+    honest = heard.forecasts.forecast([request(tokenizer, "r", 10, 5)])
+    assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
+    assert set(honest.edges.tolist()) == {*EDGES, *grid}
 
 
-def test_the_engine_that_has_a_request_knows_best(tokenizer: Tokenizer) -> None:
+def test_the_engine_that_has_a_request_knows_best(tokenizer: Tokenizer, heard: Heard) -> None:
     """Another one, which has prefilled it, says that it is far ahead already."""
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-        running = request(tokenizer, "r", 10, 5, instance("a"))
-        stays = request(tokenizer, "s", 10, 0, instance("a"), n=1, echo=True)
-        forecasts.began(running)
-        forecasts.began(stays)
-        lies = RequestForecast("cmpl-r-0-0123abcd", 2**30, 9, 9, 500, b"\xff" * 8)
-        other = msgspec.structs.replace(lies, request_id="cmpl-s-0-0123abcd")
-        header = {"rank": 0, "epoch": 1, "step": 0, "time": 0.0, "seq": 0}
-        said = Forecasts(instance="b", edges=EDGES, requests=[lies, other], **header)
-        with telemetry.lock:
-            view.receive(frames(said), 0.0, "b")
-            view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), 0.0, "a")
-            view.receive(frames(said), 0.0, "b")
-        forecasts.refresh()
-        assert forecasts.forecast([running]).at(10)[0] == pytest.approx(0.5, abs=1e-4)
-        assert stays.prompt_tokens == 10, "as its own engine says"
+    forecasts = heard.forecasts
+    running = request(tokenizer, "r", 10, 5, instance("a"))
+    stays = request(tokenizer, "s", 10, 0, instance("a"), n=1, echo=True)
+    forecasts.began(running)
+    forecasts.began(stays)
+    lies = RequestForecast("cmpl-r-0-0123abcd", 2**30, 9, 9, 500, b"\xff" * 8)
+    other = msgspec.structs.replace(lies, request_id="cmpl-s-0-0123abcd")
+    header = {"rank": 0, "epoch": 1, "step": 0, "time": 0.0, "seq": 0}
+    said = Forecasts(instance="b", edges=EDGES, requests=[lies, other], **header)
+    heard.receive(frames(said), source="b")
+    heard.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), source="a")
+    heard.receive(frames(said), source="b")
+    assert forecasts.forecast([running]).at(10)[0] == pytest.approx(0.5, abs=1e-4)
+    assert stays.prompt_tokens == 10, "as its own engine says"
