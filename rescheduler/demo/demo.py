@@ -172,18 +172,20 @@ def _moves(deployment: Deployment) -> float:
 
 
 def _table(columns: Sequence[dict[str, float]], objectives: Objectives) -> Table:
-    table = Table("The same requests at the same times", *_PHASES, caption_justify="left")
+    table = Table("same requests, same times", *_PHASES, caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
     table.caption = (
         f"in time: first token within {objectives.ttft_s:.1f} s, then at most "
         f"{1e3 * objectives.tpot_s:.0f} ms per token; {_TTFT_TIMES:g} and {_TPOT_TIMES:g} times "
         "the latency of a request sent alone"
     )
     for label, name, scale, form in (
-        ("goodput, requests in time per minute", "goodput", 60.0, "{:.1f}"),
+        ("goodput, in time per minute", "goodput", 60.0, "{:.1f}"),
         ("requests in time", "met", 100.0, "{:.0f}%"),
         ("TPOT P50, ms", "tpot_p50", 1e3, "{:.0f}"),
         ("TPOT P99, ms", "tpot_p99", 1e3, "{:.0f}"),
-        ("longest pause of a stream, P99, s", "gap_p99", 1.0, "{:.1f}"),
+        ("longest pause, P99, s", "gap_p99", 1.0, "{:.1f}"),
         ("TTFT P99, s", "ttft_p99", 1.0, "{:.1f}"),
         ("total time, s", "seconds", 1.0, "{:.0f}"),
         ("preemptions", "preempted", 1.0, "{:.0f}"),

@@ -14,7 +14,7 @@ def test_the_demonstration_moves_requests_and_loses_none(
     command = [*headway_command, "demo", "--config", str(deployment.config_path), "--pairs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("4 of 4 answered") == 2
+    assert done.stderr.count("4 of 4 answered") >= 2
     assert "/ui#token=" in done.stderr
     shown = {
         name: [float(value) for value in values]
