@@ -107,8 +107,9 @@ class PromptSelfReport:
         self._ask(rows, [int(row) for row in first_row])
         said = [self._said[int(request)] for request in rows.request]
         length = np.array([fallback if number is None else float(number) for number in said])
-        remaining = np.minimum(length, rows.max_tokens) - rows.generated_tokens
-        return np.maximum(remaining, 0).astype(np.float32)
+        left = np.minimum(length, rows.max_tokens) - rows.generated_tokens
+        remaining: npt.NDArray[np.float32] = np.maximum(left, 0).astype(np.float32)
+        return remaining
 
     @cached_property
     def _tokenizer(self) -> Any:
