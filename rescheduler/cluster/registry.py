@@ -1,7 +1,7 @@
 """Dataclasses that a configuration names: policies, planners, forecasts, traces."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -102,6 +102,7 @@ def _nearest(given: str, known: Iterable[str]) -> str:
 COUNT, POSITIVE, NOT_NEGATIVE = "[1, inf)", "(0, inf)", "[0, inf)"
 
 
+@dataclass(frozen=True)
 class Checked:
     """A dataclass whose numbers have ranges; a `Literal` field takes its own values alone.
 
@@ -120,9 +121,9 @@ class Checked:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        for field in fields(self):  # type: ignore[arg-type]
-            value, known = getattr(self, field.name), get_args(field.type)
-            if get_origin(field.type) is Literal and value not in known:
+        for field in fields(self):
+            known = get_args(field.type) if get_origin(field.type) is Literal else ()
+            if known and (value := getattr(self, field.name)) not in known:
                 listed = " or ".join(map(repr, known))
                 if len(known) > 2:
                     listed = f"one of {', '.join(map(repr, known))}"

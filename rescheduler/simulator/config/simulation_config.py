@@ -98,6 +98,7 @@ def policy_choices(
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class _Section(Checked):
     """A part of a configuration, whose key is its class's name."""
 

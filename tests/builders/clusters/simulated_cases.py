@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from reference_simulator import NO_LIMIT, ReferenceConfig
+from reference_simulator import NO_LIMIT, ReferenceConfig, ReferenceResult
 
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.heuristics.join_shortest_queue import jsq_tokens
@@ -22,6 +22,7 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, Oracle
+from rescheduler.simulator.results.run_result import RunResult
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.workloads.trace import TraceBlock
 from rescheduler.step_time.step_time import StepTime
@@ -104,6 +105,25 @@ def engine_setup(
     return RunSetup(
         config, ListedTrace(requests), forecast or Oracle(), step_time, power_model(config.power)
     )
+
+
+def ordered(result: RunResult, field: str) -> list[Any]:
+    """Return a column of the requests, by their numbers."""
+    column: list[Any] = getattr(result.requests, field)[np.argsort(result.requests.number)].tolist()
+    return column
+
+
+def assert_served_alike(result: RunResult, expected: ReferenceResult, rtol: float = 0.0) -> None:
+    """The engine's requests went the way of the reference's, at the same times."""
+    assert ordered(result, "number") == list(range(len(expected.requests)))
+    for field in ("arrival", "placed", "start", "first_token", "end"):
+        times = [getattr(one, field) for one in expected.requests]
+        np.testing.assert_allclose(ordered(result, field), times, rtol, rtol, err_msg=field)
+    for field in ("instance", "prompt", "output", "preemptions"):
+        assert ordered(result, field) == [getattr(one, field) for one in expected.requests], field
+    assert result.tokens == expected.tokens
+    assert result.preemptions == expected.preemptions
+    assert result.steps == len(expected.steps)
 
 
 @st.composite

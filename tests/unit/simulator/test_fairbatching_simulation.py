@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig, reference_run
-from simulated_cases import Requests, engine_setup, reference_cases
+from simulated_cases import Requests, assert_served_alike, engine_setup, ordered, reference_cases
 
 from rescheduler.batching.batch_formation import FORMATIONS
 from rescheduler.routing import create_policy
@@ -43,28 +43,14 @@ def fair_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     return draw(reference_cases(**chosen))
 
 
-def ordered(result: RunResult, field: str) -> list[Any]:
-    column: list[Any] = getattr(result.requests, field)[np.argsort(result.requests.number)].tolist()
-    return column
-
-
 def agree(case: Case, name: str, reading: Any) -> None:
     config, requests = case
     policy = create_policy(name)
     expected = reference_run(config, requests, policy)
     result = run(engine_setup(config, requests, tpot=reading), policy, seed=0)
-    assert ordered(result, "number") == list(range(len(requests)))
-    for field in ("arrival", "placed", "start", "first_token", "end"):
-        np.testing.assert_array_equal(
-            ordered(result, field), [getattr(one, field) for one in expected.requests], field
-        )
-    for field in ("instance", "prompt", "output", "preemptions"):
-        assert ordered(result, field) == [getattr(one, field) for one in expected.requests], field
+    assert_served_alike(result, expected)
     worst = [one.worst if reading == "worst" else one.worst_since_due for one in expected.requests]
     np.testing.assert_array_equal(ordered(result, "tpot_worst"), worst)
-    assert result.tokens == expected.tokens
-    assert result.preemptions == expected.preemptions
-    assert result.steps == len(expected.steps)
     assert result.most_held == max((max(step.loads) for step in expected.steps), default=0)
 
 
@@ -97,32 +83,16 @@ def test_time_between_tokens_is_counted_over_steps_sat_out(case: Case) -> None:
     assert result.itl_histogram.sum() == sum(output - 1 for _, _, output in requests)
 
 
-# By hand
-
-
-def one_instance(formation: str, requests: Requests, **changes: Any) -> RunResult:
+def one_instance(
+    formation: str, requests: Requests, reading: Any = "deadline", **changes: Any
+) -> RunResult:
     """Run t = 1 + new/8 on one instance with TTFT 4 and TPOT 2."""
     config = ReferenceConfig(
         1, 4, dispatch="instant", clock="independent", prefill="chunked", formation=formation,
         b=0.125, ttft=4.0, tpot=2.0,
     )  # fmt: skip
-    setup = engine_setup(replace(config, **changes), requests, tpot="deadline")
+    setup = engine_setup(replace(config, **changes), requests, tpot=reading)
     return run(setup, create_policy("jsq_load"), seed=0)
-
-
-def test_decodes_sit_out_and_are_not_read() -> None:
-    # A step takes 1 s and 1/8 s a context token, its budget are 8 tokens. Both prompts: 1 + 8/8;
-    # the third alone, since the decodes are not due for long: 1 + 8/8; then theirs, 1 + 10/8 and
-    # 1 + 12/8 s.
-    config = ReferenceConfig(
-        1, 4, dispatch="instant", clock="independent", prefill="chunked",
-        formation="fairbatching_fixed", token_budget=8, c=0.125, ttft=16.0, tpot=1.0,
-    )  # fmt: skip
-    requests: Requests = [(0.0, 4, 3), (0.0, 4, 3), (0.5, 8, 1)]
-    expected = reference_run(config, requests, create_policy("jsq_load"))
-    assert [step.seconds for step in expected.steps] == [2.0, 2.0, 2.25, 2.5]
-    result = run(engine_setup(config, requests), create_policy("jsq_load"), seed=0)
-    assert ordered(result, "end") == [8.75, 8.75, 4.0]
 
 
 def test_a_prompt_beyond_the_budget_is_turned_away_and_counts_as_violated() -> None:
@@ -155,21 +125,10 @@ def test_more_are_turned_away_than_the_output_buffer_holds() -> None:
 def test_the_worst_tpot_is_a_running_mean() -> None:
     # Tokens at 2 (prompt), 3.125, then a prompt of 16 makes the next step 3.125 s: 6.25, and 7.375.
     requests: Requests = [(0.0, 8, 4), (3.0, 16, 1)]
-    config = ReferenceConfig(
-        1,
-        4,
-        dispatch="instant",
-        clock="independent",
-        prefill="chunked",
-        b=0.125,
-        ttft=4.0,
-        tpot=2.0,
-    )
-    setup = engine_setup(config, requests, tpot="worst")
-    result = run(setup, create_policy("jsq_load"), seed=0)
+    result = one_instance("sarathi", requests, "worst")
     assert ordered(result, "tpot_worst")[0] == max(1.125, 4.25 / 2, 5.375 / 3)
     assert isnan(ordered(result, "tpot_worst")[1])
-    since_due = run(engine_setup(config, requests, tpot="deadline"), create_policy("jsq_load"), 0)
+    since_due = one_instance("sarathi", requests, "deadline")
     assert ordered(since_due, "tpot_worst")[0] == (6.25 - 4) / 2
 
 
@@ -180,8 +139,6 @@ def test_a_budget_of_tokens_leaves_time_for_the_context_that_is_expected() -> No
         rules = service_rules(config, run_setup(config).step_time)
         assert rules.batches.constant == pytest.approx(constant)
 
-
-# Refusals
 
 BASE: dict[str, Any] = {
     "clock": "independent",
