@@ -256,7 +256,7 @@ def state_of_view(environment: RouterVectorEnvironment) -> npt.NDArray[np.float6
 
 
 def test_the_page_routes_all_its_requests() -> None:
-    page = (Path(__file__).parents[3] / "docs/papers/jain.md#train-a-router").read_text()
+    page = (Path(__file__).parents[3] / "docs/papers/jain.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)

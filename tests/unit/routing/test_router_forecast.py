@@ -45,7 +45,7 @@ def test_accuracy_is_as_set_and_errors_follow_bucket_frequencies() -> None:
 def test_an_invalid_classifier_is_refused() -> None:
     for options, match in (
         ({"edges": (1, 5)}, "ascend from 0"),
-        ({"accuracy": 1.5}, "accuracy is a share"),
+        ({"accuracy": 1.5}, "accuracy must be at least 0 and at most 1"),
     ):
         with pytest.raises(ValueError, match=match):
             create_forecast("classified", **options)
