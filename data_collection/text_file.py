@@ -97,7 +97,7 @@ def text_lines(
 @contextmanager
 def _opened(path: Path, again: bool) -> Iterator[io.TextIOWrapper]:
     """Yield the file as text; a byte that is no UTF-8 becomes half of a surrogate pair."""
-    # Without O_NONBLOCK a named pipe that nobody writes to is waited for for ever.
+    # Without O_NONBLOCK, opening a named pipe that has no writer would block.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as raw:
         kind = os.fstat(raw.fileno()).st_mode
         if stat.S_ISDIR(kind):

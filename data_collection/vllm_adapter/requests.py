@@ -55,7 +55,7 @@ def _goes_on(request: Request) -> bool:
 
 
 def migration_entry(request: Request) -> Any:
-    """Return what a proxy has told of a request, to move it; None if it has not."""
+    """Return a proxy's instructions for moving a request; None without any."""
     return (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
 
 

@@ -40,7 +40,7 @@ _RATE_OF_FRACTIONS = 0.001
 
 
 def check_unit(given: str | None) -> None:
-    """Raise a `ValueError` if this is no unit of time."""
+    """Raise `ValueError` for an invalid unit of time."""
     if given is not None and given not in get_args(TimeUnit):
         raise ValueError(f"time_unit is one of {', '.join(get_args(TimeUnit))}, not {given!r}")
 

@@ -47,7 +47,7 @@ class KnownForecasts(SchedulerPart):
             repetition(np.zeros(0, dtype=np.int64))  # compiled before the first request comes
 
     def scheduled(self, output: Any, prefills_throttled: bool) -> None:
-        """Tell the workers of the engine and of its answers."""
+        """Pass the engine's load, and how repetitive its answers are, to the workers."""
         setattr(output, GAUGES_ATTRIBUTE, Gauges(**fullness(self.scheduler)))
         self._steps += 1
         if self._k and self._steps % self._k == 0:

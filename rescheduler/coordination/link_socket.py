@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ from rescheduler.coordination.messages import (
 )
 from rescheduler.coordination.peer_sockets import PeerEndpointError, PeerSockets, checked_endpoint
 
-__all__ = ["BEAT_SECONDS", "LinkSockets"]
+__all__ = ["LinkSockets", "beats"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -37,6 +37,20 @@ BEAT_SECONDS = 0.25
 
 _LARGEST_SUBSCRIPTION = 1024
 _SEND_SECONDS = 1.0
+
+
+async def beats(due: asyncio.Event) -> AsyncIterator[bool]:
+    """Yield when something is due, and every `BEAT_SECONDS` in any case: whether it is a beat."""
+    loop, beat = asyncio.get_running_loop(), -math.inf
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(max(beat, loop.time())):
+                await due.wait()
+        due.clear()
+        is_beat = loop.time() >= beat
+        if is_beat:
+            beat = loop.time() + BEAT_SECONDS
+        yield is_beat
 
 
 class LinkSockets:
@@ -122,18 +136,11 @@ class LinkSockets:
             context.term()
 
     async def _send(self) -> None:
-        loop, beat = asyncio.get_running_loop(), -math.inf
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(max(beat, loop.time())):
-                    await self._due.wait()
-            self._due.clear()
-            beats = loop.time() >= beat
-            if beats:
-                beat = loop.time() + BEAT_SECONDS
+        async for is_beat in beats(self._due):
+            if is_beat:
                 self._link.give_up()
             try:
-                report = self._link.report(beats)
+                report = self._link.report(is_beat)
                 frames = encode(report) if report is not None else None
             except Exception:  # no request may end the conversation about all others
                 logger.exception("nothing was reported to the coordinator")

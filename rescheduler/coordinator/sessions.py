@@ -3,16 +3,14 @@
 import asyncio
 import errno
 import logging
-import math
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
-from rescheduler.coordination.link_socket import BEAT_SECONDS
+from rescheduler.coordination.link_socket import beats
 from rescheduler.coordination.messages import (
     LARGEST_MESSAGE,
     MOST_SESSIONS,
@@ -143,7 +141,7 @@ class Sessions:
         return session
 
     def _note_endpoint(self, session: Session, named: str) -> None:
-        """Tell the others where to hear a proxy, unless it names what is not its own."""
+        """Publish a proxy's endpoint to the others, unless it is not the proxy's own."""
         if named == session.named:
             return
         session.named, session.listening = named, ""
@@ -292,17 +290,9 @@ class Reception:
                 await self._told(peer, refusal)
 
     async def _send(self) -> None:
-        loop, beat = asyncio.get_running_loop(), -math.inf
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(max(beat, loop.time())):
-                    await self._due.wait()
-            self._due.clear()
-            beats = loop.time() >= beat
-            if beats:
-                beat = loop.time() + BEAT_SECONDS
+        async for is_beat in beats(self._due):
             try:
-                async for session, notice in self._sessions.notices(beats):
+                async for session, notice in self._sessions.notices(is_beat):
                     peer = session.peer
                     if peer is not None and not await self._told(peer, notice):
                         self._sessions.disconnected(session)

@@ -29,6 +29,7 @@ __all__ = [
     "new_routing_inputs",
     "passable",
     "place",
+    "place_by_score",
     "place_least",
     "routing_inputs",
 ]
@@ -160,6 +161,24 @@ def place_least(inputs: RoutingInputs, target: IntArray, measure: IntArray) -> N
             if slots[g] > 0 and room[g] >= size and (best < 0 or measure[g] < measure[best]):
                 best = g
         if best >= 0:
+            place(inputs, target, i, best)
+        elif full(inputs):
+            return
+
+
+@compiled
+def place_by_score(
+    inputs: RoutingInputs, target: IntArray, score: FloatArray, gain: FloatArray
+) -> None:
+    """Place each request, in order of arrival, where a score [G] is least.
+
+    Ties go to the lowest load, then to the lowest index. A request i that is placed adds gain[i]
+    to the score of its instance.
+    """
+    for i in range(len(inputs.size)):
+        best = best_by_load(inputs, i, score)
+        if best >= 0:
+            score[best] += gain[i]
             place(inputs, target, i, best)
         elif full(inputs):
             return

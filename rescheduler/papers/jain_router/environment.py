@@ -27,7 +27,7 @@ from rescheduler.papers.jain_router.stepping import (
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL
 from rescheduler.routing.learned.router_state import state_bounds
-from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED
+from rescheduler.simulator.engine.engine_state import NONE, Wanted
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.simulation import Simulation
 
@@ -138,7 +138,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         self._cut = np.zeros(num_envs, dtype=np.bool_)
         self._last = StepArrays(
             going=np.zeros(num_envs, dtype=np.bool_),
-            wanted=np.full(num_envs, DONE, dtype=np.int64),
+            wanted=np.full(num_envs, Wanted.DONE, dtype=np.int64),
             completed=np.zeros(num_envs, dtype=np.int64),
             order=np.zeros((num_envs, self.n_instances), dtype=np.int64),
             state=np.zeros((num_envs, len(low))),
@@ -173,7 +173,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
                 self._simulations[b] = Simulation(self._setups[b], self._policy, own)
                 put_engine(self._engines, b, self._simulations[b].parts())
         self._decision[mask] = 0
-        self._last.wanted[mask] = PAUSED
+        self._last.wanted[mask] = Wanted.PAUSED
         self._last.completed[mask] = 0
         self._cut[mask] = False
         self._last.going[:] = mask
@@ -198,13 +198,13 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         if targets.min() < 0 or targets.max() > self.n_instances:
             raise ValueError(f"an action is in 0 .. {self.n_instances}, not {targets.tolist()}")
         last = self._last
-        last.going[:] = (last.wanted != DONE) & ~self._cut
+        last.going[:] = (last.wanted != Wanted.DONE) & ~self._cut
         self._decision += last.going
         last.terms[~last.going] = 0.0
         last.work[~last.going] = 0.0
         targets[targets == self.n_instances] = NONE
         self._advance(targets)
-        ended = last.wanted == DONE
+        ended = last.wanted == Wanted.DONE
         self._cut |= ~ended & (self._decision * self.config.interval >= self.config.max_seconds)
         reward = (
             last.terms[:, BASE]
@@ -234,7 +234,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
 
     def _info(self) -> dict[str, Any]:
         return {
-            "routable": self._last.wanted == ASK,
+            "routable": self._last.wanted == Wanted.ASK,
             "mixing": self._last.terms[:, MIXING].copy(),
             "guidance": self._last.terms[:, GUIDANCE].copy(),
             "work": self._last.work.copy(),

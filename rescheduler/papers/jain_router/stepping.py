@@ -19,7 +19,7 @@ from rescheduler.papers.jain_router.workload_impact import ImpactRules, guidance
 from rescheduler.routing.kernels import Kernel
 from rescheduler.routing.learned.router_state import StateScales, router_state
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
-from rescheduler.simulator.engine.engine_state import ASK, DONE, NONE, PAUSED, Arrivals, Cluster
+from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, Wanted
 from rescheduler.simulator.engine.routing_inputs import (
     expected_left,
     fill_routing_inputs,
@@ -74,8 +74,8 @@ class StepArrays(NamedTuple):
 
     Attributes:
         going: [B] which to simulate: those that are not at their next decision.
-        wanted: [B] why each returned: `ASK` where it can act, `PAUSED` where no request waits;
-            others go on where they were.
+        wanted: [B] why each returned: `Wanted.ASK` where it can act, `PAUSED` where no request
+            waits; others go on where they were.
         completed: [B] requests completed.
         order: [B, G] instances as the states show them.
         state: [B, D] of `router_state`, at the next decision.
@@ -162,9 +162,9 @@ def _step(
         engine.policy_state,
     )
     terms, order = written.terms[b], written.order[b]
-    if written.wanted[b] == ASK:
+    if written.wanted[b] == Wanted.ASK:
         _act(engine, rewards, NONE if action == NONE else order[action], terms)
-    elif written.wanted[b] == PAUSED:
+    elif written.wanted[b] == Wanted.PAUSED:
         terms[MIXING] = 0.0
         terms[GUIDANCE] = 0.0
     wanted = advance(
@@ -180,7 +180,7 @@ def _step(
         until,
     )
     written.wanted[b] = wanted
-    written.going[b] = wanted not in (ASK, PAUSED, DONE)
+    written.going[b] = wanted not in (Wanted.ASK, Wanted.PAUSED, Wanted.DONE)
     if written.going[b]:
         return
     inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)

@@ -10,9 +10,9 @@ from rescheduler.routing.inputs import (
     FloatArray,
     IntArray,
     RoutingInputs,
-    best_by_load,
     full,
     place,
+    place_by_score,
     place_least,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
@@ -65,13 +65,7 @@ class JSQLoad(RoutingPolicy):
 def jsq_tokens(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the fewest tokens are left to process."""
     left = inputs.work + inputs.unanswered
-    for i in range(len(inputs.size)):
-        best = best_by_load(inputs, i, left)
-        if best >= 0:
-            left[best] += inputs.size[i] + inputs.remaining[i]
-            place(inputs, target, i, best)
-        elif full(inputs):
-            return
+    place_by_score(inputs, target, left, inputs.size + inputs.remaining)
 
 
 @routing_policy("jsq_tokens")
@@ -94,12 +88,7 @@ class JSQTokens(RoutingPolicy):
 @compiled
 def decode_balancer(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the least work is left."""
-    for i in range(len(inputs.size)):
-        best = best_by_load(inputs, i, inputs.work)
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
-            return
+    place_by_score(inputs, target, inputs.work.copy(), inputs.remaining)
 
 
 @routing_policy("decode_balancer")
@@ -184,12 +173,7 @@ class VLLMScore(RoutingPolicy):
 @compiled
 def pab(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where the budget is greatest."""
-    for i in range(len(inputs.size)):
-        best = best_by_load(inputs, i, -inputs.budget)
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
-            return
+    place_by_score(inputs, target, -inputs.budget, inputs.size.astype(np.float64))
 
 
 @routing_policy("pab")

@@ -23,14 +23,11 @@ from rescheduler.simulator.engine.engine_records import (
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 __all__ = [
-    "ASK",
-    "DONE",
     "FIRST_POOL",
     "ITL_BINS_PER_E",
     "MIGRATED",
     "NEVER",
     "NONE",
-    "PAUSED",
     "PREEMPTED",
     "SHORTEST_ITL",
     "Arrivals",
@@ -86,8 +83,6 @@ class Wanted(IntEnum):
     WIDEN = 9
     """A wider pool."""
 
-
-ASK, DONE, PAUSED = Wanted.ASK, Wanted.DONE, Wanted.PAUSED
 
 FIRST_POOL = 512
 """Requests that a pool without a limit is made for at first."""

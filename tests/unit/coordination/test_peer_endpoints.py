@@ -22,7 +22,7 @@ def test_one_on_the_proxy_itself(named: str, address: str | None, endpoint: str)
 @pytest.mark.parametrize(
     "named",
     [
-        "ipc:///tmp/socket",
+        "ipc://socket",
         "inproc://peers",
         "udp://10.0.0.5:5000",
         "tcp://10.0.0.5:22",

@@ -206,13 +206,15 @@ def test_the_pool_is_four_requests_an_instance_unless_said() -> None:
     ids=lambda path: path.name,
 )
 def test_shipped_configurations_describe_something(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # which the files that they name are relative to
     values = yaml.safe_load(path.read_text())
     vary, cases = values.pop("vary", {}), values.pop("cases", {"as it is": {}})
-    if "path" in values["trace"] and not Path(values["trace"]["path"]).exists():
-        pytest.skip(f"{values['trace']['path']} is not there")
+    if str(values["trace"].get("path", "")).startswith("traces/"):  # whoever uses it puts it there
+        rows = "".join(f"{second},{100 + second},{200 + second}\n" for second in range(50))
+        (tmp_path / "trace.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+        values["trace"]["path"] = str(tmp_path / "trace.csv")
     config = read_config(values)
     assert len(create_candidates(run_setup(config))) > 1
     for changes in cases.values():
