@@ -183,9 +183,8 @@ class LiveSnapshots(Generic[R]):
     def look(self) -> Look:
         """Look at the cluster, in its event loop."""
         cluster = self._cluster
-        instances = list(cluster.instances.values())
+        instances, decodes = cluster.all, cluster.decodes
         index = {instance: i for i, instance in enumerate(instances)}
-        decodes = [one for one in instances if one.instance.role == "decode"]
         waiting = list(cluster.dispatcher.waiting)
         if cluster.forecasts is not None:
             cluster.forecasts.refresh()

@@ -39,7 +39,9 @@ class Cluster(Generic[R]):
         deployment: which instances, and how.
 
     Attributes:
-        instances: all, by name.
+        instances: by name.
+        all: of them, in the order of the deployment.
+        decodes: of them, those that decode.
         upstream: connections to them.
         step: how long a decode step takes.
         moves: the latest.
@@ -71,6 +73,8 @@ class Cluster(Generic[R]):
             if control is not None:
                 self._stack.callback(control.close)
             self.instances[instance.name] = InstanceState(instance, options, control)
+        self.all = list(self.instances.values())
+        self.decodes = [one for one in self.all if one.instance.role == "decode"]
         self._decide_by(deployment)
         self.upstream = Upstream(options, engine_key(options))
         self._stack.push_async_callback(self.upstream.close)
@@ -98,16 +102,6 @@ class Cluster(Generic[R]):
             self.forecasts,
             budgets,
         )
-
-    @property
-    def all(self) -> list[InstanceState]:
-        """All instances, in the order of the deployment."""
-        return list(self.instances.values())
-
-    @property
-    def decodes(self) -> list[InstanceState]:
-        """The decode instances."""
-        return [one for one in self.instances.values() if one.instance.role == "decode"]
 
     async def start(self) -> None:
         """Ask every instance how it is, and go on asking."""

@@ -1,78 +1,31 @@
 """The endpoints for operators: instances, draining, and the page."""
 
-import hmac
-import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Generic
 from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from rescheduler.engines.deployment import DeploymentError
-from rescheduler.openai.openai_request import RequestRefusedError, error_body
+from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.page.page_files import PageFiles, PageStream
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import R
 from rescheduler.placement.planner import Drainer
 from rescheduler.serving.admin_client import admin_token_place, create_admin_token
-from rescheduler.serving.connection import cannot_listen, operators_server, url_of
+from rescheduler.serving.connection import (
+    answer_errors,
+    cannot_listen,
+    operators_server,
+    token_check,
+    url_of,
+)
 
-__all__ = ["AdminListener", "admin_app", "answer_errors", "token_check"]
-
-
-_Open = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def token_check(token: str, open_to_all: _Open | None = None) -> Middleware:
-    """Return what refuses requests that lack the token.
-
-    Args:
-        token: given as ``Authorization: Bearer``, and never in an address.
-        open_to_all: the endpoint that needs none, if there is one.
-    """
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        is_open = open_to_all is not None and request.match_info.handler == open_to_all
-        if not is_open and not hmac.compare_digest(given, expected):
-            raise RequestRefusedError(401, "the proxy's admin token is required")
-        return await handler(request)
-
-    return check_token
-
-
-logger = logging.getLogger("headway.serve")
-
-
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a refusal, a wrong path and a failure of our own."""
-    try:
-        return await handler(request)
-    except RequestRefusedError as error:
-        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-        return _document(error.status, error.body, headers)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        message = f"{request.method} {request.path}: {error.reason}"
-        allowed = {key: error.headers[key] for key in ("Allow",) if key in error.headers}
-        return _document(error.status, error_body(error.status, message), allowed)
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        return _document(500, error_body(500, "the proxy failed; see its log"), {})
-
-
-def _document(status: int, body: bytes, headers: dict[str, str]) -> web.Response:
-    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
+__all__ = ["AdminListener", "admin_app"]
 
 
 def admin_app(drainer: Drainer[R], token: str, feed: SnapshotFeed | None = None) -> web.Application:
@@ -108,7 +61,7 @@ class _Endpoints(Generic[R]):
     async def instances(self, http: web.Request) -> web.Response:
         """List the instances."""
         del http
-        listed = [self._described(instance) for instance in self._cluster.instances.values()]
+        listed = [self._described(instance) for instance in self._cluster.all]
         return _json({"instances": listed})
 
     async def drain(self, http: web.Request) -> web.Response:

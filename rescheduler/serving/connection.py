@@ -1,27 +1,30 @@
 """Connections of all our HTTP servers: where, how many, for how long, and with which errors."""
 
 import asyncio
+import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.body_memory import FairShares, client_of
-from rescheduler.openai.openai_request import error_body
+from rescheduler.openai.openai_request import RequestRefusedError, error_body
 
 __all__ = [
     "CLEANUP_SECONDS",
     "AllowedOrigins",
     "Connection",
+    "answer_errors",
     "cannot_listen",
     "connections",
     "monitoring_routes",
     "operators_server",
+    "token_check",
     "url_of",
 ]
 
@@ -49,6 +52,52 @@ def url_of(host: str, port: int) -> str:
 def cannot_listen(option: str, host: str, port: int, error: OSError) -> DeploymentError:
     """Return the error of an address that cannot be listened on."""
     return DeploymentError(f"{option}: cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+_Open = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def token_check(token: str, open_to_all: _Open | None = None) -> Middleware:
+    """Return what refuses requests that lack the token.
+
+    Args:
+        token: given as ``Authorization: Bearer``, and never in an address.
+        open_to_all: the endpoint that needs none, if there is one.
+    """
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        is_open = open_to_all is not None and request.match_info.handler == open_to_all
+        if not is_open and not hmac.compare_digest(given, expected):
+            raise RequestRefusedError(401, "the proxy's admin token is required")
+        return await handler(request)
+
+    return check_token
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a refusal, a wrong path and a failure of our own."""
+    try:
+        return await handler(request)
+    except RequestRefusedError as error:
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        return _document(error.status, error.body, headers)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {error.reason}"
+        allowed = {key: error.headers[key] for key in ("Allow",) if key in error.headers}
+        return _document(error.status, error_body(error.status, message), allowed)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _document(500, error_body(500, "the proxy failed; see its log"), {})
+
+
+def _document(status: int, body: bytes, headers: dict[str, str]) -> web.Response:
+    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
 
 @asynccontextmanager

@@ -24,8 +24,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.admin_app import answer_errors
-from rescheduler.serving.connection import AllowedOrigins, monitoring_routes
+from rescheduler.serving.connection import AllowedOrigins, answer_errors, monitoring_routes
 
 __all__ = ["CLIENTS_SHARE", "http_app", "read_body"]
 
@@ -206,8 +205,8 @@ class _Endpoints:
         """Answer what a decode instance answers."""
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         failure = "no decode instance is in service"
-        for instance in self._proxy.cluster.all:
-            if instance.instance.role != "decode" or not instance.breaker.closed:
+        for instance in self._proxy.cluster.decodes:
+            if not instance.breaker.closed:
                 continue
             try:
                 body = await self._proxy.cluster.upstream.get(instance.instance, http.path, headers)

@@ -13,8 +13,7 @@ from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.page.page_files import PageFiles
 from rescheduler.page.snapshot_log import Log, read_log
-from rescheduler.serving.admin_app import answer_errors, token_check
-from rescheduler.serving.connection import operators_server
+from rescheduler.serving.connection import answer_errors, operators_server, token_check
 
 __all__ = ["replay", "replay_app"]
 

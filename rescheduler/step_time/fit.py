@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from rescheduler.step_time.profile import BatchTime, FitQuality, Gradients
 
@@ -84,6 +83,8 @@ def fit_gradients(steps: FloatArray, most_decodes: int) -> Gradients:
 
 def _relative_nnls(columns: FloatArray, seconds: FloatArray) -> list[float]:
     """Return an offset and a slope of each column, none below 0."""
+    from scipy.optimize import nnls  # not for engines, which only recalibrate
+
     scale = np.maximum(columns.max(axis=0), 1.0)
     design = np.column_stack([np.ones(len(columns)), columns / scale]) / seconds[:, None]
     found = nnls(design, np.ones(len(seconds)))[0] / np.concatenate([[1.0], scale])

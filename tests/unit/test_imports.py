@@ -18,6 +18,16 @@ def test_routing_the_proxy_and_the_simulator_load_no_pytorch_and_no_matplotlib()
     assert found.stdout == "set()\n", found.stderr
 
 
+def test_collecting_starts_without_vllm_and_replaying_without_the_planner() -> None:
+    for module, costly in (
+        ("data_collection.workload.collect", "vllm"),
+        ("rescheduler.serving.replay", "numba"),
+    ):
+        loads = f"import sys, {module}; print({costly!r} in sys.modules)"
+        found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
+        assert found.stdout == "False\n", (module, found.stderr)
+
+
 def test_the_pickers_command_is_there_without_grpc() -> None:
     loads = "import sys, rescheduler.gateway.picker_command; print('grpc' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
