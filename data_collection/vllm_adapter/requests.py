@@ -54,15 +54,21 @@ def _goes_on(request: Request) -> bool:
     return bool(headway.get("frozen")) and str(request.get_finished_reason()) == "length"
 
 
-def migration_entry(request: Request) -> Any:
+def migration_entry(request: Request) -> dict[str, Any] | None:
     """Return a proxy's instructions for moving a request; None without any."""
-    return (request.kv_transfer_params or {}).get(MIGRATION_PARAMS)
+    return _entry(request.kv_transfer_params)
 
 
 def asked_max_tokens(sampling: Any) -> int:
     """Return the client's cap: a prefill instance is asked for one token of the answer."""
-    params = ((sampling.extra_args or {}).get("kv_transfer_params") or {}).get(MIGRATION_PARAMS)
-    return (params or {}).get("max_tokens") or sampling.max_tokens or 0
+    asked = (_entry((sampling.extra_args or {}).get("kv_transfer_params")) or {}).get("max_tokens")
+    return (asked if isinstance(asked, int) else 0) or sampling.max_tokens or 0
+
+
+def _entry(transfer: Any) -> dict[str, Any] | None:
+    """Return our entry of the parameters of a transfer; None without, or if it is no mapping."""
+    entry = transfer.get(MIGRATION_PARAMS) if isinstance(transfer, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
 def client_arguments(request: Request) -> dict[str, Any] | None:
@@ -125,14 +131,20 @@ def end_after_next_token(request: Request) -> int:
     """Let a request end by its cap after its next token; return the cap that it had."""
     cap: int = request.max_tokens
     request.max_tokens = request.num_output_tokens + 1
-    migration_entry(request)["frozen"] = True
+    _entry_of_ours(request)["frozen"] = True
     return cap
 
 
 def go_on(request: Request, max_tokens: int) -> None:
     """Take back `end_after_next_token`."""
     request.max_tokens = max_tokens
-    del migration_entry(request)["frozen"]
+    del _entry_of_ours(request)["frozen"]
+
+
+def _entry_of_ours(request: Request) -> dict[str, Any]:
+    entry = migration_entry(request)
+    assert entry is not None, "only what a proxy sent can be frozen"
+    return entry
 
 
 def ended_at_its_cap(request: Request) -> bool:

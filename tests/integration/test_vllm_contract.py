@@ -45,7 +45,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import attributes_set_in, fields_of
 
 from data_collection.versions import SUPPORTED_VLLM, vllm_version
-from data_collection.vllm_adapter import steps
+from data_collection.vllm_adapter import requests, steps
 from data_collection.vllm_scheduler import HeadwayScheduler
 from data_collection.vllm_worker import HeadwayWorker
 from rescheduler.transfer.vllm_connector import KeepingWorker, MigratingScheduler, NixlConnector
@@ -317,3 +317,17 @@ def test_the_sampler_of_a_cpu_draws_one_integer_a_token() -> None:
 def test_an_engine_keeps_stepping_for_what_is_kept() -> None:
     assert "has_pending_push_work" in inspect.getsource(Scheduler.has_requests)
     assert hasattr(NixlPullConnector, "has_pending_push_work")
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [None, {}, *({"headway": entry} for entry in (None, "x", [1], 7, {"max_tokens": "9"}, {}))],
+)
+def test_what_a_client_sends_as_our_own_entry_is_taken_for_none(transfer: Any) -> None:
+    """Neither the scheduler nor the worker may fail on it: all other requests would, too."""
+    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
+    assert requests.asked_max_tokens(sampling) == 5
+    request = Request("a", [1, 2], sampling, None)
+    assert isinstance(requests.migration_entry(request), dict | None)
+    assert requests.is_new_prompt(request)
+    assert requests.finished_request(request).request_id == "a"
