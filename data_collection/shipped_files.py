@@ -32,8 +32,8 @@ def find_config(name: str) -> Path:
     Raises:
         ValueError: there is neither, or several configurations have this name.
     """
-    path = find_shipped(name)
-    if path.exists():
+    path = find_shipped(Path(name).expanduser())
+    if path.exists() and not path.is_dir():  # but a pipe, too
         return path
     configs = _FOLDER / "configs"
     known = {str(one.relative_to(configs).with_suffix("")): one for one in configs.rglob("*.yaml")}

@@ -148,7 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    earlier = "launch --on" if verb == "launch" and "--on" in rest else verb
+    options = [word.partition("=")[0] for word in rest]
+    earlier = "launch --on" if verb == "launch" and "--on" in options else verb
     if earlier in _MOVED:
         print(f"headway {earlier} is now: headway {_MOVED[earlier]}", file=sys.stderr)
         return 2

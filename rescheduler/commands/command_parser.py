@@ -98,7 +98,7 @@ def resolved(parser: Any, typed: str) -> tuple[str, Any]:
 
 
 def _config(parser: Any, given: str) -> str:
-    if _INLINE.search(given) or Path(given).expanduser().exists():
+    if _INLINE.search(given):
         return given
     try:
         return str(find_config(given))
@@ -229,7 +229,7 @@ def _shortened(message: str) -> str:
     given = re.search(r"(?:Given|Got) value: (.*)", message)
     if key and choices and given:
         return f"{key[1]}: one of {choices[1].replace(chr(39), '')}, not {given[1]!r}"
-    return message
+    return _CLASS.sub(r"\1", message)
 
 
 def _suggestion(parser: Any, unknown: re.Match[str]) -> str:

@@ -276,7 +276,9 @@ def refuse_foreign_folder(folder: Path, verb: str, results: str, overwrite: bool
         made_by = str(json.loads(read_text(folder / results))["_about"]["made_by"])
     except (ValueError, KeyError, TypeError):
         made_by = ""
-    if made_by.split()[-1:] != verb.split()[-1:]:  # `headway study X` is `headway papers X` now
+    earlier = {"sweep": "simulate"}  # what is `simulate --vary` now; and `study X` is `papers X`
+    last = made_by.split()[-1:]
+    if [earlier.get(word, word) for word in last] != verb.split()[-1:]:
         raise ValueError(
             f"{folder}: not empty, and not written by `headway {verb}`; "
             "choose another folder or add --overwrite"
