@@ -77,6 +77,8 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
         self._ended: list[FinishedRequest] = []
         self._parts = [part(self) for part in self.part_types]
+        limits = SchedulerPart.most_tokens
+        self._limiting = [part for part in self._parts if type(part).most_tokens is not limits]
 
     def part(self, kind: type[Part]) -> Part:
         """Return the part of a kind."""
@@ -122,7 +124,7 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        for part in self._parts:
+        for part in self._limiting:
             tokens = part.most_tokens(request, tokens)
         return tokens
 

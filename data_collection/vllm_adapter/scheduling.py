@@ -40,7 +40,7 @@ class HeldRequest(NamedTuple):
         request: vLLM's.
         runs: whether it is in the running batch.
         holds_cache: whether it has blocks of the KV cache, running or not.
-        ready: whether vLLM would compute it now, if its cache and a slot had room.
+        ready: whether vLLM would compute it now, if its cache had room.
         decoding: whether it decodes; else it prefills.
         wanted: tokens that could be computed now: 1, or what is left of the prompt.
         context: tokens of context once those are computed.
@@ -57,18 +57,21 @@ class HeldRequest(NamedTuple):
     generated: int
 
 
-def held_requests(scheduler: Any) -> list[HeldRequest]:
+def held_requests(scheduler: Any, admits: bool) -> list[HeldRequest]:
     """Return the requests of a scheduler but those that wait for more input.
+
+    Without a free slot none that waits is ready, and unless it admits none that holds no cache.
 
     Those that run come first, then those that wait with a cache of theirs. Of a request whose last
     token is on the way nothing is left to compute; it is left out. A waiting prompt counts whole,
     though the prefix cache may know a part of it.
     """
     running = [_running(scheduler, request) for request in scheduler.running]
+    slots = slots_to_begin(scheduler)
     return [
         *(held for held in running if held is not None),
-        *_waiting(scheduler, scheduler.kv_holding_waiting, holds_cache=True),
-        *_waiting(scheduler, scheduler.waiting, holds_cache=False),
+        *_waiting(scheduler, scheduler.kv_holding_waiting, True, may_begin=slots > 0),
+        *_waiting(scheduler, scheduler.waiting, False, may_begin=slots > 0 and admits),
     ]
 
 
@@ -95,7 +98,9 @@ def _running(scheduler: Any, request: Request) -> HeldRequest | None:
     )
 
 
-def _waiting(scheduler: Any, queue: Iterable[Request], holds_cache: bool) -> Iterator[HeldRequest]:
+def _waiting(
+    scheduler: Any, queue: Iterable[Request], holds_cache: bool, may_begin: bool
+) -> Iterator[HeldRequest]:
     for request in queue:
         if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
             continue
@@ -106,7 +111,7 @@ def _waiting(scheduler: Any, queue: Iterable[Request], holds_cache: bool) -> Ite
             request=request,
             runs=False,
             holds_cache=holds_cache,
-            ready=_is_ready(scheduler, request, holds_cache),
+            ready=may_begin and _is_ready(scheduler, request, holds_cache),
             decoding=wanted == 1 and request.num_computed_tokens > 0,
             wanted=wanted,
             context=request.num_tokens,

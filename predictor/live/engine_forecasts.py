@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.capture.capture_config import CaptureConfig
-from predictor.forecasts.forecast import SurvivalForecast
 
 __all__ = [
     "FORECASTS_ATTRIBUTE",
@@ -52,10 +51,6 @@ class EngineForecasts:
     tokens_left: list[int]
     edges: npt.NDArray[np.float64]
     survival: npt.NDArray[Any]
-
-    def forecast(self) -> SurvivalForecast:
-        """Return the curves as a forecast of age 0."""
-        return SurvivalForecast.new(self.edges, self.survival, self.tokens_left)
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ from predictor.live.telemetry_messages import (
     encode_message,
     encode_survival,
 )
-from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, raised_port, refuse_open_endpoint
 
 __all__ = ["TelemetryPublisher"]
 
@@ -252,7 +252,7 @@ class TelemetryPublisher:
             self._authenticator = apply_curve(
                 publisher, config.keys, side="engine", serves=bool(config.bind)
             )
-        bound = _raised(config.bind, self._rank)
+        bound = raised_port(config.bind, self._rank)
         if bound:
             try:
                 publisher.bind(bound)
@@ -266,14 +266,6 @@ class TelemetryPublisher:
         last = publisher.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(last, bytes)
         return publisher, last.rstrip(b"\0").decode()
-
-
-def _raised(endpoint: str, rank: int) -> str:
-    """Return a TCP endpoint with its port raised by the rank; port 0 and others stay."""
-    if not endpoint.startswith("tcp://") or rank == 0:
-        return endpoint
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}" if port.isdigit() and port != "0" else endpoint
 
 
 def _default_name(endpoint: str) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "is_loopback",
     "keys",
     "notice_lost_peers",
+    "raised_port",
     "refuse_open_endpoint",
     "shared_secret",
 ]
@@ -219,3 +220,11 @@ def notice_lost_peers(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(_SILENT_SECONDS * 500))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(_SILENT_SECONDS * 500))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, round(_SILENT_SECONDS * 1000))
+
+
+def raised_port(endpoint: str, rank: int) -> str:
+    """Return a TCP endpoint with its port raised by the rank; port 0 and others stay."""
+    if not endpoint.startswith("tcp://") or rank == 0:
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if port.isdigit() and port != "0" else endpoint

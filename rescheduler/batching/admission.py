@@ -1,8 +1,8 @@
 """ASGI middleware that answers rejected requests with 429 and absurd objectives with 400.
 
 Given to vLLM as ``--middleware rescheduler.batching.admission.AdmissionMiddleware``. The engine
-rejects a request by ending it with a `stop_reason` of ours (see `rejection`); vLLM alone would
-answer it with 200 and an empty text.
+rejects a request by ending it with a `stop_reason` of ours (see `rejection_reason`); vLLM alone
+would answer it with 200 and an empty text.
 """
 
 import json

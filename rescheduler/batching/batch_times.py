@@ -18,20 +18,17 @@ class MeasuredStep(NamedTuple):
         new: tokens computed in it.
         context: tokens of context of its requests, once those are computed.
         seconds: that it took.
-        estimate: seconds that it was estimated to take.
     """
 
     new: int
     context: int
     seconds: float
-    estimate: float
 
 
 class _InFlight(NamedTuple):
     scheduled: float
     new: int
     context: int
-    estimate: float
 
 
 class StepClock:
@@ -64,7 +61,7 @@ class StepClock:
             estimate: seconds it will take, 0 when nothing is known.
         """
         self._free_at = self.begins(now) + estimate
-        self._in_flight.append(_InFlight(now, new, context, estimate))
+        self._in_flight.append(_InFlight(now, new, context))
 
     def output(self, now: float) -> MeasuredStep | None:
         """Note that the output of the oldest step has come; return it unless it was empty."""
@@ -73,7 +70,7 @@ class StepClock:
         self._last_output = now
         if step.new == 0:
             return None
-        return MeasuredStep(step.new, step.context, seconds, step.estimate)
+        return MeasuredStep(step.new, step.context, seconds)
 
 
 class BatchTimes:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from data_collection.capture.capture_config import SECTION
 from rescheduler.batching.batch_formation import FORMATIONS
 from rescheduler.batching.objectives import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
 
@@ -13,7 +14,7 @@ __all__ = ["VLLM_ORDER", "BatchingConfig", "read_batching_config"]
 VLLM_ORDER = "vllm"
 """Formation that leaves vLLM's own order alone."""
 
-_SECTION, _KEY = "headway", "batching"
+_KEY = "batching"
 _TIMED = ("fairbatching", "fairbatching_tokens", "fairbatching_fixed")
 """Formations that reckon with the seconds of a batch."""
 
@@ -79,21 +80,21 @@ def read_batching_config(additional_config: Mapping[str, Any]) -> BatchingConfig
         ValueError: it says nothing, a key is unknown (the message names the known ones), a
             value is out of range, or a profile is missing.
     """
-    section = additional_config.get(_SECTION)
+    section = additional_config.get(SECTION)
     if not isinstance(section, Mapping) or _KEY not in section:
         raise ValueError(
-            f"--additional-config has no {_KEY!r} in its {_SECTION!r} section; give for example "
-            f'\'{{"{_SECTION}": {{"{_KEY}": {{"profile": "profile.yaml"}}}}}}\''
+            f"--additional-config has no {_KEY!r} in its {SECTION!r} section; give for example "
+            f'\'{{"{SECTION}": {{"{_KEY}": {{"profile": "profile.yaml"}}}}}}\''
         )
     if isinstance(section[_KEY], Mapping) and "use_forecasts" in section[_KEY]:
         raise ValueError(
-            f"--additional-config, {_SECTION}.{_KEY}.use_forecasts was removed: a budget that "
+            f"--additional-config, {SECTION}.{_KEY}.use_forecasts was removed: a budget that "
             "counts no more tokens than are forecast serves fewer requests in time; leave it out"
         )
     try:
         return msgspec.convert(section[_KEY], BatchingConfig)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"--additional-config, {_SECTION}.{_KEY}: {error}. Known keys: "
+            f"--additional-config, {SECTION}.{_KEY}: {error}. Known keys: "
             f"{', '.join(BatchingConfig.__struct_fields__)}"
         ) from error

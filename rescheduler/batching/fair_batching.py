@@ -255,7 +255,6 @@ def read_table(
 
     def row(held: scheduling.HeldRequest) -> RequestRow:
         due = objectives_of(held.request)
-        allowed = held.runs or (slots > 0 and (held.holds_cache or admits))
         return RequestRow(
             name=held.request.request_id,
             slack=due.deadline(held.request.arrival_time, held.generated) - now,
@@ -263,16 +262,16 @@ def read_table(
             decoding=held.decoding,
             wanted=held.wanted,
             context=held.context,
-            eligible=held.ready and allowed,
+            eligible=held.ready,
         )
 
-    requests = scheduling.held_requests(scheduler)
+    requests = scheduling.held_requests(scheduler, admits)
     table = RequestTable.of([row(held) for held in requests])
-    begins = np.array([not held.runs for held in requests], dtype=np.bool_)
-    without_cache = np.array([not held.holds_cache for held in requests], dtype=np.bool_)
-    ready = np.flatnonzero(table.eligible & begins)
+    n_running = sum(held.runs for held in requests)  # they come first
+    ready = n_running + np.flatnonzero(table.eligible[n_running:])
     if len(ready) > slots:
-        ranked = ready[np.lexsort((table.slack[ready], without_cache[ready]))]
+        without_cache = np.array([not requests[i].holds_cache for i in ready])
+        ranked = ready[np.lexsort((table.slack[ready], without_cache))]
         table.eligible[ranked[slots:]] = False
     return table
 

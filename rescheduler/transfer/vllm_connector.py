@@ -20,7 +20,7 @@ from data_collection.vllm_adapter import requests
 from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler, KeepingWorker
 from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
 from data_collection.vllm_adapter.support import refuse_other_version, refuse_unsupported
-from predictor.live.zmq_sockets import shared_secret
+from predictor.live.zmq_sockets import raised_port, shared_secret
 from rescheduler.transfer import control_messages as messages
 from rescheduler.transfer.control_messages import Command, ControlError, NotFrozen, Reply
 from rescheduler.transfer.control_server import Asked, ControlServer
@@ -101,7 +101,7 @@ class MigratingScheduler(KeepingScheduler):
             refuse_unsupported("moves", vllm_config, len(kv_cache_config.kv_cache_groups))
             rank = vllm_config.parallel_config.data_parallel_index
             self._server = ControlServer(
-                _raised_port(self._config.control, rank), keys, self._answer
+                raised_port(self._config.control, rank), keys, self._answer
             )
 
     def shutdown(self) -> None:
@@ -359,9 +359,3 @@ class MigratingScheduler(KeepingScheduler):
 
     def _refuse(self, asked: Asked, reason: str) -> None:
         self._reply(asked, NotFrozen(number=asked.command.number, reason=reason))
-
-
-def _raised_port(endpoint: str, rank: int) -> str:
-    """Raise the port of a TCP endpoint by the data-parallel rank."""
-    address, _, port = endpoint.rpartition(":")
-    return f"{address}:{int(port) + rank}" if rank and port.isdigit() else endpoint

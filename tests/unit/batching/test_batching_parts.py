@@ -75,7 +75,7 @@ def test_a_rejected_prompt_comes_back_when_its_excess_is_computed() -> None:
 def test_steps_one_at_a_time_are_measured_from_their_scheduling() -> None:
     clock = StepClock()
     clock.scheduled(10.0, 5, 70, 0.3)
-    assert clock.output(10.25) == MeasuredStep(5, 70, 0.25, 0.3)
+    assert clock.output(10.25) == MeasuredStep(5, 70, 0.25)
     assert clock.begins(11.0) == 11.0
 
 
@@ -119,7 +119,7 @@ def test_times_follow_the_steps_that_are_served_only_if_asked() -> None:
         times = BatchTimes(config, profile, max_tokens=512)
         for i in range(400):
             new, context = 1 + i % 97, 100 + 13 * (i % 31)
-            times.learn(MeasuredStep(new, context, 2 * profile.seconds(new, context), 0.0))
+            times.learn(MeasuredStep(new, context, 2 * profile.seconds(new, context)))
         grown = times.seconds(50, 300) / profile.seconds(50, 300)
         assert grown == (pytest.approx(2.0, rel=0.1) if learns else 1.0)
 
@@ -128,7 +128,7 @@ def test_without_a_profile_nothing_is_estimated() -> None:
     times = BatchTimes(BatchingConfig(formation="sarathi", token_budget=9000), None, 512)
     assert not times.known and times.seconds(10, 10) == 0.0
     assert times.rules.token_budget == 512
-    times.learn(MeasuredStep(1, 1, 1.0, 0.0))
+    times.learn(MeasuredStep(1, 1, 1.0))
     assert times.rules.constant == 0.0
 
 
