@@ -101,12 +101,16 @@ async def coordinated_cluster(
     proxies: int = 2,
     decodes: int = 2,
     lost_seconds: float = 3.0,
+    silent_seconds: float = 1.5,
     **options: Any,
 ) -> AsyncIterator[Coordinated]:
     """Run proxies and a coordinator on a port before engines; options are of `scripted`."""
     endpoint = f"tcp://127.0.0.1:{port}"
     coordinated = CoordinatorOptions(
-        endpoint=endpoint, settle_seconds=0.5, lost_seconds=lost_seconds
+        endpoint=endpoint,
+        settle_seconds=0.5,
+        lost_seconds=lost_seconds,
+        silent_seconds=silent_seconds,
     )
     engines, deployment = await scripted(
         tokenizer, names(decodes), coordinator=coordinated, **options

@@ -228,7 +228,9 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing(coordinated: M
 
 
 async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: Make) -> None:
-    async with coordinated(prefill_concurrency=1, pool=2) as it:
+    # A busy machine may not have proxies decide alone: each has a pool of its own then.
+    patient = {"lost_seconds": 60.0, "silent_seconds": 60.0}
+    async with coordinated(prefill_concurrency=1, pool=2, **patient) as it:
         it.engines["prefill-0"].answers_late = True
         tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 1, SHORT)]
         await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 2)
