@@ -128,8 +128,10 @@ class Checked:
                 if len(known) > 2:
                     listed = f"one of {', '.join(map(repr, known))}"
                 raise ValueError(f"{self._section()}{field.name} is {listed}, not {value!r}")
+        kinds = {field.name: field.type for field in fields(self)}
         for name, interval in self._ranges.items():
             value = getattr(self, name)
+            _check_kind(f"{self._section()}{name}", kinds[name], value)
             if value is not None and not _lies_in(interval, value):
                 words = _words(interval)
                 raise ValueError(f"{self._section()}{name} must be {words}, not {value}")

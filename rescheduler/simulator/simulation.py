@@ -128,17 +128,6 @@ class Simulation:
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         self._blocks = _blocks(setup, seed)
         self._finished: list[RequestRecords] = []
-        self._handlers: dict[int, Callable[[], None]] = {
-            Wanted.DONE: self._end,
-            Wanted.TRACE: self._next_block,
-            Wanted.GROW: self._grow,
-            Wanted.FLUSH: self._flush,
-            Wanted.ASK: self._ask,
-            Wanted.STUCK: self._refuse_waiting,
-            Wanted.OVERSIZED: self._refuse_oversized,
-            Wanted.PLAN: self._plan,
-            Wanted.WIDEN: self._widen,
-        }
 
     @property
     def now(self) -> float:
@@ -179,7 +168,7 @@ class Simulation:
 
     def provide(self, wanted: int) -> None:
         """Do what the engine returned for, which is not `Wanted.PAUSED`."""
-        self._handlers[wanted]()
+        _HANDLERS[wanted](self)
 
     def view(self) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones."""
@@ -366,6 +355,19 @@ class Simulation:
             )
         ]
         return PointForecast.new(np.array(remaining, dtype=np.float64))
+
+
+_HANDLERS: dict[int, Callable[[Simulation], None]] = {
+    Wanted.DONE: Simulation._end,
+    Wanted.TRACE: Simulation._next_block,
+    Wanted.GROW: Simulation._grow,
+    Wanted.FLUSH: Simulation._flush,
+    Wanted.ASK: Simulation._ask,
+    Wanted.STUCK: Simulation._refuse_waiting,
+    Wanted.OVERSIZED: Simulation._refuse_oversized,
+    Wanted.PLAN: Simulation._plan,
+    Wanted.WIDEN: Simulation._widen,
+}
 
 
 def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | None) -> Rules:

@@ -61,6 +61,8 @@ class Span:
 
     def over(self, name: str, began: int, ended: int, **attributes: Attribute) -> None:
         """Note a span within this one that is over: from when to when, ns since 1970."""
+        if not self.recorded:
+            return
         named = _named(attributes)
         self._tracer.start_span(name, self._context(), attributes=named, start_time=began).end(
             ended
