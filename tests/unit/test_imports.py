@@ -21,7 +21,7 @@ def test_routing_the_proxy_and_the_simulator_load_no_pytorch_and_no_matplotlib()
 def test_collecting_starts_without_vllm_and_replaying_without_the_planner() -> None:
     for module, costly in (
         ("data_collection.workload.collect", "vllm"),
-        ("rescheduler.serving.replay", "numba"),
+        ("rescheduler.serving.replay", "rescheduler.placement.planner"),
     ):
         loads = f"import sys, {module}; print({costly!r} in sys.modules)"
         found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
