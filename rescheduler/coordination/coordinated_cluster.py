@@ -14,9 +14,10 @@ from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster import Cluster
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 

@@ -253,6 +253,7 @@ class Session:
         if len(self.mirrors) >= MOST_REQUESTS:
             raise CoordinationError(f"more than {MOST_REQUESTS} requests", "content")
         mirror = Mirror(record, self.name, self._cluster.placements)
+        mirror.arrived = self._shared.clock() - record.waited
         self.mirrors[record.handle] = mirror
         self._shared.names[mirror.external_id] += 1
         if self._shared.names[mirror.external_id] == 1:

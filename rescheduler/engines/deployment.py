@@ -242,6 +242,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         instances: at least one decode instance; without prefill instances they prefill too.
         keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
+        order: name and options of the order in which waiting requests are served.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
         coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
@@ -256,6 +257,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     served_model_name: str = ""
     keys: str | None = None
     routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
+    order: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "fcfs"})
     migration: dict[str, Any] | None = None
     coordinator: CoordinatorOptions | None = None
     proxy: ProxyOptions = ProxyOptions()
@@ -373,7 +375,7 @@ def check_policies(deployment: Deployment) -> None:
     """
     if deployment.engine.batching is not None:
         _check_batching(deployment)
-    for field in ("routing", "migration"):
+    for field in ("routing", "order", "migration"):
         section = getattr(deployment, field)
         if section is not None and not isinstance(section.get("name"), str):
             raise DeploymentError(f"{field}.name: the policy's name is required")

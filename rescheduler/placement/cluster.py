@@ -8,18 +8,21 @@ from typing import Any, Generic
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.migration import MigrationPolicy
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import (
     PrefillBudgets,
     crowded_view,
+    deployed_order,
     deployed_planner,
     deployed_policy,
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
 from rescheduler.placement.upstream import Upstream, engine_key
+from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
@@ -47,6 +50,7 @@ class Cluster(Generic[R]):
         moves: the latest.
         placements: which requests are on which instance.
         dispatcher: chooses instances.
+        line: says which request goes first; None where another process does.
         planner: plans moves, every so many seconds; None: nothing does here.
         telemetry: what the engines publish; None if none does, or another process hears it.
         forecasts: of remaining lengths, from that.
@@ -57,6 +61,7 @@ class Cluster(Generic[R]):
 
     placements: Placements[R]
     dispatcher: Dispatcher[R]
+    line: WaitingLine[R] | None = None
 
     def __init__(self, deployment: Deployment) -> None:
         options, keys = deployment.proxy, deployment.keys_folder
@@ -92,15 +97,25 @@ class Cluster(Generic[R]):
             self.forecasts = LiveForecasts(self.telemetry)
             if policy.needs_budget:
                 budgets = PrefillBudgets(self.telemetry)
+        clock = asyncio.get_running_loop().time
+        self.line = WaitingLine(
+            deployed_order(deployment),
+            self.decodes,
+            self.forecasts,
+            self.step,
+            clock,
+            deployment.proxy.pool_seconds,
+        )
         self.dispatcher = Dispatcher(
             self.placements,
             self.all,
             policy,
             deployment.proxy,
             self.step,
-            asyncio.get_running_loop().time,
+            clock,
             self.forecasts,
             budgets,
+            self.line,
         )
 
     async def start(self) -> None:
@@ -149,6 +164,8 @@ class Cluster(Generic[R]):
         """Note a request's end, and learn from its length if it ended by itself."""
         if self.forecasts is not None:
             self.forecasts.ended(request, by_itself)
+        if self.line is not None and by_itself:
+            self.line.ended(request)
 
     def failed(self, instance: InstanceState, certain: bool) -> None:
         """Count a failure against an instance.

@@ -21,40 +21,15 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
+from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 
-__all__ = ["Dispatcher", "MeanStepTime"]
+__all__ = ["Dispatcher"]
 
 logger = logging.getLogger("headway.serve")
-
-_FIRST_STEP_SECONDS = 0.05
-_STEP_WEIGHT = 0.01
-_PAUSE_STEPS = 4.0
-_LEAST_STEP_SECONDS = 1e-3
-
-
-class MeanStepTime:
-    """How long a decode step takes: the mean time between two tokens of a request.
-
-    Attributes:
-        seconds: pauses left out.
-        known: whether a step has been seen.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = _FIRST_STEP_SECONDS
-        self.known = False
-
-    def took(self, seconds: float) -> None:
-        """Note the time between two tokens of a request.
-
-        What is far longer is a pause, no step; what is shorter than any step came in one packet.
-        """
-        seconds = max(_LEAST_STEP_SECONDS, min(seconds, _PAUSE_STEPS * self.seconds))
-        self.seconds += _STEP_WEIGHT * (seconds - self.seconds)
-        self.known = True
 
 
 class Dispatcher(Generic[R]):
@@ -65,6 +40,7 @@ class Dispatcher(Generic[R]):
         clock: seconds, of the event loop.
         forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
+        line: the order in which requests are served; as they come when None.
     """
 
     def __init__(
@@ -77,7 +53,9 @@ class Dispatcher(Generic[R]):
         clock: Callable[[], float],
         forecasts: LiveForecasts | None = None,
         budgets: PrefillBudgets | None = None,
+        line: WaitingLine[R] | None = None,
     ) -> None:
+        self._line = line
         self._placements, self._policy, self._step = placements, policy, step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
@@ -190,6 +168,8 @@ class Dispatcher(Generic[R]):
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
         for guarded in (self._decides, self._decides_at_once):
             guarded.policy.assign(crowded_view(len(self._decodes)))
+        if self._line is not None:
+            self._line.compile()
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
@@ -275,6 +255,12 @@ class Dispatcher(Generic[R]):
         self._round_due = False
         self._last_round = self._clock()
         waiting = [request for request, place in self._for_decode.items() if not place.done()]
+        waiting, alone = self._in_order(waiting)
+        if alone and len(waiting) > 1:
+            del waiting[1:]
+            again = waiting[0]
+        else:
+            again = None
         for request, instance, decision in self._chosen(waiting, self._decides):
             if instance is not None:
                 self._dispatched += 1
@@ -290,9 +276,14 @@ class Dispatcher(Generic[R]):
                     self._budgets.spend(instance, request)
                 self._for_decode.pop(request).set_result(instance)
         self._refuse_too_large()
-        if self._for_decode and self._policy.decide_every() > 0:
-            self.wake()
+        placed = again is not None and again not in self._for_decode
+        if placed or (self._for_decode and self._policy.decide_every() > 0):
+            self.wake()  # the others have their turn
         self._grant_prefills()
+
+    def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
+        """Return requests in the order of service, and whether the first holds back the others."""
+        return (waiting, False) if self._line is None else self._line.in_order(waiting)
 
     def _refuse_too_large(self) -> None:
         """Refuse what no instance could hold if it were empty, also of those out of service.
@@ -310,22 +301,28 @@ class Dispatcher(Generic[R]):
                 place.set_exception(RequestRefusedError(503, message, retry_after=60))
 
     def _grant_prefills(self) -> None:
+        ordered = self._line is None
         while self._for_prefill:
-            request, place = self._for_prefill[0]
-            if place.done():
-                self._for_prefill.popleft()
-                continue
             available = [instance for instance in self._prefills if instance.available]
+            if available:
+                loads = [len(self._placements.on(instance)) for instance in available]
+                least = int(np.argmin(loads))
+                ahead = len(self._for_decode) + sum(loads)
+                full = loads[least] >= self._options.prefill_concurrency
+                if full or ahead >= self._options.ahead:
+                    return
+            if not ordered:
+                places = dict(self._for_prefill)
+                self._for_prefill = deque(
+                    (request, places[request]) for request in self._in_order(list(places))[0]
+                )
+                ordered = True
+            request, place = self._for_prefill.popleft()
+            if place.done():
+                continue
             if not available:
-                self._for_prefill.popleft()
                 place.set_result(None)
                 continue
-            loads = [len(self._placements.on(instance)) for instance in available]
-            least = int(np.argmin(loads))
-            ahead = len(self._for_decode) + sum(loads)
-            if loads[least] >= self._options.prefill_concurrency or ahead >= self._options.ahead:
-                return
-            self._for_prefill.popleft()
             request.begin_prefill(available[least])
             place.set_result(available[least])
 

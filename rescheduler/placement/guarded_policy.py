@@ -12,6 +12,7 @@ from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.migration import MigrationPolicy, create_migration_policy
+from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -24,6 +25,7 @@ __all__ = [
     "GuardedPolicy",
     "PrefillBudgets",
     "crowded_view",
+    "deployed_order",
     "deployed_planner",
     "deployed_policy",
     "guarded_view",
@@ -113,6 +115,18 @@ def deployed_policy(deployment: Deployment) -> RoutingPolicy:
             f"routing.name: {policy.name} requires forecasts, and no decode instance has telemetry"
         )
     return policy
+
+
+def deployed_order(deployment: Deployment) -> ServiceOrder:
+    """Create the order of service.
+
+    Raises:
+        DeploymentError: unknown order, or an option that it refuses.
+    """
+    try:
+        return create_order(**deployment.order)
+    except (ValueError, TypeError) as error:
+        raise DeploymentError(f"order: {error}") from error
 
 
 def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:

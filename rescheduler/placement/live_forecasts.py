@@ -108,11 +108,13 @@ class LiveForecasts:
     grid that no engine has any more is dropped, so that there are no more grids than engines. Of
     too many forecasts, the oldest of the engine that has made most are dropped.
 
+    Without telemetry all requests are like those that ended lately.
+
     Of a request that stays where it is placed, whose tokens may not be seen one by one, an engine
     also says here how many it has.
     """
 
-    def __init__(self, telemetry: TelemetrySubscriber) -> None:
+    def __init__(self, telemetry: TelemetrySubscriber | None) -> None:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
@@ -125,6 +127,8 @@ class LiveForecasts:
 
     def refresh(self) -> None:
         """Take over what the engines have published since the last call."""
+        if self._telemetry is None:
+            return
         for batch in self._telemetry.take_forecasts():
             try:
                 self._take(batch)

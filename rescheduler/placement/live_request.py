@@ -95,8 +95,9 @@ class LiveRequest(Placeable):
             name=name,
             movable=client.movable,
             several=client.direct in ("prompt", "n", "best_of"),
+            arrived=arrived,
         )
-        self.client, self.headers, self.arrived = client, headers, arrived
+        self.client, self.headers = client, headers
         self.splicer = StreamSplicer(client, tokenizer)
         self.hop = -1
         self.client_blocks = False

@@ -118,7 +118,8 @@ class Placeable(Counted):
         instance: that it is on; None while it waits for one.
         on_its_way: its decode instance has not accepted it yet.
         avoid: instances that have just failed it, or turned it away.
-        waiting_since: when it began to wait for a decode instance, in seconds.
+        arrived: when it came, in seconds on the event loop's clock.
+        waiting_since: when it began to wait for a decode instance, likewise.
     """
 
     id: str = ""
@@ -128,6 +129,7 @@ class Placeable(Counted):
     instance: InstanceState | None = None
     on_its_way: bool = False
     avoid: frozenset[InstanceState] = frozenset()
+    arrived: float = 0.0
     waiting_since: float = 0.0
     _rests_until: float = 0.0
 

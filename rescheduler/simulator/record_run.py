@@ -64,7 +64,9 @@ def record_run(candidate: Candidate, seed: int, label: str, path: Path, every: f
         migration=planner,
         seconds=every,
     )
-    simulation = Simulation(candidate.setup, candidate.policy, seed, candidate.planner)
+    simulation = Simulation(
+        candidate.setup, candidate.policy, seed, candidate.planner, candidate.order
+    )
     path.unlink(missing_ok=True)
     with LogWriter(path, about) as log:
         seen = _Seen(planner)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rescheduler.migration import MigrationPolicy, create_migration_policy
+from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.simulator.config.service_rules import service_rules
 from rescheduler.simulator.config.simulation_config import PolicyChoice, SimulationConfig, checked
@@ -38,17 +39,19 @@ class RunSetup:
 
 
 class Candidate(NamedTuple):
-    """A routing policy and a migration planner, created.
+    """A routing policy, a migration planner and an order of service, created.
 
     Attributes:
         policy: places requests.
         planner: moves them; None moves nothing.
         setup: of its runs, with the forecasts that are published to it.
+        order: in which waiting requests are served.
     """
 
     policy: RoutingPolicy
     planner: MigrationPolicy | None
     setup: RunSetup
+    order: ServiceOrder
 
 
 def run_setup(config: SimulationConfig) -> RunSetup:
@@ -92,21 +95,26 @@ def create_policies(config: SimulationConfig) -> dict[str, RoutingPolicy]:
 
 
 def create_candidates(setup: RunSetup) -> dict[str, Candidate]:
-    """Return every configured policy with every configured planner, by label.
+    """Return every configured policy with every configured planner and order, by label.
 
     Raises:
-        ValueError: an unknown policy, planner or option, with its key.
+        ValueError: an unknown policy, planner, order or option, with its key.
     """
     config = setup.config
     policies = create_policies(config)
     planners = {}
     for i, choice in enumerate(config.planner_choices()):
         planners[choice.label] = _planner(setup, f"migration.planners.{i}", choice)
+    orders = {
+        choice.label: checked(f"orders.{i}", create_order, {"name": choice.name} | choice.options)
+        for i, choice in enumerate(config.order_choices())
+    }
     found = {}
     for candidate in config.candidate_choices():
         planner, forecast = planners[candidate.planner.label]
         own = setup if forecast is None else replace(setup, forecast=forecast)
-        found[candidate.label] = Candidate(policies[candidate.policy.label], planner, own)
+        policy, order = policies[candidate.policy.label], orders[candidate.order.label]
+        found[candidate.label] = Candidate(policy, planner, own, order)
     return found
 
 

@@ -166,7 +166,14 @@ def _runs(
             if seed == 0 and label in logs:
                 result = record_run(candidate, seed, label, logs[label], every)
             else:
-                result = run(candidate.setup, candidate.policy, seed, label, candidate.planner)
+                result = run(
+                    candidate.setup,
+                    candidate.policy,
+                    seed,
+                    label,
+                    candidate.planner,
+                    candidate.order,
+                )
             yield (label, seed), result
 
 

@@ -12,6 +12,8 @@ from rescheduler.batching.prefill_budget import prefill_budget
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.migration import MigrationPolicy
+from rescheduler.ordering import ServiceOrder
+from rescheduler.ordering.service_order import FirstComeFirstServed
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.kernels import NO_KERNEL, kernel_of
 from rescheduler.simulator.config.service_rules import service_rules
@@ -39,6 +41,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     expected_remaining,
     knows_ends,
 )
+from rescheduler.simulator.forecasts.forecast_sources import unprefilled
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.workloads.trace import TimedTrace, Trace, TraceBlock, first_requests
@@ -58,6 +61,7 @@ def run(
     seed: int,
     label: str | None = None,
     planner: MigrationPolicy | None = None,
+    order: ServiceOrder | None = None,
 ) -> RunResult:
     """Simulate one policy from the first request to the last.
 
@@ -67,12 +71,13 @@ def run(
         seed: of the requests drawn, of their arrivals, and of noise in forecasts.
         label: what the result calls the policy; its name when None.
         planner: moves running requests; None moves nothing.
+        order: in which waiting requests are served; as they come when None.
 
     Raises:
         ValueError: a request that no instance can hold, or a broken line of the trace.
         RuntimeError: the policy leaves requests waiting that could be placed.
     """
-    simulation = Simulation(setup, policy, seed, planner)
+    simulation = Simulation(setup, policy, seed, planner, order)
     simulation.advance()
     return simulation.result(label or policy.name)
 
@@ -86,18 +91,26 @@ class Simulation:
         policy: RoutingPolicy,
         seed: int,
         planner: MigrationPolicy | None = None,
+        order: ServiceOrder | None = None,
     ) -> None:
-        config = setup.config
+        config, self.order = setup.config, order or FirstComeFirstServed()
         self.seed = seed
         self.done = False
         policy.refuse_other_cluster(config.cluster.instances)
         known = None
-        if setup.forecast.needs_lengths or policy.needs_lengths:
+        early = config.prefill.kind == "chunked" and setup.forecast.of_hidden_states
+        if setup.forecast.needs_lengths or policy.needs_lengths or early:
             known = _length_sample(setup.trace, seed)
         self.policy = policy if known is None else policy.with_lengths(known)
         self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
-        for asked, kind in ((self.policy, "policy"), (planner, "planner")):
-            if asked and asked.needs >= Needs.LENGTHS and self.forecast.kind == 0:
+        if early:
+            self.forecast = unprefilled(self.forecast, known)
+        for asked, needs, kind in (
+            (self.policy, self.policy.needs >= Needs.LENGTHS, "policy"),
+            (planner, planner is not None and planner.needs >= Needs.LENGTHS, "planner"),
+            (self.order, self.order.needs_lengths, "order"),
+        ):
+            if asked and needs and self.forecast.kind == 0:
                 raise ValueError(
                     f"{asked.name} needs forecasts, but forecast.name is none; choose oracle, "
                     f"kaplan_meier, replay, or another {kind}"
@@ -124,7 +137,9 @@ class Simulation:
         kernel = kernel_of(self.policy)
         self._kernel = NO_KERNEL if kernel is None else kernel
         asks = kernel is None
-        self._policy_state = new_policy_state(self._rules, self.policy, asks, self.forecast)
+        self._policy_state = new_policy_state(
+            self._rules, self.policy, asks, self.forecast, self.order.parameters()
+        )
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         self._blocks = _blocks(setup, seed)
         self._finished: list[RequestRecords] = []
@@ -170,10 +185,14 @@ class Simulation:
         """Do what the engine returned for, which is not `Wanted.PAUSED`."""
         _HANDLERS[wanted](self)
 
-    def view(self) -> ClusterView:
-        """Return the cluster as a policy sees it; queued requests are among the running ones."""
+    def view(self, shown: int | None = None) -> ClusterView:
+        """Return the cluster as a policy sees it; queued requests are among the running ones.
+
+        Args:
+            shown: so many of the waiting requests, in the order of service; all when None.
+        """
         requests, placed = self._cluster.requests, self._placed()
-        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]]
+        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]][:shown]
         instances, n = self._cluster.instances, self._rules.n_instances
         prompt = requests["prompt"][placed["row"]]
         waiting_prompt = requests["prompt"][pool]
@@ -277,13 +296,14 @@ class Simulation:
         )
 
     def _ask(self) -> None:
-        assigned = self.policy.assign(self.view()).instance
-        waiting = int(self._cluster.scalars["waiting"][0])
-        if len(assigned) != waiting:
+        shown = int(self._cluster.scalars["shown"][0])
+        assigned = self.policy.assign(self.view(shown)).instance
+        if len(assigned) != shown:
             raise RuntimeError(
-                f"{self.policy.name} assigned {len(assigned)} requests, {waiting} are waiting"
+                f"{self.policy.name} assigned {len(assigned)} requests, {shown} are waiting"
             )
-        self._arrivals.target[:waiting] = assigned
+        self._arrivals.target[: self._cluster.scalars["waiting"][0]] = NONE
+        self._arrivals.target[:shown] = assigned
         apply_target(self._rules, self._cluster, self._arrivals)
 
     def _plan(self) -> None:
@@ -345,6 +365,9 @@ class Simulation:
         if f.kind == CURVE:
             renewed = np.minimum(generated // f.interval, f.n_rows[template] - 1)
             curves = f.curves[f.first_row[template] + renewed]
+            if len(f.table) > 0:
+                known = f.table[np.minimum(f.edges.astype(np.int64), len(f.table) - 1)]
+                curves = np.where(generated[:, None] > 0, curves, known.astype(np.float32))
             limit = f.cap[template] - renewed * f.interval
             fresh = SurvivalForecast.new(f.edges, curves, limit)
             return fresh.aged(generated - renewed * f.interval)

@@ -89,6 +89,7 @@ DISPATCH: dict[str, dict[str, Any]] = {
     "pool, independent": {
         "clock": "independent",
         "arrivals": {"kind": "poisson", "rate": 20.0},
+        "pool": {"limit": 16},
         "prefill": {"kind": "chunked", "max_batched_tokens": 512},
     },
     "instant": {
@@ -241,7 +242,7 @@ def simulated(changes: dict[str, Any]) -> dict[str, Any]:
     """Some figures of a small simulation, and a digest of every number of its result."""
     setup = run_setup(read_config(CLUSTER | changes))
     found: dict[str, Any] = {}
-    for label, (policy, planner, own) in create_candidates(setup).items():
+    for label, (policy, planner, own, _) in create_candidates(setup).items():
         result = run(own, policy, 0, label, planner)
         found[label] = {
             "digest": sha256(*(getattr(result, field.name) for field in fields(result)[1:])),

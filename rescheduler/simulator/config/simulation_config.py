@@ -30,7 +30,7 @@ __all__ = [
 
 
 class PolicyChoice(NamedTuple):
-    """One routing policy or migration planner of a simulation, before it is created.
+    """One policy, migration planner or order of service, before it is created.
 
     Attributes:
         label: what reports call it.
@@ -49,17 +49,19 @@ class PolicyChoice(NamedTuple):
 
 
 class CandidateChoice(NamedTuple):
-    """What a simulation compares with others: a routing policy and a migration planner.
+    """What a simulation compares with others: a routing policy, a planner and an order.
 
     Attributes:
-        label: of the two.
+        label: of those that vary.
         policy: places requests.
         planner: moves them.
+        order: in which they are served.
     """
 
     label: str
     policy: PolicyChoice
     planner: PolicyChoice
+    order: PolicyChoice
 
 
 def policy_choices(
@@ -97,6 +99,9 @@ def policy_choices(
 
 T = TypeVar("T")
 
+_POOL = 256
+"""Requests that wait with `headway serve` by default."""
+
 
 @dataclass(frozen=True)
 class _Section(Checked):
@@ -131,9 +136,10 @@ class PoolConfig(_Section, limit=COUNT):
     """The pool of requests that wait for a place.
 
     Attributes:
-        limit: most requests in it, which is what the policy sees; 4 an instance when null.
-            With arrivals of kind revelation, `arrivals.target` says it. With instant dispatch
-            there is no limit: a policy is asked about each as it comes, or lets them wait.
+        limit: most requests in it, which is what the policy sees and what is put in order; 256
+            when null, as with `headway serve`. With arrivals of kind revelation, `arrivals.target`
+            says it. With instant dispatch there is no limit: a policy is asked about each as it
+            comes, or lets them wait.
     """
 
     limit: int | None = None
@@ -349,6 +355,7 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         arrivals: when requests arrive.
         forecast: {name, ...options}: the forecasts of output lengths that policies receive.
         policies: names, or {name, label, ...options}, in a list; or names with commas.
+        orders: in which the pool is served, likewise; each with every policy and planner.
         seeds: runs of each policy, with seeds 0, 1, ...
         slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
             out.
@@ -374,6 +381,7 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
     arrivals: ArrivalsConfig = field(default_factory=ArrivalsConfig)
     forecast: dict[str, Any] = field(default_factory=lambda: {"name": "oracle"})
     policies: str | list[str | dict[str, Any]] = "fcfs,jsq"
+    orders: str | list[str | dict[str, Any]] = "fcfs"
     seeds: int = 3
     slo: SLOConfig | None = None
     max_steps: int | None = None
@@ -406,6 +414,11 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
             self._refuse_beside_formation()
         if self.admission.pab and self.dispatch != "instant":
             raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
+        if self.dispatch == "instant" and any(one.name != "fcfs" for one in self.order_choices()):
+            raise ValueError(
+                "orders: with dispatch instant no request waits at the router; choose dispatch: "
+                "pool, or leave orders out"
+            )
         self.candidate_choices()
 
     def _refuse_beside_formation(self) -> None:
@@ -421,8 +434,10 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
     @property
     def pool_limit(self) -> int:
         """P: the revelation target, or the most requests that the policy sees."""
-        limit = self.arrivals.target if self.arrivals.kind == "revelation" else self.pool.limit
-        return 4 * self.cluster.instances if limit is None else limit
+        if self.arrivals.kind == "revelation":
+            target = self.arrivals.target
+            return 4 * self.cluster.instances if target is None else target
+        return _POOL if self.pool.limit is None else self.pool.limit
 
     def _section(self) -> str:
         return ""
@@ -435,17 +450,17 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         """Return the migration planners, likewise."""
         return policy_choices(self.migration.planners, "migration.planners")
 
+    def order_choices(self) -> list[PolicyChoice]:
+        """Return the orders of service, likewise."""
+        return policy_choices(self.orders, "orders")
+
     def candidate_choices(self) -> list[CandidateChoice]:
-        """Return every policy with every planner, named after that of the two which varies."""
-        policies, planners = self.policy_choices(), self.planner_choices()
+        """Return every policy with every planner and order, named after those that vary."""
+        kinds = self.policy_choices(), self.planner_choices(), self.order_choices()
         found = []
-        for policy, planner in product(policies, planners):
-            label = f"{policy.label}, {planner.label}"
-            if len(planners) == 1:
-                label = policy.label
-            elif len(policies) == 1:
-                label = planner.label
-            found.append(CandidateChoice(label, policy, planner))
+        for chosen in product(*kinds):
+            varying = [one.label for one, all in zip(chosen, kinds, strict=True) if len(all) > 1]
+            found.append(CandidateChoice(", ".join(varying) or chosen[0].label, *chosen))
         return found
 
 

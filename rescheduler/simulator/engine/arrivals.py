@@ -108,6 +108,7 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.last_token = np.nan
     request.tpot_worst = np.nan
     request.expected = np.nan
+    request.cost = np.nan
     return row  # type: ignore[no-any-return]
 
 

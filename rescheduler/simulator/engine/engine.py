@@ -25,6 +25,7 @@ from rescheduler.simulator.engine.engine_state import (
     Wanted,
     queue,
 )
+from rescheduler.simulator.engine.ordered_pool import order_pool
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
 from rescheduler.simulator.engine.slots import land_migrations, occupied, turn_away
 from rescheduler.simulator.engine.step_metrics import PowerModel, observe
@@ -107,10 +108,11 @@ def advance(
             scalars.phase = _DECIDE
         if scalars.phase == _DECIDE:
             if _may_decide(rules, cluster):
+                scalars.shown = order_pool(rules, step_time, policy_state, cluster, arrivals)
                 if policy_state.asks:
                     return Wanted.ASK
                 inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)
-                arrivals.target[: len(inputs.size)] = NONE
+                arrivals.target[: scalars.waiting] = NONE
                 target = arrivals.target[: len(inputs.size)]
                 kernel(inputs, policy_state.parameters, target)
                 apply_target(rules, cluster, arrivals)
@@ -190,8 +192,8 @@ def _goes_on(rules: Rules, cluster: Cluster) -> bool:
 def apply_target(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> None:
     """Put the pool's requests where ``arrivals.target`` says, and keep the others in order."""
     scalars = cluster.scalars[0]
-    kept = 0
-    for i in range(scalars.waiting):
+    kept, waited = 0, scalars.waiting
+    for i in range(waited):
         row, g = arrivals.pool[i], arrivals.target[i]
         if g == NONE:
             arrivals.pool[kept] = row
@@ -211,3 +213,5 @@ def apply_target(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> None:
     scalars.decisions += 1
     # With instant dispatch the next arrival is decided on by itself.
     scalars.phase = _REVEAL if rules.instant else _START
+    if scalars.shown < waited and kept < waited:
+        scalars.phase = _DECIDE  # the one that held back the others has its place

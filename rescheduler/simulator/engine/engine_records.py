@@ -55,6 +55,8 @@ REQUEST = np.dtype(
         ("last_token", np.float64),
         ("tpot_worst", np.float64),  # of its tokens so far, if that is asked for
         ("expected", np.float64),  # output forecast before its first token, once asked for
+        ("cost", np.float64),  # share of an instance, times ``alone``; NaN until asked for
+        ("alone", np.float64),  # seconds that it is expected to last by itself
     ],
     align=True,
 )
@@ -124,6 +126,7 @@ SCALARS = np.dtype(
         ("given_up", np.int64),  # the policy left everybody waiting, and nothing was going on
         ("admissions", np.int64),
         ("waiting", np.int64),  # in the pool
+        ("shown", np.int64),  # of it to the policy, the first
         ("moving", np.int64),
         ("in_system", np.int64),  # rows in use
         ("free", np.int64),  # rows that are not
@@ -148,6 +151,9 @@ SCALARS = np.dtype(
         ("stride", np.int64),
         ("recorded", np.int64),  # states seen, of which each stride-th is kept
         ("oversized", np.int64),  # number of a request that no instance can hold
+        ("latencies", np.int64),  # noted for the order of service
+        ("gamma", np.float64),  # decay rate of their tail, as of
+        ("gamma_of", np.int64),  # so many latencies
     ],
     align=True,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.ordering.kernel import OrderParameters, Waiting, new_waiting
 from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.simulator.config.service_rules import ServiceRules
@@ -25,6 +26,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 __all__ = [
     "FIRST_POOL",
     "ITL_BINS_PER_E",
+    "LATENCIES",
     "MIGRATED",
     "NEVER",
     "NONE",
@@ -114,6 +116,8 @@ SHORTEST_ITL, _LONGEST_ITL = 1e-5, 1e5  # seconds
 _HISTOGRAM_BINS = 1600
 ITL_BINS_PER_E = _HISTOGRAM_BINS / np.log(_LONGEST_ITL / SHORTEST_ITL)
 """Bins of the histogram of inter-token latencies in a factor of e."""
+LATENCIES = 1_000
+"""Requests whose latencies tell the decay rate of their tail."""
 _FIRST_ROWS = 4096
 _OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
 
@@ -159,6 +163,8 @@ class PolicyState(NamedTuple):
         with_ahead: the policy has horizon points.
         with_lengths: the policy reads expected lengths.
         inputs: arrays of a decision, for as many waiting requests as the pool may hold.
+        order: in which the pool is served.
+        waiting: arrays of that order, likewise.
         ending: [2, G, P + 1] scratch.
         row: [P] scratch.
     """
@@ -169,6 +175,8 @@ class PolicyState(NamedTuple):
     with_ahead: bool
     with_lengths: bool
     inputs: RoutingInputs
+    order: OrderParameters
+    waiting: Waiting
     ending: FloatArray
     row: FloatArray
 
@@ -190,6 +198,8 @@ class Cluster(NamedTuple):
         finished: buffer of `FINISHED`.
         histogram: counts of inter-token latencies, weighted by tokens.
         histogram_edges: seconds, ascending.
+        latencies: seconds of the last requests that have ended.
+        tail: [2, latencies] scratch.
     """
 
     scalars: Records
@@ -205,13 +215,15 @@ class Cluster(NamedTuple):
     finished: Records
     histogram: IntArray
     histogram_edges: FloatArray
+    latencies: FloatArray
+    tail: IntArray
 
 
 class Arrivals(NamedTuple):
     """The requests that come in.
 
     Attributes:
-        pool: [pool limit] rows of the waiting pool, in order of arrival.
+        pool: [pool limit] rows of the waiting pool, in the order of service.
         target: [pool limit] where the last decision sends them.
         server_request: [n_servers] row that each prefill server works on, or -1.
         server_free: [n_servers] seconds at which it is free.
@@ -268,6 +280,8 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
         finished=np.zeros(_OUTPUT_ROWS + n * slots, dtype=FINISHED),
         histogram=np.zeros(_HISTOGRAM_BINS, dtype=np.int64),
         histogram_edges=np.geomspace(SHORTEST_ITL, _LONGEST_ITL, _HISTOGRAM_BINS + 1),
+        latencies=np.zeros(LATENCIES),
+        tail=np.zeros((2, LATENCIES), dtype=np.int64),
     )
 
 
@@ -311,7 +325,7 @@ def with_wider_pool(arrivals: Arrivals, policy_state: PolicyState) -> tuple[Arri
         remaining=np.zeros(width),
         waited=np.zeros(width, dtype=np.int64),
     )
-    return wider, policy_state._replace(inputs=inputs)
+    return wider, policy_state._replace(inputs=inputs, waiting=new_waiting(width))
 
 
 def new_series(rules: Rules) -> Series:
@@ -324,7 +338,11 @@ def new_series(rules: Rules) -> Series:
 
 
 def new_policy_state(
-    rules: Rules, policy: RoutingPolicy, asks: bool, forecast: ForecastArrays
+    rules: Rules,
+    policy: RoutingPolicy,
+    asks: bool,
+    forecast: ForecastArrays,
+    order: OrderParameters,
 ) -> PolicyState:
     """Return the arrays of a policy's decisions."""
     points = np.ascontiguousarray(policy.points(), dtype=np.int64)
@@ -344,6 +362,8 @@ def new_policy_state(
         with_ahead=n_points > 0,
         with_lengths=policy.needs == Needs.LENGTHS,
         inputs=inputs,
+        order=order,
+        waiting=new_waiting(width),
         ending=np.zeros((2, n, n_points + 1)),
         row=np.zeros(n_points),
     )

@@ -84,7 +84,7 @@ def fill_routing_inputs(
 ) -> RoutingInputs:
     """Fill the arrays of a decision on the pool as it is; requests queued count as running."""
     inputs, scalars = policy_state.inputs, cluster.scalars[0]
-    n = scalars.waiting
+    n = scalars.shown
     for g in range(rules.n_instances):
         instance = cluster.instances[g]
         inputs.load[g] = instance.load + instance.queued_tokens + instance.arriving_tokens
@@ -155,7 +155,7 @@ def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals)
             left = expected_left(forecast, cluster, placed.row, placed.generated)
             prompt = cluster.requests[placed.row].prompt
             count_length(inputs, placed.instance, prompt, placed.generated, left)
-    for i in range(cluster.scalars[0].waiting):
+    for i in range(cluster.scalars[0].shown):
         request = cluster.requests[arrivals.pool[i]]
         if policy_state.with_ahead:
             survival_row(

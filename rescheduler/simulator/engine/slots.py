@@ -111,8 +111,13 @@ def preempt(cluster: Cluster, g: int) -> None:
 @compiled_inline
 def finish(cluster: Cluster, row: int, g: int, end: float) -> None:
     """Write a request that has ended to the output and free its row."""
+    scalars = cluster.scalars[0]
+    cluster.latencies[scalars.latencies % len(cluster.latencies)] = (
+        end - cluster.requests[row].arrival
+    )
+    scalars.latencies += 1
     _write_out(cluster, row, g, end)
-    cluster.scalars[0].last_end = max(cluster.scalars[0].last_end, end)
+    scalars.last_end = max(scalars.last_end, end)
 
 
 @compiled_inline

@@ -86,9 +86,10 @@ def groups(
         for choice in config.candidate_choices():
             alone = asdict(config)
             del alone["seeds"]
-            policy, planner = choice.policy, choice.planner
+            policy, planner, order = choice.policy, choice.planner, choice.order
             alone["policies"] = [{"name": policy.name, **policy.options}]
             alone["migration"]["planners"] = [{"name": planner.name, **planner.options}]
+            alone["orders"] = [{"name": order.name, **order.options}]
             cells = [
                 Cell(_key(alone, seed), alone, seed, _title(choice.label, seed, varied))
                 for seed in range(config.seeds)
@@ -108,6 +109,7 @@ def changed_config(
     plain = deepcopy(asdict(base))
     plain["policies"] = [choice.plain for choice in base.policy_choices()]
     plain["migration"]["planners"] = [choice.plain for choice in base.planner_choices()]
+    plain["orders"] = [choice.plain for choice in base.order_choices()]
     for key, value in changes.items():
         _set(plain, key, value)
     try:
@@ -136,8 +138,8 @@ def run_cell(config: dict[str, Any], seed: int) -> Figures:
 
     simulation = read_config(config)
     (candidate,) = create_candidates(run_setup(simulation)).values()
-    policy, planner, setup = candidate
-    return run_metrics(run(setup, policy, seed, planner=planner), simulation.slo)
+    policy, planner, setup, order = candidate
+    return run_metrics(run(setup, policy, seed, planner=planner, order=order), simulation.slo)
 
 
 def write_cell(folder: Path, cell: Cell, figures: Figures) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "POINT",
     "ForecastArrays",
     "add_expected",
+    "before_prefill",
     "classified_forecast",
     "curve_forecast",
     "expected_remaining",
@@ -55,7 +56,8 @@ class ForecastArrays(NamedTuple):
         stand_in: [n_bins] the length that stands for those of a bin.
         accuracy: share of the forecasts that name the right bin.
         common: [n_bins] how common each bin is, by which wrong ones are drawn.
-        table: [T + 1] S(t) = P(output > t) at t = 0 .. T of all requests alike; 0 past T.
+        table: [T + 1] S(t) = P(output > t) at t = 0 .. T of all requests alike; 0 past T. Of curves
+            for each request, what is known of one that has no token yet; empty if its curve is.
         tail: [T + 2] sums of ``table`` from t on.
         edges: [E] ascending tokens from 0, of the curves.
         curves: [rows, E] P(remaining > edge) when predicted.
@@ -121,6 +123,19 @@ def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
     survival = np.ascontiguousarray(table, dtype=np.float64)
     tail = np.concatenate([np.cumsum(survival[::-1])[::-1], [0.0]])
     return ForecastArrays(MARGINAL, table=survival, tail=tail)
+
+
+def before_prefill(forecast: ForecastArrays, table: npt.ArrayLike) -> ForecastArrays:
+    """Return recorded curves that exist only once a request has a token.
+
+    A predictor reads hidden states, and before its prompt has been computed a request has none.
+
+    Args:
+        forecast: of `curve_forecast`.
+        table: [T + 1] what is known before, as of `marginal_forecast`.
+    """
+    known = marginal_forecast(table)
+    return forecast._replace(table=known.table, tail=known.tail)
 
 
 def curve_forecast(
@@ -209,7 +224,7 @@ def survival_row(
         remaining = _point(f, number, generated, output)
         for p in range(len(points)):
             out[p] = 1.0 if points[p] < remaining else 0.0
-    elif f.kind == MARGINAL:
+    elif f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         last = len(f.table) - 1
         alive = f.table[generated] if generated <= last else 0.0
         for p in range(len(points)):
@@ -244,7 +259,7 @@ def expected_remaining(
     """Return E[R], the tokens a request is expected to generate yet; 0 without a forecast."""
     if f.kind == POINT:
         return _point(f, number, generated, output)
-    if f.kind == MARGINAL:
+    if f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         if generated >= len(f.table) or f.table[generated] <= 0.0:
             return 1.0
         return max(f.tail[generated] / f.table[generated], 1.0)  # type: ignore[no-any-return]

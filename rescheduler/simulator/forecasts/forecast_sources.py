@@ -13,6 +13,7 @@ from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
+    before_prefill,
     classified_forecast,
     curve_forecast,
     marginal_forecast,
@@ -26,7 +27,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
 )
 from rescheduler.simulator.workloads.trace import Trace
 
-__all__ = ["SOURCES", "ForecastSource", "create_forecast"]
+__all__ = ["SOURCES", "ForecastSource", "create_forecast", "unprefilled"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -37,6 +38,8 @@ class ForecastSource(Checked, ABC):
     name: ClassVar[str]
     needs_lengths: ClassVar[bool] = False
     """Whether it is fitted to a sample of output lengths."""
+    of_hidden_states: ClassVar[bool] = False
+    """Whether it forecasts from hidden states, which a request has once its prompt is computed."""
 
     def _section(self) -> str:
         return f"{self.name}: "
@@ -224,13 +227,15 @@ class KaplanMeier(ForecastSource):
         """Return the curve of a sample of lengths, none of which is taken to be cut."""
         if lengths is None or len(lengths) == 0:
             raise ValueError("kaplan_meier: needs output lengths of other requests, there are none")
-        curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
-        return marginal_forecast(curve.at(np.arange(int(lengths.max()) + 1)))
+        return marginal_forecast(_curve_of(lengths))
 
 
 @dataclass(frozen=True)
 class Replay(ForecastSource, interval=COUNT):
     """What a real predictor forecast of the very requests of a `ReplayTrace`, as they ran.
+
+    With chunked prefill a request is forecast by its first token, and known by the lengths of
+    others before.
 
     Attributes:
         recording: path of the recording that the trace replays.
@@ -242,6 +247,7 @@ class Replay(ForecastSource, interval=COUNT):
     """
 
     name: ClassVar[str] = "replay"
+    of_hidden_states: ClassVar[bool] = True
 
     recording: str | Path
     interval: int | None = None
@@ -293,6 +299,25 @@ SOURCES = Registry[ForecastSource](
     },
 )
 """Name in a configuration -> source."""
+
+
+def unprefilled(forecast: ForecastArrays, lengths: IntArray | None) -> ForecastArrays:
+    """Return recorded forecasts where prompts are computed among the decode steps.
+
+    They are of hidden states: until its first token a request is known by the lengths of others.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if lengths is None or len(lengths) == 0:
+        raise ValueError("replay: needs output lengths of other requests, there are none")
+    return before_prefill(forecast, _curve_of(lengths))
+
+
+def _curve_of(lengths: IntArray) -> npt.NDArray[np.float64]:
+    """Return P(output > t) at t = 0 to the longest, of lengths none of which was cut."""
+    curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
+    return curve.at(np.arange(int(lengths.max()) + 1))
 
 
 def create_forecast(name: str, **options: Any) -> ForecastSource:

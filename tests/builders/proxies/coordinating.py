@@ -11,8 +11,9 @@ from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
 from rescheduler.engines.deployment import ProxyOptions
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 

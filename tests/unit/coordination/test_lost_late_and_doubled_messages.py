@@ -24,9 +24,9 @@ from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import (
     Copying,

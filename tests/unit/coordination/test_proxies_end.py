@@ -26,9 +26,9 @@ from rescheduler.coordination.messages import (
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
 CLIENT = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100}')

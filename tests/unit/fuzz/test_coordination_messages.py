@@ -24,9 +24,9 @@ from rescheduler.coordination.messages import (
 )
 from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.placement.dispatcher import MeanStepTime
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 
 OPTIONS = ProxyOptions(pool=8, ahead=4, prefill_concurrency=2)

@@ -20,11 +20,12 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import PrefillBudgets
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber

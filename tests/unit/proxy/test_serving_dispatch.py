@@ -15,9 +15,10 @@ from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing import JSQ, Needs, RoutingPolicy

@@ -14,9 +14,10 @@ from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Instance, ProxyOptions, TraceOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.dispatcher import Dispatcher, MeanStepTime
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQ
 from rescheduler.routing.policy import RoutingPolicy

@@ -1,0 +1,117 @@
+"""Orders of service by name, as configurations give them."""
+
+from abc import ABC
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from rescheduler.cluster.registry import POSITIVE, Checked, Registry
+from rescheduler.ordering.kernel import Kind, OrderParameters
+
+__all__ = [
+    "Boost",
+    "FirstComeFirstServed",
+    "ResponseRatio",
+    "ServiceOrder",
+    "Shortest",
+    "create_order",
+    "order_names",
+    "service_order",
+]
+
+
+@dataclass(frozen=True)
+class ServiceOrder(Checked, ABC):
+    """Which waiting request goes first; see `rescheduler.ordering.kernel` for the keys."""
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+
+    def _section(self) -> str:
+        return f"{self.name}: "
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether it goes by forecasts, if only of how long a wait is too long."""
+        return self.kind != Kind.FCFS
+
+    def parameters(self) -> OrderParameters:
+        """Return what the kernel reads."""
+        return OrderParameters(
+            kind=int(self.kind),
+            gamma=float(getattr(self, "gamma", None) or 0.0),
+            starvation=float(getattr(self, "starvation", 1.0)),
+            by_prompt=getattr(self, "by", None) == "prompt",
+        )
+
+
+_ORDERS = Registry[ServiceOrder]("order of service")
+
+service_order = _ORDERS.register
+"""Decorator that registers an order under the name that configurations use."""
+
+
+def order_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_ORDERS)
+
+
+def create_order(name: str, **options: Any) -> ServiceOrder:
+    """Return the order of that name with the given options.
+
+    Raises:
+        ValueError: no such order, no such option, or a value that the order refuses.
+    """
+    return _ORDERS.create(name, options)
+
+
+@service_order("fcfs")
+@dataclass(frozen=True)
+class FirstComeFirstServed(ServiceOrder):
+    """In order of arrival, which needs no forecast."""
+
+    kind = Kind.FCFS
+
+
+@dataclass(frozen=True)
+class _Expected(ServiceOrder, starvation="(1, inf)"):
+    by: Literal["forecast", "prompt"] = "forecast"
+    starvation: float = 20.0
+
+
+@service_order("shortest")
+@dataclass(frozen=True)
+class Shortest(_Expected):
+    """The smallest expected cost first, which has the least mean latency.
+
+    Attributes:
+        by: ``forecast`` of the output, or the ``prompt`` alone.
+        starvation: times its expected time alone after which a request goes before all others.
+    """
+
+    kind = Kind.SHORTEST
+
+
+@service_order("response_ratio")
+@dataclass(frozen=True)
+class ResponseRatio(_Expected):
+    """The largest ratio of wait and expected time to expected time first.
+
+    Attributes:
+        by, starvation: as of `Shortest`.
+    """
+
+    kind = Kind.RESPONSE_RATIO
+
+
+@service_order("boost")
+@dataclass(frozen=True)
+class Boost(_Expected, gamma=POSITIVE):
+    """In order of arrival, less what a request is boosted by: short ones jump the queue.
+
+    Attributes:
+        by, starvation: as of `Shortest`.
+        gamma: per second, the decay rate of the latency's tail; estimated when null.
+    """
+
+    kind = Kind.BOOST
+    gamma: float | None = None
