@@ -74,7 +74,7 @@ class Setting(NamedTuple):
         return setup
 
     def arms(self) -> dict[str, Arm]:
-        forecasts = [EXACT, NOISY, BY_AGE]
+        forecasts: list[dict[str, Any]] = [EXACT, NOISY, BY_AGE]
         if self.staged:
             forecasts.append(RECORDED)
         found = {

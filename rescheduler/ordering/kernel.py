@@ -138,7 +138,7 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
     _sort(waiting.order, waiting.other, waiting.key, overdue, n)
     first = waiting.order[0]
     due = min(parameters.starvation * waiting.alone[first], waiting.latest[first])
-    return overdue > 0 and waiting.waited[first] >= HOLDS_BACK * due  # type: ignore[no-any-return]
+    return overdue > 0 and waiting.waited[first] >= HOLDS_BACK * due
 
 
 @compiled_core

@@ -95,14 +95,14 @@ class WaitingLine(Generic[R]):
         left = np.maximum(self._forecasts.forecast(requests).mean(), 1.0)
         context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
         arrived = np.fromiter((one.arrived for one in requests), np.float64, n)
-        slots = np.mean([one.slots for one in self._decodes])
-        capacity = np.mean([float(one.kv_capacity) for one in self._decodes])
+        slots = max(float(min(one.slots for one in self._decodes)), 1.0)
+        capacity = max(float(min(one.kv_capacity for one in self._decodes)), 1.0)
         waiting.waited[:n] = self._clock() - arrived
         waiting.alone[:n] = left * self._step.seconds
         if self._parameters.by_prompt:
             waiting.cost[:n] = context
         else:
-            held = np.maximum(1.0 / max(slots, 1.0), (context + left / 2) / max(capacity, 1.0))
+            held = np.maximum(1.0 / slots, (context + left / 2) / capacity)
             waiting.cost[:n] = held * waiting.alone[:n]
         waiting.latest[:n] = self._latest
         return waiting

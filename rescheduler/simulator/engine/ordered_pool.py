@@ -51,7 +51,7 @@ def order_pool(
         waiting.other[i] = arrivals.pool[waiting.order[i]]
     for i in range(n):
         arrivals.pool[i] = waiting.other[i]
-    return 1 if alone else n  # type: ignore[no-any-return]
+    return 1 if alone else n
 
 
 @compiled_inline

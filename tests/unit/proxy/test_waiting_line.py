@@ -1,0 +1,123 @@
+"""Which request goes first to a prefill and to a decode instance."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+from scripted_cluster import PROMPT, cluster, until
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
+from rescheduler.ordering import create_order
+from rescheduler.placement.guarded_policy import deployed_order
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.mean_step_time import MeanStepTime
+from rescheduler.placement.placeable import Placements
+from rescheduler.placement.waiting_line import WaitingLine
+
+PROMPTS = [30, 5, 20, 5]
+
+
+def line_of(
+    tokenizer: Tokenizer, order: dict[str, Any], now: float = 100.0, longest: float = 1e6
+) -> tuple[WaitingLine[LiveRequest], list[LiveRequest]]:
+    """A line without forecasts, and requests that came one second apart."""
+    state = InstanceState(Instance("d", "decode", "http://d:1"), ProxyOptions(), None)
+    line = WaitingLine[LiveRequest](
+        create_order(**order), [state], None, MeanStepTime(), lambda: now, longest
+    )
+    client = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 10}')
+    placements: Placements[LiveRequest] = Placements()
+    requests = []
+    for i, tokens in enumerate(PROMPTS):
+        request = LiveRequest(str(i), str(i), client, {}, float(i), tokenizer, placements)
+        request.prompt_tokens = tokens
+        requests.append(request)
+    return line, requests
+
+
+def names(line: WaitingLine[LiveRequest], requests: list[LiveRequest]) -> list[str]:
+    return [request.id for request in line.in_order(requests)[0]]
+
+
+def test_what_holds_the_memory_for_least_goes_first(tokenizer: Tokenizer) -> None:
+    """Equally long answers: short prompts cost less, and of those alike the first came first."""
+    line, requests = line_of(tokenizer, {"name": "shortest", "starvation": 1e9})
+    assert names(line, requests) == ["1", "3", "2", "0"]
+    fcfs, requests = line_of(tokenizer, {"name": "fcfs"})
+    assert names(fcfs, requests) == ["0", "1", "2", "3"]
+
+
+def test_one_that_may_not_wait_longer_goes_first_and_holds_back_the_others(
+    tokenizer: Tokenizer,
+) -> None:
+    options = {"name": "shortest", "starvation": 1e9}
+    line, requests = line_of(tokenizer, options, now=40.5, longest=120.0)
+    assert line.in_order(requests)[1] is False
+    assert names(line, requests) == ["0", "1", "3", "2"], "only the first has waited for a third"
+    line, requests = line_of(tokenizer, options, now=80.5, longest=120.0)
+    assert names(line, requests) == ["0", "1", "2", "3"]
+    assert line.in_order(requests)[1] is True
+
+
+def test_lengths_of_requests_that_ended_are_learned(tokenizer: Tokenizer) -> None:
+    """The longer the answers, the less the prompts count against the client's own cap."""
+    line, requests = line_of(tokenizer, {"name": "boost"}, now=10.0)
+    ended = requests[0]
+    ended._generated = 8
+    for _ in range(100):
+        line.ended(ended)
+    assert names(line, requests[1:]) == ["1", "3", "2"]
+
+
+@pytest.mark.parametrize("order", ["shortest", "boost"])
+async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    placed = []
+    begin_prefill = LiveRequest.begin_prefill
+
+    def begin(request: LiveRequest, instance: InstanceState) -> None:
+        placed.append(request.prompt_tokens)
+        begin_prefill(request, instance)
+
+    monkeypatch.setattr(LiveRequest, "begin_prefill", begin)
+    async with cluster(
+        tokenizer, prefill_concurrency=1, order={"name": order, "by": "prompt"}
+    ) as it:
+        dispatcher, prefill = it.proxy.cluster.dispatcher, it.engines["prefill-0"]
+        prefill.answers_late = True
+        began = [asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5}))]
+        await until(lambda: bool(prefill.kept))
+        for n, prompt in enumerate((PROMPT * 40, PROMPT * 20, PROMPT), 1):
+            began.append(asyncio.create_task(it.stream({"prompt": prompt, "max_tokens": 5})))
+            await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
+        prefill.answers_late = False
+        await asyncio.gather(*began)
+    assert len(placed) == 4
+    assert placed == sorted(placed), "the last three came in the opposite order"
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({"name": "shortes"}, "order: no order of service 'shortes'"),
+        ({"name": "boost", "gama": 1}, "order: boost has no option 'gama'.*did you mean 'gamma'"),
+        ({}, "order.name: the policy's name is required"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused(order: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeploymentError, match=message):
+        deployed_order(
+            Deployment.from_values(
+                {
+                    "model": "m",
+                    "instances": [{"name": "d", "role": "decode", "url": "http://d:1"}],
+                    "order": order,
+                }
+            )
+        )
