@@ -18,7 +18,6 @@ run again while their settings stay the same.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -158,15 +157,12 @@ def change(runs: Runs, label: str, figure: str) -> Estimate:
 
 
 def figures_of(name: str, runs: Runs) -> dict[str, float]:
-    found = {}
-    for label, figure in shown(runs):
-        found[f"{figure}_{name}_{label}"] = change(runs, label, figure).mean
-        found[f"{figure}_half_{name}_{label}"] = change(runs, label, figure).half
-    return found
-
-
-def shown(runs: Runs) -> Iterable[tuple[str, str]]:
-    return ((label, figure) for label in runs if label != BASE for figure in RELATIVE)
+    return {
+        f"{figure}_{name}_{label}": change(runs, label, figure).mean
+        for label in runs
+        if label != BASE
+        for figure in ("latency", "latency_p99", "ttft")
+    }
 
 
 def goals(figures: dict[str, float]) -> dict[str, float]:
@@ -191,7 +187,7 @@ def goals(figures: dict[str, float]) -> dict[str, float]:
             for key, value in figures.items()
             if key.startswith("latency_")
             and key.endswith(f"boost, {by}")
-            and not key.startswith(("latency_p", "latency_half"))
+            and not key.startswith("latency_p99")
         ]
         if means:
             found[f"worst_mean_change_{by}"] = max(means)
