@@ -67,13 +67,13 @@ class Dispatcher(Generic[R]):
         self._for_prefill: deque[tuple[R, asyncio.Future[InstanceState | None]]] = deque()
         self._for_decode: dict[R, asyncio.Future[InstanceState]] = {}
         self._dispatched = 0
-        self._round_due = self._undecided = False
+        self._round_due = self._undecided = self._unordered = False
         self._last_round = -math.inf
 
     @property
     def waiting(self) -> Sequence[R]:
-        """Requests that wait for a decode instance, in order of arrival."""
-        return list(self._for_decode)
+        """Requests that wait for a decode instance, in the order of service."""
+        return self._in_order(list(self._for_decode))[0]
 
     @property
     def usable(self) -> list[InstanceState]:
@@ -256,11 +256,9 @@ class Dispatcher(Generic[R]):
         self._last_round = self._clock()
         waiting = [request for request, place in self._for_decode.items() if not place.done()]
         waiting, alone = self._in_order(waiting)
-        if alone and len(waiting) > 1:
+        again = waiting[0] if alone and len(waiting) > 1 else None
+        if again is not None:
             del waiting[1:]
-            again = waiting[0]
-        else:
-            again = None
         for request, instance, decision in self._chosen(waiting, self._decides):
             if instance is not None:
                 self._dispatched += 1
@@ -283,7 +281,17 @@ class Dispatcher(Generic[R]):
 
     def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
-        return (waiting, False) if self._line is None else self._line.in_order(waiting)
+        if self._line is None:
+            return waiting, False
+        try:
+            found = self._line.in_order(waiting)
+        except Exception:
+            if not self._unordered:
+                logger.exception("no order by what is known; as they came instead")
+            self._unordered = True
+            return waiting, False
+        self._unordered = False
+        return found
 
     def _refuse_too_large(self) -> None:
         """Refuse what no instance could hold if it were empty, also of those out of service.

@@ -102,6 +102,16 @@ async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
     assert placed == sorted(placed), "the last three came in the opposite order"
 
 
+async def test_what_cannot_be_ordered_is_served_as_it_came(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine may say anything of itself; no request waits for that."""
+    async with cluster(tokenizer, order={"name": "boost"}) as it:
+        monkeypatch.setattr(WaitingLine, "_foreseen", lambda line, requests: 1 / 0)
+        await asyncio.gather(*(it.stream({"prompt": PROMPT, "max_tokens": 5}) for _ in range(3)))
+    assert sum("as they came instead" in record.message for record in caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [
