@@ -183,7 +183,7 @@ def _step(
     written.going[b] = wanted not in (Wanted.ASK, Wanted.PAUSED, Wanted.DONE)
     if written.going[b]:
         return
-    inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)
+    inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals, cluster.scalars[0].waiting)
     router_state(inputs, scales, order, written.state[b])
     work = written.work[b]
     _work_left(rewards, policy_state.forecast, cluster, arrivals, until - interval, work)

@@ -111,7 +111,7 @@ def advance(
                 scalars.shown = order_pool(rules, step_time, policy_state, cluster, arrivals)
                 if policy_state.asks:
                     return Wanted.ASK
-                inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals)
+                inputs = fill_routing_inputs(rules, policy_state, cluster, arrivals, scalars.shown)
                 arrivals.target[: scalars.waiting] = NONE
                 target = arrivals.target[: len(inputs.size)]
                 kernel(inputs, policy_state.parameters, target)

@@ -80,11 +80,10 @@ IntArray = npt.NDArray[np.int64]
 
 @compiled_core
 def fill_routing_inputs(
-    rules: Rules, policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals
+    rules: Rules, policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals, n: int
 ) -> RoutingInputs:
-    """Fill the arrays of a decision on the pool as it is; requests queued count as running."""
+    """Fill the arrays of a decision on the first n of the pool; those queued count as running."""
     inputs, scalars = policy_state.inputs, cluster.scalars[0]
-    n = scalars.shown
     for g in range(rules.n_instances):
         instance = cluster.instances[g]
         inputs.load[g] = instance.load + instance.queued_tokens + instance.arriving_tokens
@@ -99,7 +98,7 @@ def fill_routing_inputs(
         inputs.waited[i] = scalars.steps - request.entered
     inputs.dispatched[0] = scalars.dispatched
     if policy_state.with_ahead or policy_state.with_lengths:
-        _look_ahead(policy_state, cluster, arrivals)
+        _look_ahead(policy_state, cluster, arrivals, n)
     return RoutingInputs(
         inputs.load,
         inputs.running,
@@ -127,8 +126,10 @@ def fill_routing_inputs(
 
 
 @compiled_core
-def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals) -> None:
-    """Fill in what is forecast of the instances and of the pool."""
+def _look_ahead(
+    policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals, shown: int
+) -> None:
+    """Fill in what is forecast of the instances and of the first of the pool."""
     inputs, forecast = policy_state.inputs, policy_state.forecast
     n = gather_placed(cluster)
     if policy_state.with_ahead:
@@ -155,7 +156,7 @@ def _look_ahead(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals)
             left = expected_left(forecast, cluster, placed.row, placed.generated)
             prompt = cluster.requests[placed.row].prompt
             count_length(inputs, placed.instance, prompt, placed.generated, left)
-    for i in range(cluster.scalars[0].shown):
+    for i in range(shown):
         request = cluster.requests[arrivals.pool[i]]
         if policy_state.with_ahead:
             survival_row(

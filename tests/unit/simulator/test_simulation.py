@@ -114,7 +114,10 @@ def test_the_engine_has_the_inputs_of_its_view(
     simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
     simulation.advance(until=at / 4)
     parts = simulation.parts()
-    shown = fill_routing_inputs(parts.rules, parts.policy_state, parts.cluster, parts.arrivals)
+    waiting = parts.cluster.scalars[0]["waiting"]
+    shown = fill_routing_inputs(
+        parts.rules, parts.policy_state, parts.cluster, parts.arrivals, waiting
+    )
     view = simulation.view()
     expected = policy.inputs(view)
     for name in RoutingInputs._fields:
