@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.kernel import Kind, Waiting, new_waiting, put_in_order, tail_rate
@@ -18,6 +19,8 @@ __all__ = ["WaitingLine"]
 _LATENCIES = 1_000
 _LATENCIES_A_RATE = 50
 """Requests that end between two estimates of how their latencies decay."""
+_FRESH_SECONDS = 0.1
+"""Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
 
 
 class WaitingLine(Generic[R]):
@@ -50,6 +53,8 @@ class WaitingLine(Generic[R]):
         self._waiting = new_waiting(256)
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._gamma, self._unseen = 0.0, 0
+        self._left: dict[R, float] = {}
+        self._left_at = clock()
         self._scratch = np.zeros((2, _LATENCIES), dtype=np.int64)
 
     def ended(self, request: R) -> None:
@@ -67,6 +72,7 @@ class WaitingLine(Generic[R]):
         """
         n = len(requests)
         if self._parameters.kind == Kind.FCFS or n == 0:
+            self._left.clear()
             return list(requests), False
         if self._unseen >= _LATENCIES_A_RATE:
             seen = np.array(self._latencies)
@@ -91,8 +97,7 @@ class WaitingLine(Generic[R]):
         n, waiting = len(requests), self._waiting
         if n > len(waiting.key):
             self._waiting = waiting = new_waiting(2 * n)
-        self._forecasts.refresh()
-        left = np.maximum(self._forecasts.forecast(requests).mean(), 1.0)
+        left = self._expected_left(requests)
         context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
         arrived = np.fromiter((one.arrived for one in requests), np.float64, n)
         slots = max(float(min(one.slots for one in self._decodes)), 1.0)
@@ -106,3 +111,16 @@ class WaitingLine(Generic[R]):
             waiting.cost[:n] = held * waiting.alone[:n]
         waiting.latest[:n] = self._latest
         return waiting
+
+    def _expected_left(self, requests: Sequence[R]) -> npt.NDArray[np.float64]:
+        """Return the tokens that requests are expected to generate, [n], at least 1."""
+        if self._clock() - self._left_at >= _FRESH_SECONDS:
+            self._left.clear()
+            self._left_at = self._clock()
+        known = self._left
+        new = [one for one in requests if one not in known]
+        if new:
+            self._forecasts.refresh()
+            means = np.maximum(self._forecasts.forecast(new).mean(), 1.0)
+            known.update(zip(new, means.tolist(), strict=True))
+        return np.fromiter((known[one] for one in requests), np.float64, len(requests))

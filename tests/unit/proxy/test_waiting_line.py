@@ -74,6 +74,20 @@ def test_lengths_of_requests_that_ended_are_learned(tokenizer: Tokenizer) -> Non
     assert names(line, requests[1:]) == ["1", "3", "2"]
 
 
+def test_what_is_expected_is_asked_anew_now_and_then(tokenizer: Tokenizer) -> None:
+    """Not at each decision, and a request that has ended leaves nothing behind."""
+    now = 200.0
+    line, requests = line_of(tokenizer, {"name": "shortest", "starvation": 1e9})
+    line._clock = lambda: now
+    line.in_order(requests)
+    assert set(line._left) == set(requests)
+    now += 1.0
+    line.in_order(requests[1:2])
+    assert set(line._left) == {requests[1]}
+    line.in_order([])
+    assert not line._left
+
+
 @pytest.mark.parametrize("order", ["shortest", "boost"])
 async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, order: str
