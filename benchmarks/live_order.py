@@ -34,27 +34,17 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.live_rescheduling import rotated
+from benchmarks import live_rescheduling
 from benchmarks.support.deployments import engines, patient
 from benchmarks.support.live_machine import Machine, measure_machine, read_machine
 from benchmarks.support.live_runs import round_load, run_load
 from benchmarks.support.report import Cells, Estimate, arguments, mean_of, write_report
 from rescheduler.demo.demo_load import LoadRequest
-from rescheduler.engines.deployment import Deployment, EngineOptions
-from rescheduler.engines.engine_command import IN_PROCESS
+from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.results.report import markdown_table
 
-ENGINE = EngineOptions(
-    dtype="float32",
-    max_model_len=640,
-    max_num_seqs=4,
-    kv_blocks=120,
-    enforce_eager=True,
-    checkpoint="checkpoints/smollm2-135m-instruct",
-    k=10,
-    arguments=["--distributed-executor-backend", IN_PROCESS],
-)
+ENGINE = replace(live_rescheduling.ENGINE, max_num_seqs=4, kv_blocks=120)
 BURST = "burst"
 BASE = "fcfs"
 ORDERS: dict[str, dict[str, Any]] = {
@@ -117,7 +107,9 @@ class Plan(NamedTuple):
 def main() -> None:
     parser = arguments("what the order of service is worth on real engines")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--loads", nargs="+", default=[BURST, "0.8", "1.0", "1.3"])
+    parser.add_argument(
+        "--loads", nargs="+", type=share_or_burst, default=[BURST, "0.8", "1.0", "1.3"]
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ORDERS), default=list(ORDERS))
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of a round")
     parser.add_argument("--out", type=Path, default=Path("runs/live_order"))
@@ -131,7 +123,7 @@ def main() -> None:
         Run(load, number, arm)
         for number in range(options.rounds)
         for load in options.loads
-        for arm in exact_last(rotated(arms, number))
+        for arm in exact_last(live_rescheduling.rotated(arms, number))
     ]
     try:
         plan = run_missing(options.out, options.requests, runs)
@@ -151,6 +143,13 @@ def main() -> None:
         figures |= {prefix + name: value for name, value in figures_of(results).items()}
     print("\n\n".join(tables))
     write_report("live_order", figures, options.json, tables=tables)
+
+
+def share_or_burst(value: str) -> str:
+    """Return a load as it was given: a share of the capacity, or a burst."""
+    if value != BURST and not 0 < float(value) < inf:
+        raise ValueError(f"{value} is no load")
+    return value
 
 
 def exact_last(arms: Sequence[str]) -> list[str]:

@@ -225,6 +225,9 @@ def _shortened(message: str) -> str:
     found = re.search(r"Option '[\w.-]+' is not accepted.*", message)
     if key and found:
         return f"{key[1]}: {found[0]}"
+    nested = re.search(r"NestedArg\(key='([^']+)', val='([^']*)'\)", message)
+    if key and nested and "list[" in message:
+        return f"{key[1]}.{nested[1]}: a list of values such as [{nested[2]}], not {nested[2]}"
     choices = re.search(r"Expected a typing\.Literal\[(.+?)\]", message)
     given = re.search(r"(?:Given|Got) value: (.*)", message)
     if key and choices and given:

@@ -3,8 +3,7 @@
 from rescheduler.ordering.service_order import (
     ServiceOrder,
     create_order,
-    order_names,
     service_order,
 )
 
-__all__ = ["ServiceOrder", "create_order", "order_names", "service_order"]
+__all__ = ["ServiceOrder", "create_order", "service_order"]

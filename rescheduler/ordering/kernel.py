@@ -30,13 +30,26 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core
 
-__all__ = ["Kind", "OrderParameters", "Waiting", "new_waiting", "put_in_order", "tail_rate"]
+__all__ = [
+    "HOLDS_BACK",
+    "LATENCIES",
+    "LATENCIES_A_RATE",
+    "Kind",
+    "OrderParameters",
+    "Waiting",
+    "new_waiting",
+    "put_in_order",
+    "tail_rate",
+]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 HOLDS_BACK = 2.0
 """Times its time to be overdue after which a request holds back all others."""
+
+LATENCIES, LATENCIES_A_RATE = 1_000, 50
+"""The last requests whose latencies tell `tail_rate`, and those that end between two estimates."""
 
 _TAIL, _FEWEST = 0.5, 10
 """Quantile of the latencies past which the tail begins, and the fewest that have one."""
@@ -73,8 +86,8 @@ class Waiting(NamedTuple):
     Attributes:
         waited: [n] seconds since each arrived.
         cost: [n] what it is expected to take from the others, in any unit: their mean counts as
-            the mean of ``alone``. NaN: unknown, as costly as the mean of the others.
-        alone: [n] seconds that it is expected to last if it need not wait; NaN likewise.
+            the mean of ``alone``.
+        alone: [n] seconds that it is expected to last if it need not wait.
         latest: [n] seconds after its arrival by which it should start; infinite without a deadline.
         order: [n] the permutation.
         key: [n] scratch.
@@ -113,13 +126,11 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
         waiting.order[i] = i
     if parameters.kind == Kind.FCFS or n == 0:
         return False
-    _fill_unknown(waiting.cost, n)
-    _fill_unknown(waiting.alone, n)
     overdue = 0
     for i in range(n):
-        due = min(parameters.starvation * waiting.alone[i], waiting.latest[i])
-        if waiting.waited[i] >= due:
-            waiting.key[i] = due - waiting.waited[i]
+        left = _due(parameters, waiting, i) - waiting.waited[i]
+        if left <= 0.0:
+            waiting.key[i] = left
             waiting.order[overdue] = i
             overdue += 1
     rest = overdue
@@ -127,7 +138,7 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
     unit = _total(waiting.alone, n) / max(_total(waiting.cost, n), 1e-300)
     for i in range(n):
         waited = waiting.waited[i]
-        if waited >= min(parameters.starvation * waiting.alone[i], waiting.latest[i]):
+        if _due(parameters, waiting, i) - waited <= 0.0:
             continue
         waiting.key[i] = _key(
             parameters.kind, rate, waited, unit * waiting.cost[i], waiting.alone[i]
@@ -137,8 +148,8 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
     _sort(waiting.order, waiting.other, waiting.key, 0, overdue)
     _sort(waiting.order, waiting.other, waiting.key, overdue, n)
     first = waiting.order[0]
-    due = min(parameters.starvation * waiting.alone[first], waiting.latest[first])
-    return overdue > 0 and waiting.waited[first] >= HOLDS_BACK * due
+    held = HOLDS_BACK * _due(parameters, waiting, first)
+    return overdue > 0 and waiting.waited[first] >= held
 
 
 @compiled_core
@@ -161,18 +172,9 @@ def _total(values: FloatArray, n: int) -> float:
 
 
 @compiled_core
-def _fill_unknown(values: FloatArray, n: int) -> None:
-    """Write the mean of what is known where nothing is."""
-    total, known = 0.0, 0
-    for i in range(n):
-        if values[i] == values[i]:
-            total += values[i]
-            known += 1
-    if known < n:
-        mean = total / known if known > 0 else 1.0
-        for i in range(n):
-            if values[i] != values[i]:
-                values[i] = mean
+def _due(parameters: OrderParameters, waiting: Waiting, i: int) -> float:
+    """Return the seconds of waiting after which a request is overdue."""
+    return min(parameters.starvation * waiting.alone[i], waiting.latest[i])  # type: ignore[no-any-return]
 
 
 @compiled_core

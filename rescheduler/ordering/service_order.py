@@ -14,7 +14,6 @@ __all__ = [
     "ServiceOrder",
     "Shortest",
     "create_order",
-    "order_names",
     "service_order",
 ]
 
@@ -36,23 +35,13 @@ class ServiceOrder(Checked, ABC):
 
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
-        return OrderParameters(
-            kind=int(self.kind),
-            gamma=float(getattr(self, "gamma", None) or 0.0),
-            starvation=float(getattr(self, "starvation", 1.0)),
-            by_prompt=getattr(self, "by", None) == "prompt",
-        )
+        return OrderParameters(int(self.kind), gamma=0.0, starvation=1.0, by_prompt=False)
 
 
 _ORDERS = Registry[ServiceOrder]("order of service")
 
 service_order = _ORDERS.register
 """Decorator that registers an order under the name that configurations use."""
-
-
-def order_names() -> list[str]:
-    """Return the registered names, sorted."""
-    return sorted(_ORDERS)
 
 
 def create_order(name: str, **options: Any) -> ServiceOrder:
@@ -76,6 +65,11 @@ class FirstComeFirstServed(ServiceOrder):
 class _Expected(ServiceOrder, starvation="(1, inf)"):
     by: Literal["forecast", "prompt"] = "forecast"
     starvation: float = 20.0
+
+    def parameters(self) -> OrderParameters:
+        """Return what the kernel reads."""
+        prompt = self.by == "prompt"
+        return OrderParameters(int(self.kind), 0.0, float(self.starvation), prompt)
 
 
 @service_order("shortest")
@@ -115,3 +109,7 @@ class Boost(_Expected, gamma=POSITIVE):
 
     kind = Kind.BOOST
     gamma: float | None = None
+
+    def parameters(self) -> OrderParameters:
+        """Return what the kernel reads."""
+        return super().parameters()._replace(gamma=float(self.gamma or 0.0))

@@ -50,7 +50,7 @@ class Cluster(Generic[R]):
         moves: the latest.
         placements: which requests are on which instance.
         dispatcher: chooses instances.
-        line: says which request goes first; None where another process does.
+        line: says which request goes first; None: as they come, or another process does.
         planner: plans moves, every so many seconds; None: nothing does here.
         telemetry: what the engines publish; None if none does, or another process hears it.
         forecasts: of remaining lengths, from that.
@@ -98,14 +98,10 @@ class Cluster(Generic[R]):
             if policy.needs_budget:
                 budgets = PrefillBudgets(self.telemetry)
         clock = asyncio.get_running_loop().time
-        self.line = WaitingLine(
-            deployed_order(deployment),
-            self.decodes,
-            self.forecasts,
-            self.step,
-            clock,
-            deployment.proxy.pool_seconds,
-        )
+        order = deployed_order(deployment)
+        if order.needs_lengths:
+            seconds = deployment.proxy.pool_seconds
+            self.line = WaitingLine(order, self.decodes, self.forecasts, self.step, clock, seconds)
         self.dispatcher = Dispatcher(
             self.placements,
             self.all,

@@ -153,10 +153,11 @@ class LiveForecasts:
         """Forget a request, and learn its length if it ended by itself."""
         if self._running.get(request.external_id) is request:
             del self._running[request.external_id]
-        self._ended[request.external_id] = None
-        if len(self._ended) > _KEPT:
-            self._ended.popitem(last=False)
-        self._drop(request.external_id)
+        if self._telemetry is not None:  # else no forecast is on its way
+            self._ended[request.external_id] = None
+            if len(self._ended) > _KEPT:
+                self._ended.popitem(last=False)
+            self._drop(request.external_id)
         if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 

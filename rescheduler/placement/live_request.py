@@ -372,7 +372,7 @@ def _kept(state: RequestState) -> Kept | None:
     """Return what an instance keeps of a request that ends, or fails, in this state.
 
     An engine that has accepted a request sees to the blocks that it pulls. One that has not may
-    still pull them for a request that nobody reads and that leaves nothing in its prefix cache.
+    still pull them for a request that no client reads and that leaves nothing in its prefix cache.
     """
     if isinstance(state, Prefilling):
         return Kept(state.instance, state.hop)

@@ -143,7 +143,7 @@ class Upstream:
         raise _refusal(instance, response.status, answer, response.headers.get("Retry-After", ""))
 
     async def _whole(self, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer that nobody expects to be large."""
+        """Return the body of an answer that is expected to be small."""
         parts, size = [], 0
         async for part in response.content.iter_any():
             parts.append(part)
@@ -282,7 +282,7 @@ class _Connector(aiohttp.TCPConnector):
 
 @contextmanager
 def _answering(instance: Instance, late: str, what: str = "") -> Iterator[None]:
-    """Say what is wrong with an engine that does not answer.
+    """Raise an error that names what is wrong with an engine that does not answer.
 
     Args:
         instance: that is asked.

@@ -8,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.ordering import ServiceOrder
-from rescheduler.ordering.kernel import Kind, Waiting, new_waiting, put_in_order, tail_rate
+from rescheduler.ordering.kernel import (
+    LATENCIES,
+    LATENCIES_A_RATE,
+    Waiting,
+    new_waiting,
+    put_in_order,
+    tail_rate,
+)
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.mean_step_time import MeanStepTime
@@ -16,9 +23,6 @@ from rescheduler.placement.placeable import R
 
 __all__ = ["WaitingLine"]
 
-_LATENCIES = 1_000
-_LATENCIES_A_RATE = 50
-"""Requests that end between two estimates of how their latencies decay."""
 _FRESH_SECONDS = 0.1
 """Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
 
@@ -27,7 +31,7 @@ class WaitingLine(Generic[R]):
     """Says which of the waiting requests goes first.
 
     Args:
-        order: of service.
+        order: of service, not that of arrival.
         decodes: that serve.
         forecasts: of remaining lengths; None if no engine publishes them, so that all requests
             are expected to be like those that ended lately.
@@ -51,11 +55,11 @@ class WaitingLine(Generic[R]):
         self._forecasts = forecasts or LiveForecasts(None)
         self._latest = longest / 3
         self._waiting = new_waiting(256)
-        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._gamma, self._unseen = 0.0, 0
         self._left: dict[R, float] = {}
         self._left_at = clock()
-        self._scratch = np.zeros((2, _LATENCIES), dtype=np.int64)
+        self._scratch = np.zeros((2, LATENCIES), dtype=np.int64)
 
     def ended(self, request: R) -> None:
         """Learn from a request that has ended by itself."""
@@ -71,10 +75,10 @@ class WaitingLine(Generic[R]):
             requests: in order of arrival.
         """
         n = len(requests)
-        if self._parameters.kind == Kind.FCFS or n == 0:
+        if n == 0:
             self._left.clear()
-            return list(requests), False
-        if self._unseen >= _LATENCIES_A_RATE:
+            return [], False
+        if self._unseen >= LATENCIES_A_RATE:
             seen = np.array(self._latencies)
             self._gamma, self._unseen = tail_rate(seen, len(seen), *self._scratch), 0
         waiting = self._foreseen(requests)

@@ -197,7 +197,7 @@ class PassThrough:
     ) -> web.StreamResponse:
         """Hand on a document: as a whole if it is not too large to be kept until then.
 
-        Once it has begun it has to end: a byte now and then is no sign of life.
+        Once begun, it must end in time, however many bytes still arrive.
         """
         kind = response.headers.get("Content-Type", "application/json")
         held, reading = bytearray(), response.content.iter_any()

@@ -45,7 +45,7 @@ def foresight(inputs: RoutingInputs) -> tuple[FloatArray, FloatArray]:
 
     with :math:`\bar S` the mean survival of those that wait, of whom U are admitted now, to an
     instance in proportion to its free slots :math:`c_g`. It is 1 at h = 0 and never rises. Where
-    one admission can make up for an end (α = 1), w is the chance that nobody was admitted.
+    one admission can make up for an end (α = 1), w is the chance that no request was admitted.
 
     A slot freed is filled from those that are left waiting, if any are, on average half-way
     through the h steps:

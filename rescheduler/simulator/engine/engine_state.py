@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.ordering.kernel import OrderParameters, Waiting, new_waiting
+from rescheduler.ordering.kernel import LATENCIES, OrderParameters, Waiting, new_waiting
 from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.simulator.config.service_rules import ServiceRules
@@ -26,7 +26,6 @@ from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 __all__ = [
     "FIRST_POOL",
     "ITL_BINS_PER_E",
-    "LATENCIES",
     "MIGRATED",
     "NEVER",
     "NONE",
@@ -116,8 +115,6 @@ SHORTEST_ITL, _LONGEST_ITL = 1e-5, 1e5  # seconds
 _HISTOGRAM_BINS = 1600
 ITL_BINS_PER_E = _HISTOGRAM_BINS / np.log(_LONGEST_ITL / SHORTEST_ITL)
 """Bins of the histogram of inter-token latencies in a factor of e."""
-LATENCIES = 1_000
-"""Requests whose latencies tell the decay rate of their tail."""
 _FIRST_ROWS = 4096
 _OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
 

@@ -3,9 +3,14 @@
 from math import inf, isnan
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.ordering.kernel import Kind, put_in_order, tail_rate
-from rescheduler.simulator.engine.engine_state import (
+from rescheduler.ordering.kernel import (
     LATENCIES,
+    LATENCIES_A_RATE,
+    Kind,
+    put_in_order,
+    tail_rate,
+)
+from rescheduler.simulator.engine.engine_state import (
     Arrivals,
     Cluster,
     PolicyState,
@@ -16,9 +21,6 @@ from rescheduler.simulator.engine.routing_inputs import expected_left
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 __all__ = ["order_pool"]
-
-_LATENCIES_A_RATE = 50
-"""Requests that end between two estimates of how their latencies decay."""
 
 
 @compiled_core
@@ -35,7 +37,7 @@ def order_pool(
     if policy_state.order.kind == Kind.FCFS or n == 0:
         return n  # type: ignore[no-any-return]
     known = min(scalars.latencies, LATENCIES)
-    if scalars.latencies >= scalars.gamma_of + _LATENCIES_A_RATE:
+    if scalars.latencies >= scalars.gamma_of + LATENCIES_A_RATE:
         scalars.gamma = tail_rate(cluster.latencies, known, cluster.tail[0], cluster.tail[1])
         scalars.gamma_of = scalars.latencies
     for i in range(n):

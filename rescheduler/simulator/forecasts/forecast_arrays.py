@@ -17,7 +17,6 @@ __all__ = [
     "POINT",
     "ForecastArrays",
     "add_expected",
-    "before_prefill",
     "classified_forecast",
     "curve_forecast",
     "expected_remaining",
@@ -123,19 +122,6 @@ def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
     survival = np.ascontiguousarray(table, dtype=np.float64)
     tail = np.concatenate([np.cumsum(survival[::-1])[::-1], [0.0]])
     return ForecastArrays(MARGINAL, table=survival, tail=tail)
-
-
-def before_prefill(forecast: ForecastArrays, table: npt.ArrayLike) -> ForecastArrays:
-    """Return recorded curves that exist only once a request has a token.
-
-    A predictor reads hidden states, and before its prompt has been computed a request has none.
-
-    Args:
-        forecast: of `curve_forecast`.
-        table: [T + 1] what is known before, as of `marginal_forecast`.
-    """
-    known = marginal_forecast(table)
-    return forecast._replace(table=known.table, tail=known.tail)
 
 
 def curve_forecast(

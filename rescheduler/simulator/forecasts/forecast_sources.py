@@ -13,7 +13,6 @@ from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
-    before_prefill,
     classified_forecast,
     curve_forecast,
     marginal_forecast,
@@ -227,7 +226,8 @@ class KaplanMeier(ForecastSource):
         """Return the curve of a sample of lengths, none of which is taken to be cut."""
         if lengths is None or len(lengths) == 0:
             raise ValueError("kaplan_meier: needs output lengths of other requests, there are none")
-        return marginal_forecast(_curve_of(lengths))
+        curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
+        return marginal_forecast(curve.at(np.arange(int(lengths.max()) + 1)))
 
 
 @dataclass(frozen=True)
@@ -309,15 +309,8 @@ def unprefilled(forecast: ForecastArrays, lengths: IntArray | None) -> ForecastA
     Raises:
         ValueError: there are none.
     """
-    if lengths is None or len(lengths) == 0:
-        raise ValueError("replay: needs output lengths of other requests, there are none")
-    return before_prefill(forecast, _curve_of(lengths))
-
-
-def _curve_of(lengths: IntArray) -> npt.NDArray[np.float64]:
-    """Return P(output > t) at t = 0 to the longest, of lengths none of which was cut."""
-    curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
-    return curve.at(np.arange(int(lengths.max()) + 1))
+    known = KaplanMeier().arrays(lengths, seed=0)
+    return forecast._replace(table=known.table, tail=known.tail)
 
 
 def create_forecast(name: str, **options: Any) -> ForecastSource:

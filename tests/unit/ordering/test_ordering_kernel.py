@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescheduler.ordering import ServiceOrder, create_order, order_names
+from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.ordering.kernel import HOLDS_BACK, new_waiting, put_in_order, tail_rate
 
 ORDERS = [
@@ -124,14 +124,6 @@ def test_of_equal_costs_the_first_to_come_goes_first() -> None:
     assert line.served(create_order("shortest"))[0] == [1, 3, 0, 2]
 
 
-def test_unknown_costs_count_as_the_mean_of_the_others() -> None:
-    line = Line([4.0, 3.0, 2.0], [math.nan, 1.0, 9.0], [100.0] * 3, [math.inf] * 3)
-    assert line.served(create_order("shortest"))[0] == [1, 0, 2]
-    unknown = Line([4.0, 3.0, 2.0], [math.nan] * 3, [math.nan] * 3, [math.inf] * 3)
-    for order in ORDERS:
-        assert unknown.served(order)[0] == [0, 1, 2], order
-
-
 def test_a_boost_lies_between_the_two_others() -> None:
     """γ → ∞ serves as they come; γ → 0 the shortest first."""
     generator = np.random.default_rng(0)
@@ -166,7 +158,3 @@ def test_the_rate_of_a_tail_is_estimated() -> None:
 def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_order(name, **options)
-
-
-def test_every_order_has_a_name() -> None:
-    assert order_names() == ["boost", "fcfs", "response_ratio", "shortest"]

@@ -48,8 +48,6 @@ def test_what_holds_the_memory_for_least_goes_first(tokenizer: Tokenizer) -> Non
     """Equally long answers: short prompts cost less, and of those alike the first came first."""
     line, requests = line_of(tokenizer, {"name": "shortest", "starvation": 1e9})
     assert names(line, requests) == ["1", "3", "2", "0"]
-    fcfs, requests = line_of(tokenizer, {"name": "fcfs"})
-    assert names(fcfs, requests) == ["0", "1", "2", "3"]
 
 
 def test_one_that_may_not_wait_longer_goes_first_and_holds_back_the_others(

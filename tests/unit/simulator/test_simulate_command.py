@@ -313,7 +313,10 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     [
         (["--vary", "cluster.instanzes=[1]"], "cluster.instanzes"),
         (["--vary", "clutser.instances=[1]"], "vary.clutser.instances: there is no clutser"),
-        (["--vary", "cluster.instances=3"], "vary"),
+        (
+            ["--vary", "cluster.instances=3"],
+            "vary.cluster.instances: a list of values such as [3], not 3",
+        ),
         (["--vary", "policies.bfoi.horizon=[1]"], "no policy 'bfoi'; there are: fcfs, bfio"),
         (["--vary", "clock.speed=[1]"], "vary.clock.speed: clock has no keys of its own"),
         (
