@@ -8,8 +8,7 @@ __all__ = ["checkpoint_card", "front_matter", "provenance_rows"]
 _CARD = """\
 {front_matter}# {title} for {model}
 
-Reads the hidden state with which {model} computes a token's logits ({layer} layer,
-{normalisation}, d = {hidden_size}){beside} and predicts {what}
+Reads {reads}{beside} and predicts {what}
 
 | | |
 |---|---|
@@ -18,6 +17,22 @@ Reads the hidden state with which {model} computes a token's logits ({layer} lay
 {trained_remaining_tokens[0]}–{trained_remaining_tokens[1]} remaining, every k = {k} tokens |
 {provenance}
 
+{usage}
+
+`dataset_card.md` describes the training data; `metrics.json`, where there is one, is what
+`headway evaluate` measured on the test split.
+
+{not_for}
+"""
+
+_HIDDEN_STATE = """\
+the hidden state with which {model} computes a token's logits ({layer} layer,
+{normalisation}, d = {hidden_size})"""
+
+_PROMPT = """\
+a prompt, as averages of {model}'s own token embeddings ({hidden_size} values),"""
+
+_USAGE = """\
 ```python
 from predictor import RequestRows, load_predictor
 
@@ -27,13 +42,19 @@ predictor = load_predictor("this folder")
 forecast = predictor.forecast(RequestRows(hidden_states, numbers))
 forecast.at(80)  # P(still running after 80 more tokens), [n]
 forecast.median()  # tokens, [n]
-```
+```"""
 
-`dataset_card.md` describes the training data; `metrics.json`, where there is one, is what
-`headway evaluate` measured on the test split.
+_PROMPT_USAGE = """\
+```python
+from predictor.prompts.prompt_predictor import PromptPredictor
 
-Do not use it on another model's hidden states: loading refuses to.
-"""
+predictor = PromptPredictor.load("this folder")
+predictor.expected_tokens("Write a story about a lighthouse keeper.", max_tokens=1024)
+predictor.forecast(prompts, temperature, max_tokens)  # token ids; [n]; [n]
+```"""
+
+_NOT_FOR = "Do not use it on another model's hidden states: loading refuses to."
+_PROMPT_NOT_FOR = "What another model would answer to the same prompt, it does not know."
 
 _REGRESSION = """\
 how many tokens the request still generates.
@@ -53,9 +74,13 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     sizes = (config["hidden_size"] + len(inputs), *config["widths"], outputs)
     what = (_SURVIVAL if survival else _REGRESSION).format(shape="→".join(map(str, sizes)))
     fields = {key: value for key, value in config.items() if key != "provenance"}
+    prompt = config["layer"] == "prompt"
     return _CARD.format(
         front_matter=front_matter("length-prediction", "llm-serving"),
         title="Survival forecasts" if survival else "Remaining-length predictor",
+        reads=(_PROMPT if prompt else _HIDDEN_STATE).format(**fields),
+        usage=(_PROMPT_USAGE if prompt else _USAGE).format(**fields),
+        not_for=_PROMPT_NOT_FOR if prompt else _NOT_FOR,
         what=what,
         beside=f" and {', '.join(inputs)}" if inputs else "",
         provenance=provenance_rows(config["provenance"] or {}),

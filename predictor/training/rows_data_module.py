@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_collection.dataset.dataset_schema import DatasetError, SplitName, split_requests
 from predictor.models.hidden_state_mlp import RequestRows
+from predictor.prompts.prompt_embedding import PromptEmbedding
+from predictor.training.prompt_table import load_prompt_rows
 from predictor.training.row_table import RowTable, load_rows
 
 __all__ = ["Batch", "RowsDataModule", "request_rows"]
@@ -43,6 +45,8 @@ class RowsDataModule(L.LightningDataModule):
             count as, since their true remaining length is unknown. ``leave_out``: nothing;
             ``as_ended``: as if they had ended where they were cut, as published systems do;
             ``censor``: as "longer than this", which only a likelihood can use.
+        reads: ``hidden_states`` of running requests; or ``prompts``, a row each, to forecast
+            before prefill. Then ``dataset`` may also be transcripts, a file or a pattern.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class RowsDataModule(L.LightningDataModule):
         split_seed: int = 0,
         train_requests: int | None = None,
         cut_requests: Literal["leave_out", "as_ended", "censor"] = "leave_out",
+        reads: Literal["hidden_states", "prompts"] = "hidden_states",
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -61,6 +66,8 @@ class RowsDataModule(L.LightningDataModule):
         self.split_seed = split_seed
         self.train_requests = train_requests
         self.cut_requests = cut_requests
+        self.reads = reads
+        self.embedding: PromptEmbedding | None = None
         self.parts: dict[SplitName, RowTable] = {}
         self.censored_rows = 0
 
@@ -72,7 +79,10 @@ class RowsDataModule(L.LightningDataModule):
         """
         if self.parts:
             return
-        table = load_rows(self.dataset)
+        if self.reads == "prompts":
+            table, self.embedding = load_prompt_rows(self.dataset, self.split_seed)
+        else:
+            table = load_rows(self.dataset)
         self.censored_rows = int(table.censored.sum())
         for name, requests in split_requests(table.requests.group, self.split_seed).items():
             if name == "train" and self.train_requests is not None:

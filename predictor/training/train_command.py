@@ -48,9 +48,13 @@ class ExportCheckpoint(Callback):
         pl_module.finish(data)
         figure = float(best.best_model_score or "nan")
         provenance = self._provenance(trainer, data) | {pl_module.monitor: figure}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if data.embedding is not None:
+            data.embedding.save(self.folder)
         export_checkpoint(pl_module.predictor.cpu(), self.folder, provenance)
-        dataset_card = read_text(data.dataset / "README.md")
-        write_text_atomically(self.folder / "dataset_card.md", dataset_card)
+        card = (data.dataset if data.dataset.is_dir() else data.dataset.parent) / "README.md"
+        if card.is_file():
+            write_text_atomically(self.folder / "dataset_card.md", read_text(card))
         print(f"best {pl_module.monitor} {figure:.4g}; wrote {self.folder}")
 
     def _provenance(self, trainer: L.Trainer, data: RowsDataModule) -> dict[str, Any]:

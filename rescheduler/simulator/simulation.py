@@ -367,6 +367,8 @@ class Simulation:
             curves = f.curves[f.first_row[template] + renewed]
             if len(f.table) > 0:
                 known = f.table[np.minimum(f.edges.astype(np.int64), len(f.table) - 1)]
+                if len(f.prompt_row) > 0:
+                    known = f.curves[f.prompt_row[template]]
                 curves = np.where(generated[:, None] > 0, curves, known.astype(np.float32))
             limit = f.cap[template] - renewed * f.interval
             fresh = SurvivalForecast.new(f.edges, curves, limit)

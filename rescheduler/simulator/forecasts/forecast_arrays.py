@@ -63,6 +63,8 @@ class ForecastArrays(NamedTuple):
         first_row: [n_templates] the row predicted at n = 0.
         n_rows: [n_templates] rows of each template, ``interval`` tokens apart.
         cap: [n_templates] output tokens at which a request is cut.
+        prompt_row: [n_templates] with ``table``, the curve of each request that has no token yet,
+            in its place; or empty.
     """
 
     kind: int
@@ -80,6 +82,7 @@ class ForecastArrays(NamedTuple):
     first_row: IntArray = _NO_ROWS
     n_rows: IntArray = _NO_ROWS
     cap: IntArray = _NO_ROWS
+    prompt_row: IntArray = _NO_ROWS
 
 
 def no_forecast() -> ForecastArrays:
@@ -210,6 +213,9 @@ def survival_row(
         remaining = _point(f, number, generated, output)
         for p in range(len(points)):
             out[p] = 1.0 if points[p] < remaining else 0.0
+    elif f.kind == CURVE and _only_prompt(f, generated):
+        row = f.prompt_row[template]
+        aged_survival(f.edges, f.curves[row], 0.0, float(f.cap[template]), points, out)
     elif f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         last = len(f.table) - 1
         alive = f.table[generated] if generated <= last else 0.0
@@ -224,6 +230,12 @@ def survival_row(
     for p in range(len(points)):
         if points[p] == 0:
             out[p] = 1.0
+
+
+@compiled_inline
+def _only_prompt(f: ForecastArrays, generated: int) -> bool:
+    """Return whether a request is known by its prompt alone."""
+    return generated == 0 and len(f.table) > 0 and len(f.prompt_row) > 0
 
 
 @compiled_inline
@@ -245,6 +257,9 @@ def expected_remaining(
     """Return E[R], the tokens a request is expected to generate yet; 0 without a forecast."""
     if f.kind == POINT:
         return _point(f, number, generated, output)
+    if f.kind == CURVE and _only_prompt(f, generated):
+        row = f.prompt_row[template]
+        return aged_mean(f.edges, f.curves[row], 0.0, float(f.cap[template]))
     if f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         if generated >= len(f.table) or f.table[generated] <= 0.0:
             return 1.0

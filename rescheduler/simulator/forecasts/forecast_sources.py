@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
+    ONCE,
     ForecastArrays,
     classified_forecast,
     curve_forecast,
@@ -37,8 +38,11 @@ class ForecastSource(Checked, ABC):
     name: ClassVar[str]
     needs_lengths: ClassVar[bool] = False
     """Whether it is fitted to a sample of output lengths."""
-    of_hidden_states: ClassVar[bool] = False
-    """Whether it forecasts from hidden states, which a request has once its prompt is computed."""
+
+    @property
+    def of_hidden_states(self) -> bool:
+        """Whether it forecasts from hidden states, which come once a prompt is computed."""
+        return False
 
     def _section(self) -> str:
         return f"{self.name}: "
@@ -234,23 +238,25 @@ class KaplanMeier(ForecastSource):
 class Replay(ForecastSource, interval=COUNT):
     """What a real predictor forecast of the very requests of a `ReplayTrace`, as they ran.
 
-    With chunked prefill a request is forecast by its first token, and known by the lengths of
-    others before.
+    With chunked prefill a request is forecast by its first token, and before that known by its
+    prompt, if the recording has forecasts of prompts, and else by the lengths of others.
 
     Attributes:
         recording: path of the recording that the trace replays.
         interval: tokens between two forecasts of a request, a multiple of the recording's own
             interval; all recorded ones when None.
+        reads: ``hidden_states``, ``prompts`` (then what is forecast of a prompt ages), or None:
+            all that was recorded.
 
     Raises:
         ValueError: the file is not a recording, or has no forecasts at that interval.
     """
 
     name: ClassVar[str] = "replay"
-    of_hidden_states: ClassVar[bool] = True
 
     recording: str | Path
     interval: int | None = None
+    reads: Literal["hidden_states", "prompts"] | None = None
     _recorded: ForecastRecording = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +269,16 @@ class Replay(ForecastSource, interval=COUNT):
                 f"replay: {self.recording} has a forecast every {recorded.interval} tokens, "
                 f"so that interval must be a multiple of that, not {self.interval}"
             )
+        if self.reads == "prompts" and recorded.prompt_curves is None:
+            raise ValueError(
+                f"replay: {self.recording} has no forecasts of prompts; record it again with "
+                "`headway record --prompt-checkpoint`"
+            )
+
+    @property
+    def of_hidden_states(self) -> bool:
+        """Whether it forecasts from hidden states, which come once a prompt is computed."""
+        return self.reads != "prompts"
 
     def refuse_other_trace(self, trace: Trace) -> None:
         """Refuse a trace that does not replay the same recording."""
@@ -281,14 +297,30 @@ class Replay(ForecastSource, interval=COUNT):
         first_row = np.cumsum(n_rows) - n_rows
         step = np.arange(n_rows.sum()) - np.repeat(first_row, n_rows)
         kept = np.repeat(recorded.first_row, n_rows) + every * step
-        return curve_forecast(
+        n, of_prompts = len(recorded), recorded.prompt_curves
+        if self.reads == "prompts":
+            assert of_prompts is not None, "checked when it was read"
+            return curve_forecast(
+                interval=ONCE,
+                edges=recorded.edges,
+                curves=of_prompts,
+                first_row=np.arange(n),
+                n_rows=np.ones(n, dtype=np.int64),
+                cap=recorded.max_tokens,
+            )
+        curves, prompt_row = recorded.curves[kept], np.empty(0, dtype=np.int64)
+        if of_prompts is not None and self.reads is None:
+            prompt_row = len(curves) + np.arange(n)
+            curves = np.concatenate([curves, of_prompts])
+        made = curve_forecast(
             interval=every * recorded.interval,
             edges=recorded.edges,
-            curves=recorded.curves[kept],
+            curves=curves,
             first_row=first_row,
             n_rows=n_rows,
             cap=recorded.max_tokens,
         )
+        return made._replace(prompt_row=prompt_row)
 
 
 SOURCES = Registry[ForecastSource](
@@ -304,7 +336,8 @@ SOURCES = Registry[ForecastSource](
 def unprefilled(forecast: ForecastArrays, lengths: IntArray | None) -> ForecastArrays:
     """Return recorded forecasts where prompts are computed among the decode steps.
 
-    They are of hidden states: until its first token a request is known by the lengths of others.
+    They are of hidden states: until its first token a request is known by its prompt, if that was
+    forecast, and else by the lengths of others.
 
     Raises:
         ValueError: there are none.

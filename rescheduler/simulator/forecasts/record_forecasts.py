@@ -1,9 +1,10 @@
 """`headway record`: record a predictor's forecasts of a dataset, for simulations."""
 
 import hashlib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP
+from predictor.prompts.prompt_predictor import PROMPT_LAYER, PromptPredictor
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.workloads.forecast_recording import (
@@ -43,7 +45,16 @@ class LeftOut(NamedTuple):
     incomplete: int
 
 
-def record(dataset: Path, checkpoint: str, out: Path, part: SplitName = "test") -> None:
+Part = SplitName | Literal["all"]
+
+
+def record(
+    dataset: Path,
+    checkpoint: str,
+    out: Path,
+    part: Part = "test",
+    prompt_checkpoint: str | None = None,
+) -> None:
     """Record a predictor's forecasts of the requests of a dataset, for simulations.
 
     In `headway simulate`, the trace `{name: replay, recording: OUT}` repeats these requests, and
@@ -53,9 +64,11 @@ def record(dataset: Path, checkpoint: str, out: Path, part: SplitName = "test") 
         dataset: folder of the dataset.
         checkpoint: folder or Hugging Face id of a survival model or a regressor.
         out: Parquet file to write.
-        part: whose requests are recorded; those of `test` were not trained on.
+        part: whose requests are recorded; those of `test` were not trained on. Of a dataset that
+            was collected apart, `all`.
+        prompt_checkpoint: of a predictor that reads prompts, whose forecasts are recorded, too.
     """
-    recorded, left_out = record_forecasts(dataset, checkpoint, out, part)
+    recorded, left_out = record_forecasts(dataset, checkpoint, out, part, prompt_checkpoint)
     print(
         f"wrote {out}: {len(recorded)} {part} requests, {len(recorded.curves)} forecasts, one "
         f"every {recorded.interval} tokens, {out.stat().st_size / 1e6:.2f} MB"
@@ -67,7 +80,11 @@ def record(dataset: Path, checkpoint: str, out: Path, part: SplitName = "test") 
 
 
 def record_forecasts(
-    dataset: Path, checkpoint: str, out: Path, part: SplitName = "test"
+    dataset: Path,
+    checkpoint: str,
+    out: Path,
+    part: Part = "test",
+    prompt_checkpoint: str | None = None,
 ) -> tuple[ForecastRecording, LeftOut]:
     """Write what a predictor forecasts of the requests of a dataset, every k tokens.
 
@@ -85,8 +102,15 @@ def record_forecasts(
     predictor = load_predictor(checkpoint)
     table = load_rows(dataset)
     predictor.refuse_other_model(table.session)
-    split_seed = predictor.provenance.get("split_seed", 0)
-    chosen = split_requests(table.requests.group, split_seed)[part]
+    prompts = None if prompt_checkpoint is None else PromptPredictor.load(prompt_checkpoint)
+    if prompts is not None:
+        session = replace(table.session, layer=PROMPT_LAYER, hidden_size=prompts.model.hidden_size)
+        prompts.model.refuse_other_model(session)
+    if part == "all":
+        chosen = np.arange(len(table.requests))
+    else:
+        split_seed = predictor.provenance.get("split_seed", 0)
+        chosen = split_requests(table.requests.group, split_seed)[part]
     whole, left_out = _whole_requests(table, chosen)
     if len(whole) == 0:
         raise ValueError(
@@ -98,6 +122,7 @@ def record_forecasts(
     first_row = np.flatnonzero(rows.generated_tokens == 0)
     max_tokens = rows.max_tokens[first_row]
     edges, curves = _curves(predictor, rows)
+    of_prompts = None if prompts is None else _prompt_curves(prompts, table, whole, edges)
     recording = ForecastRecording(
         model=predictor.serving_model,
         predictor=_fingerprint(predictor),
@@ -112,6 +137,8 @@ def record_forecasts(
         curves=curves,
         first_row=first_row,
         n_rows=np.diff(np.append(first_row, len(rows))),
+        prompt_curves=of_prompts,
+        prompt_predictor="" if prompts is None else prompts.model.fingerprint(),
     )
     write_recording(recording, out)
     return recording, left_out
@@ -154,6 +181,23 @@ def _curves(
             forecast = forecast.on_grid(edges)
         curves[some] = in_steps(forecast.survival)
     return edges, curves
+
+
+def _prompt_curves(
+    prompts: PromptPredictor,
+    table: RowTable,
+    requests: IntArray,
+    edges: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float32]:
+    """Return the curves of requests' prompts on a grid [n, E], as without ``max_tokens``."""
+    ids = [table.requests.prompt_token_ids[i] for i in requests]
+    unknown = sum(one is None for one in ids)
+    if unknown:
+        raise ValueError(f"the tokens of {unknown} prompts were not recorded (tokens: false)")
+    known = [one for one in ids if one is not None]
+    no_cap = np.full(len(known), np.inf)
+    forecast = prompts.forecast(known, table.requests.temperature[requests], no_cap)
+    return in_steps(forecast.on_grid(edges).survival)
 
 
 def _fingerprint(predictor: HiddenStateMLP) -> str:

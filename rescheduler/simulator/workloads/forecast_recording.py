@@ -44,6 +44,8 @@ class ForecastRecording:
             rising. The rows of a request follow one another, at 0, k, 2k ... generated tokens.
         first_row: [n] where the rows of each request begin.
         n_rows: [n] how many there are: as often as k goes into its output, rounded up.
+        prompt_curves: [n, E] what was forecast from the prompts alone; None if nothing was.
+        prompt_predictor: fingerprint of what forecast that.
     """
 
     model: str
@@ -58,6 +60,8 @@ class ForecastRecording:
     curves: npt.NDArray[np.float32]
     first_row: IntArray
     n_rows: IntArray
+    prompt_curves: npt.NDArray[np.float32] | None = None
+    prompt_predictor: str = ""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together."""
@@ -71,6 +75,10 @@ class ForecastRecording:
         if self.n_rows.sum() != len(self.curves):
             raise ValueError(f"{len(self.curves)} curves, {self.n_rows.sum()} were expected")
         SurvivalForecast.new(self.edges, self.curves)
+        if self.prompt_curves is not None:
+            if len(self.prompt_curves) != len(self):
+                raise ValueError(f"{len(self.prompt_curves)} forecasts of {len(self)} prompts")
+            SurvivalForecast.new(self.edges, self.prompt_curves)
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -126,11 +134,11 @@ def write_recording(recording: ForecastRecording, out: Path) -> None:
     """Write a recording as one Parquet file, whole or not at all; its curves by `in_steps`.
 
     One row a request: ``prompt_tokens, output_tokens, max_tokens, cut``, and ``survival``, a list
-    of forecasts, each a list of 65535·P(remaining > edge). Everything else is in the metadata.
+    of forecasts, each a list of 65535·P(remaining > edge); ``prompt_survival`` is one of them.
+    Everything else is in the metadata.
     """
     offsets = np.append(recording.first_row, len(recording.curves)).astype(np.int32)
-    steps = np.rint(recording.curves.astype(np.float64) * _STEPS).astype(np.uint16)
-    curves = pa.FixedSizeListArray.from_arrays(steps.ravel(), len(recording.edges))
+    curves = _as_steps(recording.curves)
     columns = {
         "prompt_tokens": pa.array(recording.prompt, pa.int32()),
         "output_tokens": pa.array(recording.output, pa.int32()),
@@ -138,7 +146,7 @@ def write_recording(recording: ForecastRecording, out: Path) -> None:
         "cut": pa.array(recording.cut),
         "survival": pa.ListArray.from_arrays(offsets, curves),
     }
-    described = {
+    described: dict[str, Any] = {
         "version": _VERSION,
         "model": recording.model,
         "predictor": recording.predictor,
@@ -146,6 +154,9 @@ def write_recording(recording: ForecastRecording, out: Path) -> None:
         "interval": recording.interval,
         "edges": recording.edges.astype(int).tolist(),
     }
+    if recording.prompt_curves is not None:
+        columns["prompt_survival"] = _as_steps(recording.prompt_curves)
+        described["prompt_predictor"] = recording.prompt_predictor
     table = pa.table(columns).replace_schema_metadata({_KEY: json.dumps(described)})
     out.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(out) as temporary:
@@ -153,6 +164,11 @@ def write_recording(recording: ForecastRecording, out: Path) -> None:
         pq.write_table(
             table, temporary, compression="zstd", compression_level=19, use_dictionary=False
         )
+
+
+def _as_steps(curves: npt.NDArray[np.float32]) -> pa.FixedSizeListArray:
+    steps = np.rint(curves.astype(np.float64) * _STEPS).astype(np.uint16)
+    return pa.FixedSizeListArray.from_arrays(steps.ravel(), curves.shape[1])
 
 
 def read_recording(path: Path) -> ForecastRecording:
@@ -187,6 +203,10 @@ def _recording(table: Any, described: dict[str, Any]) -> ForecastRecording:
     edges = np.array(described["edges"], dtype=np.float64)
     steps = survival.flatten().flatten().to_numpy().reshape(-1, len(edges))
     n_rows = survival.value_lengths().to_numpy().astype(np.int64)
+    of_prompts = None
+    if "prompt_survival" in table.column_names:
+        flat = table.column("prompt_survival").combine_chunks().flatten().to_numpy()
+        of_prompts = in_steps(flat.reshape(-1, len(edges)) / _STEPS)
 
     def whole(name: str) -> IntArray:
         return np.asarray(table.column(name).to_numpy(), dtype=np.int64)
@@ -204,4 +224,6 @@ def _recording(table: Any, described: dict[str, Any]) -> ForecastRecording:
         curves=in_steps(steps / _STEPS),
         first_row=np.cumsum(n_rows) - n_rows,
         n_rows=n_rows,
+        prompt_curves=of_prompts,
+        prompt_predictor=described.get("prompt_predictor", ""),
     )

@@ -9,13 +9,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from recorded_dataset import change_shard
 
 from data_collection.dataset.dataset_schema import split_requests
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
-from predictor.models.checkpoint import load_predictor
+from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
+from predictor.prompts.prompt_embedding import PromptEmbedding
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.forecasts.forecast_arrays import (
@@ -23,7 +25,11 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     expected_remaining,
     survival_row,
 )
-from rescheduler.simulator.forecasts.forecast_sources import SOURCES, create_forecast
+from rescheduler.simulator.forecasts.forecast_sources import (
+    SOURCES,
+    create_forecast,
+    unprefilled,
+)
 from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace, read_recording
 from rescheduler.simulator.workloads.trace import first_requests
@@ -204,6 +210,69 @@ def test_a_replayed_forecast_is_the_predictors_aged_and_capped(
             assert mean == pytest.approx(now.mean()[0], abs=0.02)
             ages += 1
     assert ages > 100
+
+
+@pytest.fixture(scope="module")
+def with_prompts(
+    memoryless: Path,
+    survival_checkpoint: Path,
+    smollm2: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The same recording, with what a model that nobody trained says of the prompts."""
+    folder = tmp_path_factory.mktemp("prompts")
+    embedding = PromptEmbedding.fit(str(smollm2), [list(range(11)), [50, 60]], dimension=8)
+    torch.manual_seed(0)
+    reader = SurvivalMLP(
+        [0, 4, 16, 100],
+        model="acme/small-model",
+        model_revision="abc123",
+        hidden_size=embedding.size,
+        k=1,
+        layer="prompt",
+        widths=(8,),
+    )
+    export_checkpoint(reader, folder, {})
+    embedding.save(folder)
+    out = folder / "forecasts.parquet"
+    record(memoryless, str(survival_checkpoint), out, "all", str(folder))
+    return out
+
+
+def test_what_was_forecast_of_prompts_is_known_before_the_first_token(with_prompts: Path) -> None:
+    recorded = read_recording(with_prompts)
+    assert recorded.prompt_curves is not None
+    assert recorded.prompt_predictor
+    assert recorded.part == "all"
+    of_prompts = SurvivalForecast.new(
+        recorded.edges, recorded.prompt_curves, recorded.max_tokens.astype(float)
+    )
+    states = create_forecast("replay", recording=with_prompts, reads="hidden_states")
+    both = create_forecast("replay", recording=with_prompts)
+    alone = arrays("replay", recording=with_prompts, reads="prompts")
+    lengths = recorded.output
+    known = unprefilled(both.arrays(None, 0), lengths)
+    unread = unprefilled(states.arrays(None, 0), lengths)
+    marginal = expected_remaining(unread, 0, 3, 0, 0)
+    for template in (0, 3, 60):
+        mean = of_prompts.mean()[template]
+        assert expected_remaining(known, 0, template, 0, 0) == pytest.approx(mean, abs=0.02)
+        assert expected_remaining(alone, 0, template, 0, 0) == pytest.approx(mean, abs=0.02)
+        assert expected_remaining(unread, 0, template, 0, 0) == marginal
+        expected = of_prompts.at(POINTS)[template]
+        np.testing.assert_allclose(survival(known, 0, template=template), expected, atol=2e-4)
+    long = int(recorded.output.argmax())
+    later = arrays("replay", recording=with_prompts, reads="hidden_states")
+    for generated in (1, 7):
+        same = survival(later, generated, template=long)
+        np.testing.assert_array_equal(survival(known, generated, template=long), same)
+        aged = of_prompts.aged(float(generated)).at(POINTS)[long]
+        np.testing.assert_allclose(survival(alone, generated, template=long), aged, atol=2e-3)
+
+
+def test_prompts_that_were_not_forecast_cannot_be_replayed(recording: Path) -> None:
+    with pytest.raises(ValueError, match="has no forecasts of prompts"):
+        create_forecast("replay", recording=recording, reads="prompts")
 
 
 def test_forecasts_may_be_replayed_at_longer_intervals(recording: Path) -> None:

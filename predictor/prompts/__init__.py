@@ -1,0 +1,1 @@
+"""Forecasts from the prompt alone, before anything is computed."""
