@@ -3,11 +3,11 @@
     python -m benchmarks.live_order [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
         [--requests N] [--out FOLDER] [--json OUT]
 
-One prefill and two decode engines on this machine's CPU, with four places each, behind `headway
-serve`. In a round every arm gets the same requests at the same times with the same seeds, so that
-every arm generates the same tokens; each round draws requests of its own, and begins with the next
-arm. Lengths are the model's own, up to a cap. A load is a share of the capacity, measured first in
-its steady part, or ``burst``: all requests at once.
+A prefill and a decode engine on this machine's CPU, a core each, behind `headway serve`; eight
+requests are decoded at a time. In a round every arm gets the same requests at the same times with
+the same seeds, so that every arm generates the same tokens; each round draws requests of its own,
+and begins with the next arm. Lengths are the model's own, up to a cap. A load is a share of the
+capacity, measured first in its steady part, or ``burst``: all requests at once.
 
 Arms: ``fcfs``; ``shortest`` and ``boost`` with forecasts from hidden states once a request is
 prefilled, and the mean length of late before; ``prompt``, shortest prompt first; ``exact``,
@@ -44,7 +44,8 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.results.report import markdown_table
 
-ENGINE = replace(live_rescheduling.ENGINE, max_num_seqs=4, kv_blocks=120)
+ENGINE = replace(live_rescheduling.ENGINE, max_num_seqs=8, kv_blocks=240)
+DECODE = 1  # with more, engines wait for cores, not requests for places
 BURST = "burst"
 BASE = "fcfs"
 ORDERS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,9 @@ ORDERS: dict[str, dict[str, Any]] = {
     "prompt": {"name": "shortest", "by": "prompt"},
     "exact": {"name": "shortest"},
 }
-REQUESTS, MAX_TOKENS = 300, 300
+REQUESTS = {True: 60, False: 300}
+"""Of a round, for a burst and for a steady load: a queue takes some hundred to build up."""
+MAX_TOKENS, MEASURED = 300, 80
 PATIENCE = 600.0
 FIGURES = ("latency", "latency_p50", "latency_p99", "ttft", "ttft_p99", "slowdown", "seconds")
 _RESUMED = "The same command goes on with what is missing."
@@ -71,12 +74,14 @@ class Run(NamedTuple):
 
 class Plan(NamedTuple):
     out: Path
-    requests: int
+    requests: int | None
+    """Of a round; None is what suits the load."""
     machine: Machine | None
 
     def requests_of(self, run: Run) -> list[LoadRequest]:
         rate = inf if run.load == BURST else float(run.load) * self.capacity
-        load = round_load(run.round, self.requests, rate, MAX_TOKENS)
+        requests = self.requests or REQUESTS[run.load == BURST]
+        load = round_load(run.round, requests, rate, MAX_TOKENS)
         if run.arm != "exact":
             return load
         base = run._replace(arm=BASE)
@@ -111,7 +116,9 @@ def main() -> None:
         "--loads", nargs="+", type=share_or_burst, default=[BURST, "0.8", "1.0", "1.3"]
     )
     parser.add_argument("--arms", nargs="+", choices=list(ORDERS), default=list(ORDERS))
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="of a round")
+    parser.add_argument(
+        "--requests", type=int, help=f"of a round ({REQUESTS[True]} in a burst, {REQUESTS[False]})"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/live_order"))
     options = parser.parse_args()
     if options.quick:
@@ -157,17 +164,17 @@ def exact_last(arms: Sequence[str]) -> list[str]:
     return [arm for arm in arms if arm != "exact"] + [arm for arm in arms if arm == "exact"]
 
 
-def run_missing(out: Path, requests: int, runs: Sequence[Run]) -> Plan:
+def run_missing(out: Path, requests: int | None, runs: Sequence[Run]) -> Plan:
     """Run what the folder does not have with these settings; each result is kept at once."""
     steady = any(run.load != BURST for run in runs)
     machine = read_machine(out) if steady else None
     plan = Plan(out, requests, machine)
     if (machine or not steady) and all(plan.result(run) is not None for run in runs):
         return plan
-    deployment = patient(local_deployment("smollm2", ENGINE))
+    deployment = patient(local_deployment("smollm2", ENGINE, decode=DECODE))
     with engines(deployment, out):
         if steady and machine is None:
-            machine = measure_machine(deployment, out, min(requests, 100), MAX_TOKENS)
+            machine = measure_machine(deployment, out, MEASURED, MAX_TOKENS)
             plan = Plan(out, requests, machine)
         for number, run in enumerate(runs):
             if plan.result(run) is None:

@@ -389,6 +389,7 @@ class Link:
             generating=request.generating,
             on_its_way=request.on_its_way,
             avoid=sorted(self._index[one] for one in request.avoid | unreachable),
+            expected_tokens=_tokens_if_any(request.expected_tokens),
         )
 
     def _where(self, instance: InstanceState | None) -> int:

@@ -161,6 +161,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     generating: bool
     on_its_way: bool
     avoid: Annotated[list[Index], ByInstance]
+    expected_tokens: Tokens | None = None
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -47,6 +47,7 @@ class Mirror(Placeable):
         super().__init__(
             external_id=record.external_id,
             max_tokens=record.max_tokens,
+            expected_tokens=record.expected_tokens,
             id=record.id,
             name=record.name,
             movable=record.movable,

@@ -243,6 +243,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
         order: name and options of the order in which waiting requests are served.
+        prompt_checkpoint: predictor that reads prompts, for requests that no engine has forecast
+            yet; None: they are expected to be like those that ended lately.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
         coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
@@ -258,6 +260,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keys: str | None = None
     routing: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "jsq_load"})
     order: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "fcfs"})
+    prompt_checkpoint: str | None = None
     migration: dict[str, Any] | None = None
     coordinator: CoordinatorOptions | None = None
     proxy: ProxyOptions = ProxyOptions()

@@ -100,8 +100,8 @@ class LiveForecasts:
     """The newest forecast of every request, wherever it was made.
 
     A forecast is aged by the tokens its request has got since, also on another instance, until
-    one comes from there. Until its first one a request is expected to be like those that ended
-    lately: S(h) = exp(-h / mean length).
+    one comes from there. Until its first one S(h) = exp(-h / m), with m the length expected by its
+    prompt, or else the mean length of those that ended lately.
 
     Engines may have predictors with different grids, as during a rolling change: forecasts are
     kept by grid, and read on the union of the grids, on which each curve is the same function. A
@@ -181,8 +181,9 @@ class LiveForecasts:
             if len(tables) > 1:  # no request passes the last edge of its own grid
                 left[known] = np.minimum(left[known], table.edges[-1])
             unknown &= ~known
-        survival[unknown] = np.exp(-edges / max(1.0, self._mean_length))
         for i in np.flatnonzero(unknown).tolist():
+            mean = requests[i].expected_tokens or self._mean_length
+            survival[i] = np.exp(-edges / max(1.0, mean))
             most = requests[i].max_tokens
             if most is not None:
                 left[i] = max(1, min(most, _MOST_TOKENS) - requests[i].generated_tokens)

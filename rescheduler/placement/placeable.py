@@ -77,6 +77,7 @@ class Counted:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
         max_tokens: most that it may generate, as far as its client said.
+        expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
         generated_at_move: tokens when it last moved; None if it has not.
         destination: instance that it is on, or on its way to.
         generating: whether its present instance has generated a token.
@@ -85,6 +86,7 @@ class Counted:
     external_id: str
     prompt_tokens: int = 0
     max_tokens: int | None = None
+    expected_tokens: int | None = None
     generated_at_move: int | None = None
     destination: InstanceState | None = None
     generating: bool = False

@@ -15,6 +15,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.placement.prober import OutlierDetection
+from rescheduler.proxy.expected_length import ExpectedLengths
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
@@ -45,7 +46,8 @@ class Proxy:
         cutting: those that run are being ended.
 
     Raises:
-        DeploymentError: unknown policy, or one whose forecasts no instance publishes.
+        DeploymentError: unknown policy, one whose forecasts no instance publishes, or a prompt
+            checkpoint that cannot be used.
     """
 
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
@@ -56,6 +58,9 @@ class Proxy:
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
+        self._expected: ExpectedLengths | None = None
+        if deployment.prompt_checkpoint is not None:
+            self._expected = ExpectedLengths(deployment.prompt_checkpoint)
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
@@ -110,6 +115,8 @@ class Proxy:
             id, name, client, headers, now, self._tokenizer, self.cluster.placements
         )
         request.trace = trace
+        if self._expected is not None:
+            request.expected_tokens = self._expected.of(client)
         self.cluster.began(request)
         return request
 

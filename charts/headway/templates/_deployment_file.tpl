@@ -74,6 +74,9 @@ telemetry: 8102
 {{- if .Values.routing -}}
 {{- $_ := set $file "routing" .Values.routing -}}
 {{- end -}}
+{{- if .Values.promptCheckpoint -}}
+{{- $_ := set $file "prompt_checkpoint" .Values.promptCheckpoint -}}
+{{- end -}}
 {{- if .Values.order -}}
 {{- $_ := set $file "order" .Values.order -}}
 {{- end -}}

@@ -1,0 +1,59 @@
+"""How long answers are expected to be before anything of them is computed."""
+
+import logging
+
+from predictor.models.hidden_state_mlp import CheckpointError
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.openai.prompt_text import prompt_text, temperature
+
+__all__ = ["ExpectedLengths"]
+
+logger = logging.getLogger("headway.serve")
+
+
+class ExpectedLengths:
+    """Forecasts requests from their prompts as they arrive.
+
+    Args:
+        checkpoint: of a predictor that reads prompts.
+
+    Raises:
+        DeploymentError: the checkpoint cannot be used.
+    """
+
+    def __init__(self, checkpoint: str) -> None:
+        import torch
+
+        from predictor.prompts.prompt_predictor import PromptPredictor
+
+        torch.set_num_threads(1)  # a forecast is too small to share
+        try:
+            self._predictor = PromptPredictor.load(checkpoint)
+        except CheckpointError as error:
+            raise DeploymentError(f"prompt_checkpoint: {error}") from error
+        self._failed = False
+        self._predictor.expected_tokens("Hello")  # so that no client waits for what is set up once
+
+    @property
+    def model(self) -> str:
+        """The model whose answers it has learned from."""
+        return self._predictor.model.serving_model
+
+    def of(self, client: ClientRequest) -> int | None:
+        """Return the tokens that an answer is expected to have; None if nothing is known."""
+        if client.direct:
+            return None
+        try:
+            prompt = prompt_text(client.body)
+            if prompt is None:
+                return None
+            asked = temperature(client.body)
+            most = client.max_tokens
+            expected = self._predictor.expected_tokens(prompt, most, asked)
+            return max(1, round(expected))
+        except Exception:
+            if not self._failed:
+                logger.exception("a prompt cannot be forecast; only the first one is shown")
+            self._failed = True
+            return None
