@@ -8,7 +8,11 @@ from setuptools.command.build_py import build_py
 SHIPPED = (
     "configs/*/*.yaml",
     "checkpoints/rl-router/*",
-    *(f"checkpoints/smollm2-135m-instruct/*.{kind}" for kind in ("json", "md", "safetensors")),
+    *(
+        f"checkpoints/smollm2-135m-instruct{reads}/*.{kind}"
+        for reads in ("", "-prompt")
+        for kind in ("json", "md", "safetensors")
+    ),
     "recordings/*.parquet",
 )
 

@@ -30,7 +30,7 @@ the hidden state with which {model} computes a token's logits ({layer} layer,
 {normalisation}, d = {hidden_size})"""
 
 _PROMPT = """\
-a prompt, as averages of {model}'s own token embeddings ({hidden_size} values),"""
+a prompt, as averages of {model}'s own token embeddings ({hidden_size} values)"""
 
 _USAGE = """\
 ```python

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 from training_runs import fit
 
@@ -19,6 +20,7 @@ from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingE
 from predictor.prompts.prompt_predictor import PromptPredictor
 from predictor.training.prompt_table import load_prompt_rows
 
+ROOT = Path(__file__).parents[3]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHORT, LONG = "Answer yes or no: is {} red?", "Write a long story about {} and its many adventures."
 THINGS = ("a boat", "the moon", "my cat", "an apple", "this road", "the sea", "one tree", "a king")
@@ -105,6 +107,21 @@ def test_it_learns_which_prompts_have_long_answers(checkpoint: Path, tokenizer: 
     forecast = predictor.forecast([ids, ids], [0.8, np.nan], [350, 10])
     assert len(forecast) == 2
     assert forecast.mean()[1] <= 10
+
+
+@pytest.mark.parametrize(("part", "least"), [("held-out", 0.35), ("new-tasks", 0.3)])
+def test_the_shipped_one_ranks_answers_to_prompts_it_has_not_seen(part: str, least: float) -> None:
+    """Spearman's rank correlation; measured 0.44 and 0.41."""
+    predictor = PromptPredictor.load("checkpoints/smollm2-135m-instruct-prompt")
+    file = ROOT / "transcripts" / "smollm2-135m-instruct" / f"{part}.parquet"
+    answers = pq.read_table(file).to_pylist()
+    forecast = predictor.forecast(
+        [one["prompt_token_ids"] for one in answers],
+        [one["temperature"] for one in answers],
+        [one["max_tokens"] for one in answers],
+    )
+    lengths = [len(one["output_token_ids"]) for one in answers]
+    assert spearmanr(forecast.mean(), lengths).statistic > least
 
 
 def test_cut_answers_count_as_longer_than_they_were(transcripts: Path) -> None:

@@ -114,6 +114,41 @@ async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
     assert placed == sorted(placed), "the last three came in the opposite order"
 
 
+async def test_a_prompt_with_a_short_answer_passes_before_anything_is_computed(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts of about one length, of which the later one asks for a word."""
+    placed = []
+    begin_prefill = LiveRequest.begin_prefill
+
+    def begin(request: LiveRequest, instance: InstanceState) -> None:
+        placed.append(request.expected_tokens)
+        begin_prefill(request, instance)
+
+    monkeypatch.setattr(LiveRequest, "begin_prefill", begin)
+    long = "Write a detailed story of 900 words about a lighthouse keeper and the sea."
+    short = "Is the sea red? Answer with one word only, yes or no, and nothing else at all."
+    async with cluster(
+        tokenizer,
+        prefill_concurrency=1,
+        order={"name": "shortest"},
+        prompt_checkpoint="checkpoints/smollm2-135m-instruct-prompt",
+    ) as it:
+        dispatcher, prefill = it.proxy.cluster.dispatcher, it.engines["prefill-0"]
+        prefill.answers_late = True
+        began = [asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5}))]
+        await until(lambda: bool(prefill.kept))
+        for n, prompt in enumerate((long, short), 1):
+            began.append(asyncio.create_task(it.stream({"prompt": prompt, "max_tokens": 500})))
+            await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
+        prefill.answers_late = False
+        await asyncio.gather(*began)
+    _, first, second = placed
+    assert first is not None
+    assert second is not None
+    assert 2 * first < second
+
+
 async def test_what_cannot_be_ordered_is_served_as_it_came(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
