@@ -12,7 +12,7 @@ Config = TypeVar("Config", bound="CaptureConfig")
 SECTION = "headway"
 """Key of vLLM's additional configuration that holds Headway's."""
 
-_OF_THE_SCHEDULER = ("batching",)
+_OF_THE_SCHEDULER = ("batching", "order")
 """Keys of the section that the worker does not read."""
 
 

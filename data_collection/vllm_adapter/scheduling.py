@@ -1,6 +1,7 @@
 """vLLM's scheduler: the requests it holds, the order of its queue, its room, and its answers."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,13 @@ from vllm.v1.request import Request, RequestStatus
 
 __all__ = [
     "HeldRequest",
+    "QueuedRequest",
     "add_output",
     "fullness",
     "held_requests",
     "move_to_front",
     "no_room_for",
+    "queued_requests",
     "reject",
     "room",
     "slots_to_begin",
@@ -31,6 +34,41 @@ def fullness(scheduler: Any) -> dict[str, Any]:
         "kv_capacity_tokens": int(scheduler.cache_config.num_gpu_blocks)
         * int(scheduler.block_size),
     }
+
+
+class QueuedRequest(NamedTuple):
+    """A request that waits to be begun, or was preempted.
+
+    Attributes:
+        request: vLLM's.
+        arrived: when it came, seconds since 1970.
+        context: tokens of its prompt, and of those generated before it was preempted.
+        prompt: its token ids; None if the prompt was given as embeddings.
+        left: output tokens until it is cut.
+        temperature: with which it is sampled; nan where unknown.
+    """
+
+    request: Request
+    arrived: float
+    context: int
+    prompt: list[int] | None
+    left: int
+    temperature: float
+
+
+def queued_requests(scheduler: Any) -> list[QueuedRequest]:
+    """Return what waits in a scheduler's queue, from its front on."""
+    return [
+        QueuedRequest(
+            request=request,
+            arrived=request.arrival_time,
+            context=request.num_tokens,
+            prompt=request.prompt_token_ids,
+            left=max(1, request.max_tokens - request.num_output_tokens),
+            temperature=request.sampling_params.temperature if request.sampling_params else nan,
+        )
+        for request in scheduler.waiting
+    ]
 
 
 class HeldRequest(NamedTuple):

@@ -9,6 +9,7 @@ import msgspec
 from data_collection.text_file import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
+from rescheduler.ordering.engine_order_config import read_engine_order
 
 __all__ = [
     "CoordinatorOptions",
@@ -211,6 +212,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         k: engine steps between two forecasts.
         batching: how engines that prefill and decode form their batches, as in
             `rescheduler.batching.batching_config`; None: as vLLM does.
+        order: of service of what waits in an engine itself, as ``order`` of the deployment, and
+            with its own ``prompt_checkpoint``; None: as it came.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
         arguments: further flags for vLLM.
@@ -227,6 +230,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     checkpoint: str | None = None
     k: Positive = 20
     batching: dict[str, Any] | None = None
+    order: dict[str, Any] | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600
     arguments: list[str] = []
@@ -378,6 +382,8 @@ def check_policies(deployment: Deployment) -> None:
     """
     if deployment.engine.batching is not None:
         _check_batching(deployment)
+    if deployment.engine.order is not None:
+        _check_engine_order(deployment)
     for field in ("routing", "order", "migration"):
         section = getattr(deployment, field)
         if section is not None and not isinstance(section.get("name"), str):
@@ -437,6 +443,16 @@ def _check_batching(deployment: Deployment) -> None:
     section = {"batching": deployment.engine.batching, "forecast": deployment.engine.checkpoint}
     try:
         read_batching_config({"headway": section})
+    except ValueError as error:
+        where = str(error).removeprefix("--additional-config, headway.")
+        raise DeploymentError(f"engine.{where}") from error
+
+
+def _check_engine_order(deployment: Deployment) -> None:
+    if deployment.engine.batching is not None:
+        raise DeploymentError("engine.order: engine.batching says already who goes first; drop one")
+    try:
+        read_engine_order({"headway": {"order": deployment.engine.order}})
     except ValueError as error:
         where = str(error).removeprefix("--additional-config, headway.")
         raise DeploymentError(f"engine.{where}") from error

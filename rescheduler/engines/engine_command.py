@@ -41,6 +41,7 @@ docs/deploy.md.
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+_ORDERED_SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
 _PROCESSES = (
@@ -101,6 +102,9 @@ def engine_command(
     if options.batching is not None:
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
+    elif options.order is not None:
+        section["order"] = options.order
+        arguments += ["--scheduler-cls", _ORDERED_SCHEDULER]
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]
     if section:

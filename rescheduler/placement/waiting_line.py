@@ -1,6 +1,5 @@
 """Requests that wait, in the order of service."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -8,14 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.ordering import ServiceOrder
-from rescheduler.ordering.kernel import (
-    LATENCIES,
-    LATENCIES_A_RATE,
-    Waiting,
-    new_waiting,
-    put_in_order,
-    tail_rate,
-)
+from rescheduler.ordering.line import Line, Room
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.mean_step_time import MeanStepTime
@@ -49,24 +41,19 @@ class WaitingLine(Generic[R]):
         clock: Callable[[], float],
         longest: float,
     ) -> None:
-        self._parameters, self._decodes = order.parameters(), decodes
+        self._line, self._decodes = Line(order), decodes
         self._step, self._clock = step, clock
         self._learns = forecasts is None
         self._forecasts = forecasts or LiveForecasts(None)
         self._latest = longest / 3
-        self._waiting = new_waiting(256)
-        self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._gamma, self._unseen = 0.0, 0
         self._left: dict[R, float] = {}
         self._left_at = clock()
-        self._scratch = np.zeros((2, LATENCIES), dtype=np.int64)
 
     def ended(self, request: R) -> None:
         """Learn from a request that has ended by itself."""
         if self._learns:
             self._forecasts.ended(request, by_itself=True)
-        self._latencies.append(self._clock() - request.arrived)
-        self._unseen += 1
+        self._line.ended(self._clock() - request.arrived)
 
     def in_order(self, requests: Sequence[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others.
@@ -78,43 +65,22 @@ class WaitingLine(Generic[R]):
         if n == 0:
             self._left.clear()
             return [], False
-        if self._unseen >= LATENCIES_A_RATE:
-            seen = np.array(self._latencies)
-            self._gamma, self._unseen = tail_rate(seen, len(seen), *self._scratch), 0
-        waiting = self._foreseen(requests)
-        alone = put_in_order(self._parameters, self._gamma, waiting, n)
-        return [requests[i] for i in waiting.order[:n]], alone
+        order, alone = self._line.put_in_order(
+            waited=self._clock() - np.fromiter((one.arrived for one in requests), np.float64, n),
+            left=self._expected_left(requests),
+            context=np.fromiter((one.context_tokens for one in requests), np.float64, n),
+            latest=self._latest,
+            room=Room(
+                slots=float(min(one.slots for one in self._decodes)),
+                capacity=float(min(one.kv_capacity for one in self._decodes)),
+                step_seconds=self._step.seconds,
+            ),
+        )
+        return [requests[i] for i in order], alone
 
     def compile(self) -> None:
         """Order once, so that no request waits for a compiler."""
-        put_in_order(self._parameters, 0.0, self._waiting, 2)
-        tail_rate(np.zeros(1), 1, *self._scratch)
-
-    def _foreseen(self, requests: Sequence[R]) -> Waiting:
-        r"""Write what is known of requests that wait.
-
-        A request costs the larger of its shares of an instance's places and memory, times the
-        seconds for which it holds them:
-
-        .. math:: \max\Big(\frac{1}{S}, \frac{c + E[R]/2}{K}\Big) E[R]\,\tau
-        """
-        n, waiting = len(requests), self._waiting
-        if n > len(waiting.key):
-            self._waiting = waiting = new_waiting(2 * n)
-        left = self._expected_left(requests)
-        context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
-        arrived = np.fromiter((one.arrived for one in requests), np.float64, n)
-        slots = max(float(min(one.slots for one in self._decodes)), 1.0)
-        capacity = max(float(min(one.kv_capacity for one in self._decodes)), 1.0)
-        waiting.waited[:n] = self._clock() - arrived
-        waiting.alone[:n] = left * self._step.seconds
-        if self._parameters.by_prompt:
-            waiting.cost[:n] = context
-        else:
-            held = np.maximum(1.0 / slots, (context + left / 2) / capacity)
-            waiting.cost[:n] = held * waiting.alone[:n]
-        waiting.latest[:n] = self._latest
-        return waiting
+        self._line.compile()
 
     def _expected_left(self, requests: Sequence[R]) -> npt.NDArray[np.float64]:
         """Return the tokens that requests are expected to generate, [n], at least 1."""

@@ -2,7 +2,6 @@
 
 import logging
 
-from predictor.models.hidden_state_mlp import CheckpointError
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.prompt_text import prompt_text, temperature
@@ -23,14 +22,14 @@ class ExpectedLengths:
     """
 
     def __init__(self, checkpoint: str) -> None:
-        import torch
+        import torch  # which a proxy without a checkpoint does not load
 
         from predictor.prompts.prompt_predictor import PromptPredictor
 
         torch.set_num_threads(1)  # a forecast is too small to share
         try:
             self._predictor = PromptPredictor.load(checkpoint)
-        except CheckpointError as error:
+        except ValueError as error:
             raise DeploymentError(f"prompt_checkpoint: {error}") from error
         self._failed = False
         self._predictor.expected_tokens("Hello")  # so that no client waits for what is set up once

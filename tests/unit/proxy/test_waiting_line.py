@@ -154,7 +154,7 @@ async def test_what_cannot_be_ordered_is_served_as_it_came(
 ) -> None:
     """An engine may say anything of itself; no request waits for that."""
     async with cluster(tokenizer, order={"name": "boost"}) as it:
-        monkeypatch.setattr(WaitingLine, "_foreseen", lambda line, requests: 1 / 0)
+        monkeypatch.setattr(WaitingLine, "_expected_left", lambda line, requests: 1 / 0)
         await asyncio.gather(*(it.stream({"prompt": PROMPT, "max_tokens": 5}) for _ in range(3)))
     assert sum("as they came instead" in record.message for record in caplog.records) == 1
 

@@ -1,0 +1,132 @@
+"""The order of service inside vLLM's scheduler: which of the requests that wait there goes first.
+
+For engines that are served without a proxy, or that are given more requests than they can run.
+"""
+
+import logging
+import time
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_collection.vllm_adapter.scheduling import (
+    QueuedRequest,
+    fullness,
+    move_to_front,
+    queued_requests,
+)
+from data_collection.vllm_adapter.support import refuse_other_version
+from data_collection.vllm_scheduler import SchedulerPart
+from predictor.live.known_forecasts import KnownForecasts
+from predictor.prompts.prompt_predictor import PromptPredictor
+from rescheduler.ordering.engine_order_config import read_engine_order
+from rescheduler.ordering.line import Line, Room
+
+__all__ = ["EngineOrder"]
+
+logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler
+
+_SECONDS = 0.1
+"""Between two times that the queue is put in order."""
+
+_FIRST_MEAN, _MEAN_WEIGHT = 256.0, 0.02
+_FIRST_STEP, _STEP_WEIGHT, _LONGEST_STEP = 0.05, 0.02, 10.0
+
+
+class EngineOrder(SchedulerPart):
+    """Keeps vLLM's queue in the order of service; all else stays vLLM's.
+
+    What waits is expected to generate what its prompt lets expect, or as much as requests that
+    ended lately; a preempted request, what was forecast of it last.
+
+    Raises:
+        ValueError: the order is invalid, or vLLM's own policy is another than ``fcfs``.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        vllm_config = scheduler.vllm_config
+        refuse_other_version()
+        config = read_engine_order(vllm_config.additional_config)
+        if vllm_config.scheduler_config.policy != "fcfs":
+            raise ValueError(
+                f"headway.order and --scheduling-policy {vllm_config.scheduler_config.policy} both "
+                "say who goes first; drop one of them"
+            )
+        self._line, self._orders = Line(config.order), config.order.needs_lengths
+        self._line.compile()
+        self._prompts: PromptPredictor | None = None
+        if config.prompt_checkpoint is not None:
+            self._prompts = PromptPredictor.load(config.prompt_checkpoint)
+        self._slots = float(vllm_config.scheduler_config.max_num_seqs)
+        self._expected: dict[str, float] = {}
+        self._mean, self._step = _FIRST_MEAN, _FIRST_STEP
+        self._ordered_at, self._stepped_at = -inf, inf
+        self.put_in_order = 0
+
+    def before_scheduling(self) -> None:
+        """Put the queue in order, now and then."""
+        now = time.monotonic()
+        if not self._orders or now - self._ordered_at < _SECONDS:
+            return
+        self._ordered_at = now
+        try:
+            self._order()
+        except Exception:  # an engine ends by one
+            logger.exception("the queue cannot be put in order; it is served as it came")
+            self._orders = False
+
+    def updated(self, step: Any, outputs: Any) -> None:
+        """Learn how long a step takes, pauses left out."""
+        now = time.monotonic()
+        if now > self._stepped_at:
+            seconds = min(now - self._stepped_at, _LONGEST_STEP)
+            self._step += _STEP_WEIGHT * (seconds - self._step)
+        self._stepped_at = now if self.scheduler.running else inf
+
+    def ended(self, request: Any) -> None:
+        """Learn from a request that has ended by itself."""
+        self._expected.pop(request.request_id, None)
+        if str(request.get_finished_reason()) in ("stop", "length"):
+            self._mean += _MEAN_WEIGHT * (request.num_output_tokens - self._mean)
+            self._line.ended(max(0.0, time.time() - request.arrival_time))
+
+    def _order(self) -> None:
+        queue = queued_requests(self.scheduler)
+        if len(queue) < 2:
+            return
+        order, _ = self._line.put_in_order(
+            waited=np.maximum(0.0, time.time() - np.array([one.arrived for one in queue])),
+            left=self._expected_left(queue),
+            context=np.array([float(one.context) for one in queue]),
+            latest=inf,
+            room=Room(self._slots, fullness(self.scheduler)["kv_capacity_tokens"], self._step),
+        )
+        move_to_front(self.scheduler, [queue[i].request.request_id for i in order])
+        self.put_in_order += 1
+
+    def _expected_left(self, queue: list[QueuedRequest]) -> npt.NDArray[np.float64]:
+        """Return the tokens that each is expected to generate, [n], at least 1."""
+        new = [one for one in queue if one.request.request_id not in self._expected]
+        readable = [one for one in new if one.prompt is not None and self._prompts is not None]
+        if readable:
+            assert self._prompts is not None
+            forecast = self._prompts.forecast(
+                [one.prompt or [] for one in readable],
+                [one.temperature for one in readable],
+                [float(one.left) for one in readable],
+            )
+            names = [one.request.request_id for one in readable]
+            self._expected.update(zip(names, forecast.mean().tolist(), strict=True))
+        known = self.scheduler.part(KnownForecasts)
+        left = np.empty(len(queue))
+        for i, one in enumerate(queue):
+            forecast = known.remaining(one.request)
+            if forecast is not None:
+                left[i] = forecast.mean()[0]
+                continue
+            expected = self._expected.get(one.request.request_id, self._mean)
+            left[i] = min(expected, one.left)
+        return np.maximum(left, 1.0)

@@ -1,0 +1,73 @@
+"""The order of service inside a real vLLM: the same tokens, short requests first."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked_vllm import run_forked, running_server
+from offline_engines import serve_waves
+
+SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
+LENGTHS = [60, 45, 30, 20, 12, 6]
+
+
+def waves() -> list[dict[str, Any]]:
+    """Return requests that take all eight places, then some that wait, the longest first."""
+    generator = np.random.default_rng(0)
+
+    def ask(name: str, tokens: int) -> dict[str, Any]:
+        prompt = generator.integers(1000, 20_000, 24).tolist()
+        return {"name": name, "prompt": prompt, "max_tokens": tokens}
+
+    running = [ask(f"runs{i}", 20 + 4 * i) for i in range(8)]
+    waiting = [ask(f"waits{tokens}", tokens) for tokens in LENGTHS]
+    return [{"after": 4, "requests": running}, {"after": 4, "requests": waiting}]
+
+
+def run(model: Path, **engine: Any) -> dict[str, Any]:
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    seen: dict[str, Any] = run_forked(
+        serve_waves, str(model), engine, waves(), environment=in_process
+    )
+    return seen
+
+
+def test_what_waits_is_begun_in_order_of_its_length_and_answered_alike(smollm2: Path) -> None:
+    by_vllm = run(smollm2)
+    order = {"name": "shortest", "prompt_checkpoint": "checkpoints/smollm2-135m-instruct-prompt"}
+    config = {"headway": {"order": order}}
+    ordered = run(smollm2, scheduler_cls=SCHEDULER, additional_config=config)
+    assert (by_vllm["scheduler"], ordered["scheduler"]) == ("Scheduler", "OrderedHeadwayScheduler")
+    assert ordered["outputs"] == by_vllm["outputs"]
+    assert len(ordered["outputs"]) == 8 + len(LENGTHS)
+    names = [f"waits{tokens}" for tokens in LENGTHS]
+    theirs = [by_vllm["first_step"][name] for name in names]
+    ours = [ordered["first_step"][name] for name in names]
+    assert theirs == sorted(theirs)
+    assert ours == sorted(ours, reverse=True)
+    assert ours[0] > ours[-1]
+    assert ordered["left"] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def arguments(smollm2: Path) -> list[str]:
+    section = {"order": {"name": "boost"}}
+    flags = ["--model", str(smollm2), "--served-model-name", "m", "--dtype", "float32"]
+    flags += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "512"]
+    flags += ["--scheduler-cls", SCHEDULER, "--additional-config"]
+    return [*flags, json.dumps({"headway": section})]
+
+
+def test_a_server_needs_two_flags(arguments: list[str], tmp_path: Path) -> None:
+    with running_server(arguments, tmp_path / "server.log") as server:
+        body = {"model": "m", "prompt": "The sea is", "max_tokens": 4}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4

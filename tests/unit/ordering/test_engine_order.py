@@ -1,0 +1,162 @@
+"""The order of service inside an engine, before a scheduler of which only the queue is real."""
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.engine_command import engine_command
+from rescheduler.ordering.engine_order import EngineOrder
+from rescheduler.ordering.engine_order_config import read_engine_order
+
+
+class _Request:
+    """What the order reads of vLLM's request."""
+
+    def __init__(self, name: str, prompt: int, most: int, generated: int = 0) -> None:
+        self.request_id, self.prompt_token_ids = name, list(range(prompt))
+        self.num_tokens, self.num_output_tokens = prompt + generated, generated
+        self.max_tokens, self.arrival_time = most, time.time()
+        self.sampling_params = SimpleNamespace(temperature=0.8)
+        self.reason = "stop"
+
+    def get_finished_reason(self) -> str:
+        return self.reason
+
+
+class _Forecasts:
+    def remaining(self, request: Any) -> None:
+        return None
+
+
+def part(*requests: _Request, policy: str = "fcfs", **order: Any) -> EngineOrder:
+    queue = FCFSRequestQueue()
+    queue.extend(requests)
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            additional_config={"headway": {"order": order or {"name": "shortest"}}},
+            scheduler_config=SimpleNamespace(policy=policy, max_num_seqs=4),
+        ),
+        waiting=queue,
+        running=[],
+        part=lambda kind: _Forecasts(),
+        kv_cache_manager=SimpleNamespace(usage=0.5),
+        cache_config=SimpleNamespace(num_gpu_blocks=100),
+        block_size=16,
+    )
+    return EngineOrder(scheduler)
+
+
+def names(part: EngineOrder) -> list[str]:
+    return [request.request_id for request in part.scheduler.waiting]
+
+
+def test_what_may_generate_least_goes_first() -> None:
+    made = part(_Request("a", 10, 90), _Request("b", 10, 5), _Request("c", 10, 40))
+    made.before_scheduling()
+    assert names(made) == ["b", "c", "a"]
+    assert made.put_in_order == 1
+
+
+def test_it_is_put_in_order_now_and_then_only() -> None:
+    made = part(_Request("a", 10, 90), _Request("b", 10, 5))
+    made.before_scheduling()
+    made.scheduler.waiting.append(_Request("c", 10, 1))
+    made.before_scheduling()
+    assert names(made) == ["b", "a", "c"]
+    made._ordered_at -= 1.0
+    made.before_scheduling()
+    assert names(made) == ["c", "b", "a"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), max_size=40))
+def test_nobody_is_lost_and_the_first_come_stay_first_among_equals(
+    sizes: list[tuple[int, int]],
+) -> None:
+    requests = [_Request(str(i), prompt, most) for i, (prompt, most) in enumerate(sizes)]
+    made = part(*requests)
+    made.before_scheduling()
+    assert sorted(names(made), key=int) == [request.request_id for request in requests]
+    equal = [name for name in names(made) if sizes[int(name)] == (sizes[0] if sizes else None)]
+    assert equal == sorted(equal, key=int)
+
+
+def test_who_has_waited_far_too_long_goes_first() -> None:
+    made = part(_Request("a", 10, 90), _Request("b", 10, 5), _Request("c", 10, 40))
+    for request in list(made.scheduler.waiting)[:1]:
+        request.arrival_time -= 1e5
+    made.before_scheduling()
+    assert names(made)[0] == "a"
+
+
+def test_lengths_and_steps_are_learned() -> None:
+    made = part(_Request("a", 10, 10_000), _Request("b", 10, 10_000))
+    ended = _Request("c", 10, 100, generated=8)
+    for _ in range(300):
+        made.ended(ended)
+    assert made._mean == pytest.approx(8, abs=2)
+    ended.reason, ended.num_output_tokens = "abort", 10_000
+    made.ended(ended)
+    assert made._mean == pytest.approx(8, abs=2), "who leaves says nothing of lengths"
+    made.scheduler.running = [ended]
+    made.updated(None, None)
+    made._stepped_at -= 0.5
+    made.updated(None, None)
+    assert made._step > 0.055
+
+
+def test_an_engine_does_not_end_by_what_cannot_be_ordered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = part(_Request("a", 10, 90), _Request("b", 10, 5))
+    monkeypatch.setattr(EngineOrder, "_expected_left", lambda part, queue: 1 / 0)
+    with caplog.at_level(logging.ERROR, "vllm.headway.order"):
+        for _ in range(3):
+            made._ordered_at = -np.inf
+            made.before_scheduling()
+    assert names(made) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({}, "no order's name"),
+        ({"name": 5}, "no order's name"),
+        ({"name": "shortes"}, r"headway.order: no order of service 'shortes'"),
+        ({"name": "boost", "gama": 1}, "boost has no option 'gama'"),
+        ({"name": "boost", "prompt_checkpoint": 5}, "prompt_checkpoint: a folder"),
+    ],
+)
+def test_an_invalid_order_is_refused(order: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_engine_order({"headway": {"order": order}})
+
+
+def test_vllms_own_priorities_and_an_order_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="both say who goes first"):
+        part(policy="priority", name="boost")
+
+
+def test_engines_are_launched_with_it() -> None:
+    values: dict[str, Any] = {
+        "model": "m",
+        "instances": [{"name": "d", "role": "decode", "url": "http://d:1"}],
+        "engine": {"order": {"name": "boost"}},
+    }
+    deployment = Deployment.from_values(values)
+    command = engine_command(deployment, deployment.decode[0], "m", None).shell()
+    assert "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler" in command
+    assert '{"headway": {"order": {"name": "boost"}}}' in command
+    for engine, message in (
+        ({"order": {"name": "boots"}}, r"engine\.order: no order of service 'boots'"),
+        ({"order": {"name": "boost"}, "batching": {"formation": "vllm"}}, "drop one"),
+    ):
+        with pytest.raises(DeploymentError, match=message):
+            Deployment.from_values(values | {"engine": engine})
