@@ -62,7 +62,8 @@ def advise(
 ) -> int:
     """Estimate whether forecasting output lengths pays off on a trace, and recommend a router.
 
-    Simulates routers that count requests, that balance tokens, and that look ahead, on the
+    First reports what serving short requests first would gain when more arrive than fit. Then
+    simulates routers that count requests, that balance tokens, and that look ahead, on the
     trace's own lengths and arrivals and on an overloaded cluster, and compares them by 95%
     intervals over seeds. Every seed draws the requests anew from the trace, in runs of
     consecutive ones that keep the gaps between them (a block bootstrap), and all routers serve
@@ -137,7 +138,7 @@ def advise(
     quality = study.quality(judged)
     finished = min(judgement.by_load.seeds for judgement in judged)
     simulated = _described(recorded, config.cluster, drawn, finished, study.capacities, load)
-    text = advice_text(simulated, judged, quality, sigma)
+    text = advice_text(simulated, study.order(), judged, quality, sigma)
     found = {
         "_about": about("advise", config) | {"traces": [file.read_as]},
         "advice": text.splitlines(),

@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rescheduler.simulator.advice.cases import (
@@ -14,6 +15,14 @@ from rescheduler.simulator.advice.cases import (
     ladder,
     quality_cases,
     scenarios,
+)
+from rescheduler.simulator.advice.orders import (
+    LOAD,
+    OrderCase,
+    OrderGains,
+    order_cases,
+    order_figures,
+    order_gains,
 )
 from rescheduler.simulator.advice.verdicts import (
     Gain,
@@ -64,6 +73,7 @@ class Study:
         self._sigma = sigma
         self._scenarios: list[Scenario] = []
         self._runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+        self._ordered: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
 
     def simulate(self, clocks: Sequence[Clock], load: float | None) -> bool:
         """Run everything, one seed after the other; return whether Ctrl-C ended that.
@@ -73,12 +83,21 @@ class Study:
         """
         if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
             return True
+        if self._run_orders(clocks[-1]):
+            return True
         self.cases = ladder(self._sigma)
         self._scenarios = scenarios(self.capacities, self._trace, load)
         if self._run_all("routers", self._scenarios, self.cases):
             return True
         tried = self._quality_scenario(self.judgements())
         return self._run_all("quality of forecasts", [tried], self._quality_cases())
+
+    def order(self) -> OrderGains | None:
+        """Return what an order of service gains, if all of that was simulated."""
+        cases = order_cases(self._sigma)
+        if not all(self._ordered.get(case.key) for case in cases):
+            return None
+        return order_gains(list(self.capacities)[-1], cases, self._ordered)
 
     def judgements(self) -> list[Judgement]:
         """Return the verdict on every scenario in which each router has a run."""
@@ -112,6 +131,7 @@ class Study:
     def document(self, judged: Sequence[Judgement], quality: Quality | None) -> dict[str, Any]:
         """Return all figures and verdicts, as JSON takes them."""
         return {
+            "order": _order_document(self.order()),
             "scenarios": {j.scenario.key: self._scenario_document(j) for j in judged},
             "quality": None if quality is None else _quality_document(quality),
         }
@@ -157,12 +177,26 @@ class Study:
             self.capacities[clock] = capacity(config, trace, step_time, clock)
             yield f"capacity, {clock}", None
 
+    def _run_orders(self, clock: Clock) -> bool:
+        """Run the orders of service with one seed after the other."""
+        config = replace(self._config, clock=clock)
+        rate = LOAD * self.capacities[clock]
+        jobs = [(case, i) for i in range(config.seeds) for case in order_cases(self._sigma)]
+
+        def simulated(job: tuple[OrderCase, int]) -> dict[str, float]:
+            return order_figures(*job, config, self._trace, self._step_time, rate)
+
+        def keep(job: tuple[OrderCase, int], figures: dict[str, float]) -> None:
+            self._ordered[job[0].key][job[1]] = figures
+
+        outcomes = run_in_threads(jobs, simulated, _workers())
+        return gather(outcomes, len(jobs), keep, lambda job: "orders of service")
+
     def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
         """Run cases with one seed after the other; return whether Ctrl-C ended that."""
         seeds = range(self._config.seeds)
         jobs = [_Job(scenario, case, i) for i in seeds for scenario in tried for case in cases]
-        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-        outcomes = run_in_threads(jobs, self._figures, workers)
+        outcomes = run_in_threads(jobs, self._figures, _workers())
         return gather(outcomes, len(jobs), self._keep, lambda job: title)
 
     def _figures(self, job: _Job) -> dict[str, float]:
@@ -173,6 +207,22 @@ class Study:
     def _keep(self, job: _Job, figures: dict[str, float]) -> None:
         by_case = self._runs.setdefault(job.scenario.key, defaultdict(dict))
         by_case[job.case.key][job.seed] = figures
+
+
+def _workers() -> int:
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
+
+
+def _order_document(gains: OrderGains | None) -> dict[str, Any] | None:
+    if gains is None:
+        return None
+    return {
+        "clock": gains.clock,
+        "load": LOAD,
+        "recommended": gains.pays,
+        "latency_gain": {key: _gain_document(value) for key, value in gains.latency.items()},
+        "latency_p99_gain": {key: _gain_document(value) for key, value in gains.tail.items()},
+    }
 
 
 def _gain_document(value: Gain) -> dict[str, Any]:

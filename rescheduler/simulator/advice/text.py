@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rescheduler.simulator.advice.cases import Case
+from rescheduler.simulator.advice.orders import LOAD, OrderGains
 from rescheduler.simulator.advice.verdicts import WORTH, Gain, Judgement, Quality
 from rescheduler.simulator.forecasts.forecast_error import MEASURED_INTERVAL
 from rescheduler.simulator.results.figures import COLOURS, finish_axes
@@ -23,10 +24,16 @@ _FIGURES = {
 
 
 def advice_text(
-    about: Sequence[str], judgements: Sequence[Judgement], quality: Quality | None, sigma: float
+    about: Sequence[str],
+    order: OrderGains | None,
+    judgements: Sequence[Judgement],
+    quality: Quality | None,
+    sigma: float,
 ) -> str:
     """Return the verdict."""
     paragraphs = [" ".join(about)]
+    if order is not None:
+        paragraphs.append(_order(order))
     paragraphs += [_scenario(judgement) for judgement in judgements]
     if quality is not None:
         paragraphs.append(_quality(quality))
@@ -42,6 +49,37 @@ def in_words(gain: Gain, figure: str) -> str:
     if gain.seeds == 1:
         return f"{value} (one seed, no interval)"
     return f"{value} (±{100 * gain.half:.{decimals}f})"
+
+
+_KNOWN = {
+    "past_lengths": "with prompts and past lengths alone",
+    "real_forecasts": "with forecasts of real quality",
+    "true_lengths": "with the true lengths",
+}
+
+
+def _order(gains: OrderGains) -> str:
+    said = ", ".join(
+        f"{in_words(gains.latency[key], 'latency')} {known} "
+        f"(P99 {in_words(gains.tail[key], 'latency')})"
+        for key, known in _KNOWN.items()
+    )
+    clock = "behind the barrier" if gains.clock == "barrier" else "as independent replicas"
+    paying = {
+        None: "Serving in order of arrival is as good.",
+        "past_lengths": "ORDER: {name: boost} pays, and needs no forecast.",
+        "real_forecasts": "ORDER: {name: boost} pays, and more with forecasts.",
+    }[gains.pays]
+    if gains.pays == "real_forecasts" and not gains.latency["past_lengths"].pays:
+        paying = "ORDER: {name: boost} pays with forecasts, and not without."
+    if any(value.seeds == 1 for value in gains.latency.values()):
+        paying = "One seed shows no interval, so no order is recommended."
+    elif gains.pays is not None and -gains.tail[gains.pays].mean > gains.tail[gains.pays].half:
+        paying += " The slowest requests become slower."
+    return (
+        f"Who goes first, {clock} at {LOAD:.0%} of capacity: short requests first (boost) instead "
+        f"of in order of arrival, mean latency {said}. {paying}"
+    )
 
 
 def _scenario(judgement: Judgement) -> str:
@@ -116,9 +154,9 @@ def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
         chosen.setdefault(case.key, (case, []))[1].append(judgement.scenario.key)
     paying = [case for case, _ in chosen.values() if case.knows in ("ages", "forecasts")]
     if not paying:
-        answer = "Forecasting does not pay here."
+        answer = "Forecasts do not pay off for routing here."
     elif any(case.knows == "forecasts" for case in paying):
-        answer = "Forecasting pays here."
+        answer = "Forecasts pay off for routing here."
     else:
         answer = "Looking ahead pays here, and needs no model: Kaplan-Meier given age is enough."
     everywhere = len(chosen) == 1

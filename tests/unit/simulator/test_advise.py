@@ -14,6 +14,7 @@ import pytest
 
 from rescheduler.simulator.advice.advise import advise
 from rescheduler.simulator.advice.cases import Scenario, ladder, scenarios
+from rescheduler.simulator.advice.orders import order_cases, order_gains
 from rescheduler.simulator.advice.study import Study
 from rescheduler.simulator.advice.text import advice_text, in_words
 from rescheduler.simulator.advice.verdicts import Gain, Judgement, gain, judge, judge_quality
@@ -119,15 +120,15 @@ def test_the_choice_is_the_simplest_router_that_is_as_good(
 ) -> None:
     found = verdict(noise=0.0005, **gains)
     assert found.choice.key == choice
-    assert words in " ".join(advice_text([], [found], None, 1.25).split())
+    assert words in " ".join(advice_text([], None, [found], None, 1.25).split())
 
 
 def test_what_is_inside_the_interval_is_no_difference() -> None:
     found = verdict(noise=0.05, jsq_load=0.02, bfio_measured=0.03)
     assert not found.by_load.measurable
     assert found.choice.key == "vllm"
-    text = advice_text([], [found], None, 1.25)
-    assert "Forecasting does not pay here. Configure vllm in every case" in " ".join(text.split())
+    text = " ".join(advice_text([], None, [found], None, 1.25).split())
+    assert "Forecasts do not pay off for routing here. Configure vllm in every case" in text
 
 
 def test_looking_ahead_must_beat_the_best_router_that_does_not() -> None:
@@ -145,7 +146,7 @@ def test_a_cluster_that_keeps_up_is_judged_by_latency_or_objectives() -> None:
     found = judge(RECORDED, CASES, runs("latency", **slower), None)
     assert found.figure == "latency"
     assert found.choice.key == "bfio_now", "less latency is better"
-    assert "nobody queues" in advice_text([], [found], None, 1.25)
+    assert "nobody queues" in advice_text([], None, [found], None, 1.25)
     assert judge(RECORDED, CASES, runs("goodput"), SLOConfig(1.0, 0.1)).figure == "goodput"
 
 
@@ -161,7 +162,7 @@ def test_the_quality_needed_is_where_the_gain_ends() -> None:
     found = judge_quality(judgement, titles, made, 1.25)
     assert found.lasts == 0.5, "what a worse forecast gains by chance does not count"
     assert list(found.gains) == ["σ 0", "σ 0.25", "σ 0.5", "σ 1", "σ 2", "real"]
-    text = " ".join(advice_text([], [judgement], found, 1.25).split())
+    text = " ".join(advice_text([], None, [judgement], found, 1.25).split())
     assert "a gain can be measured up to σ 0.5 and is gone at σ 1" in text
 
 
@@ -173,6 +174,51 @@ def block(n: int, timed: bool = True) -> TraceBlock:
         output=1 + number % 50,
         template=np.full(n, -1),
     )
+
+
+@pytest.mark.parametrize(
+    ("ages", "real", "pays"),
+    [
+        (0.0, 0.0, None),
+        (0.1, 0.1, "past_lengths"),
+        (0.1, 0.3, "real_forecasts"),
+        (0.0, 0.2, "real_forecasts"),
+        (-0.1, -0.2, None),
+    ],
+)
+def test_an_order_that_needs_forecasts_must_gain_more(
+    ages: float, real: float, pays: str | None
+) -> None:
+    gains = {"fcfs": 0.0, "past_lengths": ages, "real_forecasts": real, "true_lengths": 0.4}
+    runs = {
+        key: {
+            seed: {"latency": (1 - value) * (10 + seed), "latency_p99": (1 + value) * 30}
+            for seed in range(3)
+        }
+        for key, value in gains.items()
+    }
+    found = order_gains("independent", order_cases(1.25), runs)
+    assert found.pays == pays
+    assert found.latency["true_lengths"].mean == pytest.approx(0.4)
+    assert found.tail["true_lengths"].mean == pytest.approx(-0.4)
+    said = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
+    expected = {
+        (0.1, 0.1): "{name: boost} pays, and needs no forecast",
+        (0.1, 0.3): "{name: boost} pays, and more with forecasts",
+        (0.0, 0.2): "{name: boost} pays with forecasts, and not without",
+    }.get((ages, real), "Serving in order of arrival is as good")
+    assert expected in said
+    assert ("slowest requests become slower" in said) == (pays is not None)
+
+
+def test_one_seed_recommends_no_order() -> None:
+    runs = {
+        case.key: {0: {"latency": 10.0 - i, "latency_p99": 30.0}}
+        for i, case in enumerate(order_cases(1.25))
+    }
+    found = order_gains("independent", order_cases(1.25), runs)
+    said = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
+    assert "no order is recommended" in said
 
 
 def test_resampling_keeps_runs_and_their_gaps() -> None:
@@ -262,7 +308,9 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     written = (out / "advice.txt").read_text()
     assert written in printed
     assert "RECOMMENDATION: " in written
-    assert len(written.splitlines()) <= 27
+    words = " ".join(written.split())
+    assert "Who goes first, as independent replicas at 120% of capacity" in words
+    assert len(written.splitlines()) <= 32
     found = json.loads((out / "advice.json").read_text())
     names = [f"{c}, {r}" for c in ("barrier", "independent") for r in ("scaled", "overloaded")]
     assert [key.partition(" (")[0] for key in found["scenarios"]] == names
@@ -271,6 +319,11 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert scenario["routers"]["vllm"]["gain"]["mean"] == 0
         assert scenario["judged_by"] == ("throughput" if scenario["load"] is None else "goodput")
         assert scenario["routers"]["bfio_km"]["runs"] == 2
+    order = found["order"]
+    assert (order["clock"], order["load"]) == ("independent", 1.2)
+    assert set(order["latency_gain"]) == {"past_lengths", "real_forecasts", "true_lengths"}
+    assert order["latency_gain"]["true_lengths"]["mean"] > 0
+    assert order["latency_gain"]["true_lengths"]["seeds"] == 2
     assert set(found["quality"]["gains"]) >= {"σ 0", "σ 0.25", "σ 2", "6 bins", "real"}
     advise(trace, **SMALL, load=0.9, out=out, slo=SLOConfig(1.0, 0.05))
     assert json.loads((out / "advice.json").read_text()) == found, "the same command, the same"
