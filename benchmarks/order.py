@@ -105,7 +105,7 @@ def main() -> None:
         for setting, load in progress.track(cells, description="simulating"):
             name = name_of(setting, load, seeds)
             if kept.read(name) is None:
-                kept.write(name, simulated(setting, load, seeds))
+                kept.write(name, simulated(setting, setting.arms(), load, seeds))
     figures: dict[str, float] = {}
     tables = []
     for setting, load in cells:
@@ -129,11 +129,11 @@ def name_of(setting: Setting, load: float, seeds: int) -> str:
     return f"{setting.name}-{load}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
-def simulated(setting: Setting, load: float, seeds: int) -> Runs:
+def simulated(setting: Setting, arms: dict[str, Arm], load: float, seeds: int) -> Runs:
     served = capacity(setting.case)
     runs: Runs = defaultdict(list)
     for seed in range(seeds):
-        for label, arm in setting.arms().items():
+        for label, arm in arms.items():
             policy, order = create_policy(**arm.policy), create_order(**arm.order)
             result = run(setting.setup(load * served, arm), policy, seed, order=order)
             requests = result.requests
