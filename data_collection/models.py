@@ -22,6 +22,7 @@ __all__ = [
     "ModelIdentity",
     "identify",
     "model",
+    "name_of",
     "prepare_embedded",
     "resolve_model",
 ]
@@ -106,6 +107,11 @@ def identify(model: str) -> ModelIdentity:
             file.seek(max(0, weights.stat().st_size - (1 << 20)))
             digest.update(file.read())
     return ModelIdentity(folder.resolve().name, f"sha256:{digest.hexdigest()[:16]}")
+
+
+def name_of(model: str) -> str:
+    """Return a model's name, from what `resolve_model` returned; nothing is downloaded."""
+    return identify(model).name if Path(model).is_dir() else model
 
 
 def prepare_embedded(name: str) -> Path:

@@ -12,6 +12,7 @@ __all__ = [
     "client_arguments",
     "end_after_next_token",
     "ended_at_its_cap",
+    "ended_by_itself",
     "finished_request",
     "go_on",
     "is_decoding",
@@ -39,6 +40,18 @@ def finished_request(request: Request) -> FinishedRequest:
         temperature=sampling.temperature if sampling else None,
         top_p=sampling.top_p if sampling else None,
     )
+
+
+def ended_by_itself(request: Request) -> bool:
+    """Whether the length of a request that has just ended tells of others'.
+
+    The API server ends by an abort what has reached a stop string.
+    """
+    reason, sampling = str(request.get_finished_reason()), request.sampling_params
+    if reason in ("stop", "length"):
+        return not _goes_on(request)
+    stops = bool(sampling and sampling.stop)
+    return reason == "abort" and stops and request.num_output_tokens > 0
 
 
 def _goes_on(request: Request) -> bool:

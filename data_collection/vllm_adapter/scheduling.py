@@ -44,6 +44,7 @@ class QueuedRequest(NamedTuple):
         arrived: when it came, seconds since 1970.
         context: tokens of its prompt, and of those generated before it was preempted.
         prompt: its token ids; None if the prompt was given as embeddings.
+        generated: tokens generated before it was preempted.
         left: output tokens until it is cut.
         temperature: with which it is sampled; nan where unknown.
     """
@@ -52,6 +53,7 @@ class QueuedRequest(NamedTuple):
     arrived: float
     context: int
     prompt: list[int] | None
+    generated: int
     left: int
     temperature: float
 
@@ -64,6 +66,7 @@ def queued_requests(scheduler: Any) -> list[QueuedRequest]:
             arrived=request.arrival_time,
             context=request.num_tokens,
             prompt=request.prompt_token_ids,
+            generated=request.num_output_tokens,
             left=max(1, request.max_tokens - request.num_output_tokens),
             temperature=request.sampling_params.temperature if request.sampling_params else nan,
         )

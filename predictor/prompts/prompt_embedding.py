@@ -56,7 +56,11 @@ class PromptEmbedding:
 
     @classmethod
     def fit(
-        cls, model: str, prompts: Sequence[Sequence[int]], dimension: int = 128
+        cls,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        dimension: int = 128,
+        revision: str | None = None,
     ) -> "PromptEmbedding":
         """Return the embedding of a serving model's prompts.
 
@@ -64,13 +68,14 @@ class PromptEmbedding:
             model: Hugging Face id, folder, or embedded model.
             prompts: token ids, to learn the template and the principal components from.
             dimension: e, of a token's vector.
+            revision: of a model of the hub.
 
         Raises:
             PromptEmbeddingError: there are no prompts, or the model's files lack what is needed.
         """
         if not prompts:
             raise PromptEmbeddingError("there are no prompts to learn from")
-        folder = _model_folder(model)
+        folder = _model_folder(model, revision)
         tokenizer, vectors = _read_tokenizer(folder), _token_vectors(folder)
         largest = max((max(prompt, default=0) for prompt in prompts), default=0)
         if largest >= len(vectors):
@@ -83,7 +88,7 @@ class PromptEmbedding:
         unprojected = cls(np.empty((0, 0), np.int8), tokenizer, before, after)
         counts = np.ones(len(vectors))
         for prompt in prompts:
-            np.add.at(counts, unprojected.own_tokens(prompt), 1.0)
+            np.add.at(counts, unprojected.own_tokens(prompt)[0], 1.0)
         table = _principal(vectors, counts, min(dimension, vectors.shape[1]))
         return cls(table, tokenizer, before, after)
 
@@ -97,26 +102,37 @@ class PromptEmbedding:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
-    def own_tokens(self, prompt: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the tokens of a prompt without those of the template and special ones."""
+    def own_tokens(self, prompt: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the tokens of a prompt that count, and about how many the whole prompt has.
+
+        Those of the template and special ones do not count; of a long prompt both ends do.
+        """
         begin, end, n = 0, len(prompt), len(self._before)
         if n and tuple(prompt[:n]) == self._before:
             begin = n
         n = len(self._after)
         if n and end - n >= begin and tuple(prompt[end - n :]) == self._after:
             end -= n
-        own = [token for token in prompt[begin:end] if token not in self._special]
-        return np.array(own, dtype=np.int64)
+        if end - begin <= 2 * _MOST:
+            own = self._counted(prompt[begin:end])
+            return own, len(own)
+        ends = [*prompt[begin : begin + _MOST], *prompt[end - _MOST : end]]
+        return self._counted(ends), end - begin
 
     def read(self, text: str) -> tuple[npt.NDArray[np.int64], int]:
         """Return the tokens of a text that count, and about how many the whole text has."""
         most = _MOST * _LONGEST_WORD
         if len(text) <= 2 * most:
-            own = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+            own = self._encoded(text)
             return own, len(own)
-        parts = self._tokenizer.encode_batch([text[:most], text[-most:]], add_special_tokens=False)
-        own = np.array([token for part in parts for token in part.ids], dtype=np.int64)
+        own = np.concatenate([self._encoded(text[:most]), self._encoded(text[-most:])])
         return own, len(own) * len(text) // (2 * most)
+
+    def _encoded(self, text: str) -> npt.NDArray[np.int64]:
+        return self._counted(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _counted(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array([one for one in tokens if one not in self._special], dtype=np.int64)
 
     def vector(self, own: npt.NDArray[np.int64]) -> FloatArray:
         """Return the vector of a prompt, [3e]; an unknown token has none.
@@ -127,8 +143,6 @@ class PromptEmbedding:
         own = own[(own >= 0) & (own < len(self._table))]
         if len(own) == 0:
             return np.zeros(self.size, dtype=np.float32)
-        if len(own) > 2 * _MOST:
-            own = np.concatenate([own[:_MOST], own[-_MOST:]])
         tokens = self._table[own].astype(np.float32)
         return np.concatenate(
             [tokens.mean(axis=0), tokens[:_ENDS].mean(axis=0), tokens[-_ENDS:].mean(axis=0)]
@@ -163,8 +177,10 @@ class PromptEmbedding:
             table = load_file(folder / _TABLE)["tokens"]
             settings = json.loads(read_text(folder / _SETTINGS))
             before, after = settings["before"], settings["after"]
-            if table.ndim != 2:
-                raise ValueError("the table has no rows")
+            if table.ndim != 2 or table.size == 0 or table.dtype != np.int8:
+                raise ValueError("no table of bytes")
+            if not all(type(token) is int for token in [*before, *after]):
+                raise ValueError("a template is token ids")
         except Exception as error:  # safetensors raises its own
             raise PromptEmbeddingError(
                 f"{folder}: a damaged prompt embedding ({type(error).__name__}: {error})"
@@ -172,7 +188,7 @@ class PromptEmbedding:
         return cls(table, _read_tokenizer(folder), before, after)
 
 
-def _model_folder(model: str) -> Path:
+def _model_folder(model: str, revision: str | None) -> Path:
     by_name = {one.name: short for short, one in EMBEDDED_MODELS.items()}
     found = resolve_model(by_name.get(model, model))
     if Path(found).is_dir():
@@ -180,7 +196,8 @@ def _model_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(found, allow_patterns=["*.json", "*.safetensors"]))
+        files = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(found, revision=revision, allow_patterns=files))
     except Exception as error:  # the hub raises its own
         raise PromptEmbeddingError(
             f"{model}: neither a folder nor a readable model of the hub: {error}"

@@ -27,10 +27,14 @@ class PromptPredictor:
     Args:
         model: a `SurvivalMLP` on the vectors of prompts.
         embedding: that makes them.
+
+    Attributes:
+        longest: answer that it was trained on, in tokens.
     """
 
     def __init__(self, model: SurvivalMLP, embedding: PromptEmbedding) -> None:
         self.model, self._embedding = model, embedding
+        self.longest = int(model.config()["trained_remaining_tokens"][1])
 
     @classmethod
     def load(cls, checkpoint: str) -> "PromptPredictor":
@@ -73,8 +77,8 @@ class PromptPredictor:
             max_tokens: [n] output tokens at most.
         """
         own = [self._embedding.own_tokens(prompt) for prompt in prompts]
-        vectors = np.stack([self._embedding.vector(one) for one in own])
-        lengths = np.array([len(one) for one in own])
+        vectors = np.stack([self._embedding.vector(tokens) for tokens, _ in own])
+        lengths = np.array([length for _, length in own])
         return self._forecast(vectors, lengths, temperature, max_tokens)
 
     def expected_tokens(
@@ -84,16 +88,16 @@ class PromptPredictor:
 
         Args:
             prompt: text without a chat template, or token ids.
-            max_tokens: output tokens at most; None: as many as there can be.
+            max_tokens: output tokens at most. No answer is expected to be longer than the longest
+                that was trained on, whatever its client allows.
             temperature: nan where unknown.
         """
         if isinstance(prompt, str):
             own, length = self._embedding.read(prompt)
         else:
-            own = self._embedding.own_tokens(prompt)
-            length = len(own)
+            own, length = self._embedding.own_tokens(prompt)
         vector = self._embedding.vector(own)[None]
-        most = self.model.edges[-1].item() if max_tokens is None else max(max_tokens, 1.0)
+        most = self.longest if max_tokens is None else min(max(max_tokens, 1), self.longest)
         return float(self._forecast(vector, np.array([length]), [temperature], [most]).mean()[0])
 
     def _forecast(

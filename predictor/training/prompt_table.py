@@ -1,5 +1,6 @@
 """Requests as rows of one prompt each, to train what forecasts before prefill."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,13 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
     prompts = [one["prompt_token_ids"] for one in records]
     training = split_requests(group, split_seed)["train"]
     try:
-        embedding = PromptEmbedding.fit(session.model, [prompts[i] for i in training])
+        embedding = PromptEmbedding.fit(
+            session.model, [prompts[i] for i in training], revision=_commit(session.revision)
+        )
     except PromptEmbeddingError as error:
         raise DatasetError(f"{dataset}: {error}") from error
     own = [embedding.own_tokens(prompt) for prompt in prompts]
-    vectors = np.stack([embedding.vector(one) for one in own])
+    vectors = np.stack([embedding.vector(tokens) for tokens, _ in own])
     tokens = np.array([one["tokens"] for one in records], dtype=np.int64)
     reasons = [str(one["finish_reason"]) for one in records]
     censored = np.array([reason != "stop" for reason in reasons])
@@ -60,7 +63,7 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
         hidden_states=HiddenStates([vectors]),
         vector=np.arange(n),
         request=np.arange(n),
-        prompt_tokens=np.array([len(one) for one in own], dtype=np.int64),
+        prompt_tokens=np.array([length for _, length in own], dtype=np.int64),
         generated_tokens=np.zeros(n, dtype=np.int64),
         remaining_tokens=tokens,
         censored=censored,
@@ -86,6 +89,11 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
         ),
     )
     return table, embedding
+
+
+def _commit(revision: str) -> str | None:
+    """Return a revision that the hub knows; those of folders and files are ours."""
+    return revision if re.fullmatch("[0-9a-f]{40}", revision) else None
 
 
 def _of_dataset(dataset: Path) -> tuple[Session, list[dict[str, Any]]]:

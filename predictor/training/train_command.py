@@ -52,9 +52,12 @@ class ExportCheckpoint(Callback):
         if data.embedding is not None:
             data.embedding.save(self.folder)
         export_checkpoint(pl_module.predictor.cpu(), self.folder, provenance)
-        card = (data.dataset if data.dataset.is_dir() else data.dataset.parent) / "README.md"
-        if card.is_file():
-            write_text_atomically(self.folder / "dataset_card.md", read_text(card))
+        card = (
+            f"Transcripts: `{data.dataset.name}`, {len(data.parts['train'].requests)} requests.\n"
+        )
+        if data.dataset.is_dir():
+            card = read_text(data.dataset / "README.md")
+        write_text_atomically(self.folder / "dataset_card.md", card)
         print(f"best {pl_module.monitor} {figure:.4g}; wrote {self.folder}")
 
     def _provenance(self, trainer: L.Trainer, data: RowsDataModule) -> dict[str, Any]:

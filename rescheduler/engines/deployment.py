@@ -450,7 +450,9 @@ def _check_batching(deployment: Deployment) -> None:
 
 def _check_engine_order(deployment: Deployment) -> None:
     if deployment.engine.batching is not None:
-        raise DeploymentError("engine.order: engine.batching says already who goes first; drop one")
+        raise DeploymentError(
+            "engine.order: engine.batching already decides who goes first; drop one"
+        )
     try:
         read_engine_order({"headway": {"order": deployment.engine.order}})
     except ValueError as error:

@@ -102,7 +102,7 @@ def engine_command(
     if options.batching is not None:
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
-    elif options.order is not None:
+    elif options.order is not None and instance.role == "decode":
         section["order"] = options.order
         arguments += ["--scheduler-cls", _ORDERED_SCHEDULER]
     elif section:

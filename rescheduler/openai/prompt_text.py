@@ -8,7 +8,7 @@ from msgspec import Raw
 
 __all__ = ["prompt_text", "temperature"]
 
-_MOST_BYTES = 1 << 20
+_MOST_BYTES, _MOST_ITEMS, _MOST_ID = 1 << 20, 4096, 1 << 31
 
 
 class _Part(msgspec.Struct):
@@ -27,10 +27,11 @@ _number = msgspec.json.Decoder(float | None)
 def prompt_text(body: Mapping[str, Raw]) -> str | list[int] | None:
     """Return the text of a prompt or of its messages, or token ids.
 
-    None if there is none that is read here: more than 1 MiB, several prompts, or no text.
+    None if there is none that is read here: more than 1 MiB, 4,096 messages or token ids, several
+    prompts, or no text. A longer list would hold up every stream.
     """
     given = body.get("messages", body.get("prompt"))
-    if given is None or len(given) > _MOST_BYTES:
+    if given is None or len(given) > _MOST_BYTES or _items(given) > _MOST_ITEMS:
         return None
     try:
         if "messages" in body:
@@ -42,8 +43,16 @@ def prompt_text(body: Mapping[str, Raw]) -> str | list[int] | None:
         return prompt or None
     if len(prompt) == 1 and isinstance(prompt[0], str):
         return prompt[0] or None
-    ids = [token for token in prompt if isinstance(token, int)]
+    ids = [token for token in prompt if isinstance(token, int) and 0 <= token < _MOST_ID]
     return ids if ids and len(ids) == len(prompt) else None
+
+
+def _items(given: Raw) -> int:
+    """Return how many messages or token ids a list has at most; 0 if it is none."""
+    whole = bytes(given)
+    if whole[:1] != b"[":
+        return 0
+    return whole.count(b"{") or whole.count(b",")
 
 
 def _text(message: _Message) -> str:

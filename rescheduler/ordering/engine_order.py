@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_collection.models import name_of
+from data_collection.vllm_adapter.requests import ended_by_itself
 from data_collection.vllm_adapter.scheduling import (
     QueuedRequest,
     fullness,
@@ -28,18 +30,22 @@ __all__ = ["EngineOrder"]
 
 logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler
 
-_SECONDS = 0.1
-"""Between two times that the queue is put in order."""
+_SECONDS, _REST, _RETRY = 0.1, 20.0, 60.0
+"""Seconds between two times that the queue is put in order, at least; how many times as long as
+that took they are, at least; and seconds after a failure."""
+
+_FORECAST_AT_ONCE = 64
+"""Prompts; of more that have come meanwhile the rest are forecast later."""
 
 _FIRST_MEAN, _MEAN_WEIGHT = 256.0, 0.02
-_FIRST_STEP, _STEP_WEIGHT, _LONGEST_STEP = 0.05, 0.02, 10.0
+_FIRST_STEP, _STEP_WEIGHT, _PAUSE = 0.05, 0.02, 4.0
 
 
 class EngineOrder(SchedulerPart):
     """Keeps vLLM's queue in the order of service; all else stays vLLM's.
 
-    What waits is expected to generate what its prompt lets expect, or as much as requests that
-    ended lately; a preempted request, what was forecast of it last.
+    What waits is expected to generate what its prompt lets expect, or as much as recently finished
+    requests; a preempted one what was forecast of it last, or what is left of that.
 
     Raises:
         ValueError: the order is invalid, or vLLM's own policy is another than ``fcfs``.
@@ -60,36 +66,48 @@ class EngineOrder(SchedulerPart):
         self._prompts: PromptPredictor | None = None
         if config.prompt_checkpoint is not None:
             self._prompts = PromptPredictor.load(config.prompt_checkpoint)
+            served = name_of(vllm_config.model_config.model)
+            learned = self._prompts.model.serving_model
+            if served != learned:
+                logger.warning(
+                    "prompt_checkpoint has learned from answers of %s, this is %s", learned, served
+                )
         self._slots = float(vllm_config.scheduler_config.max_num_seqs)
         self._expected: dict[str, float] = {}
+        self._stages = float(vllm_config.parallel_config.pipeline_parallel_size)
         self._mean, self._step = _FIRST_MEAN, _FIRST_STEP
-        self._ordered_at, self._stepped_at = -inf, inf
+        self._order_at, self._stepped_at = -inf, inf
+        self._failed = False
         self.put_in_order = 0
 
     def before_scheduling(self) -> None:
         """Put the queue in order, now and then."""
-        now = time.monotonic()
-        if not self._orders or now - self._ordered_at < _SECONDS:
+        began = time.monotonic()
+        if not self._orders or began < self._order_at:
             return
-        self._ordered_at = now
         try:
             self._order()
         except Exception:  # an engine ends by one
-            logger.exception("the queue cannot be put in order; it is served as it came")
-            self._orders = False
+            if not self._failed:
+                logger.exception("the queue cannot be put in order; it is served as it came")
+            self._failed = True
+            self._order_at = began + _RETRY
+        else:
+            now = time.monotonic()
+            self._order_at = now + max(_SECONDS, _REST * (now - began))
 
     def updated(self, step: Any, outputs: Any) -> None:
-        """Learn how long a step takes, pauses left out."""
+        """Learn how long a token of a request takes."""
         now = time.monotonic()
         if now > self._stepped_at:
-            seconds = min(now - self._stepped_at, _LONGEST_STEP)
+            seconds = min(self._stages * (now - self._stepped_at), _PAUSE * self._step)
             self._step += _STEP_WEIGHT * (seconds - self._step)
         self._stepped_at = now if self.scheduler.running else inf
 
     def ended(self, request: Any) -> None:
         """Learn from a request that has ended by itself."""
         self._expected.pop(request.request_id, None)
-        if str(request.get_finished_reason()) in ("stop", "length"):
+        if ended_by_itself(request):
             self._mean += _MEAN_WEIGHT * (request.num_output_tokens - self._mean)
             self._line.ended(max(0.0, time.time() - request.arrival_time))
 
@@ -110,13 +128,13 @@ class EngineOrder(SchedulerPart):
     def _expected_left(self, queue: list[QueuedRequest]) -> npt.NDArray[np.float64]:
         """Return the tokens that each is expected to generate, [n], at least 1."""
         new = [one for one in queue if one.request.request_id not in self._expected]
-        readable = [one for one in new if one.prompt is not None and self._prompts is not None]
-        if readable:
-            assert self._prompts is not None
+        readable = [one for one in new if one.prompt is not None][:_FORECAST_AT_ONCE]
+        if readable and self._prompts is not None:
+            longest = float(self._prompts.longest)
             forecast = self._prompts.forecast(
                 [one.prompt or [] for one in readable],
                 [one.temperature for one in readable],
-                [float(one.left) for one in readable],
+                [min(float(one.left), longest) for one in readable],
             )
             names = [one.request.request_id for one in readable]
             self._expected.update(zip(names, forecast.mean().tolist(), strict=True))
@@ -128,5 +146,5 @@ class EngineOrder(SchedulerPart):
                 left[i] = forecast.mean()[0]
                 continue
             expected = self._expected.get(one.request.request_id, self._mean)
-            left[i] = min(expected, one.left)
+            left[i] = min(expected - one.generated, one.left)
         return np.maximum(left, 1.0)

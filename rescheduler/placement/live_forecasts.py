@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
+from math import expm1, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -93,15 +94,15 @@ _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
 _KEPT = 50_000
 _MOST_TOKENS = 2**40  # a client may ask for a number that no float holds
-_GRID = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has published its own
+_GRID = (0, 1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has published its own
 
 
 class LiveForecasts:
     """The newest forecast of every request, wherever it was made.
 
     A forecast is aged by the tokens its request has got since, also on another instance, until
-    one comes from there. Until its first one S(h) = exp(-h / m), with m the length expected by its
-    prompt, or else the mean length of those that ended lately.
+    one comes from there. Until its first one S(h) = exp(-h / m), with m the mean length of recently
+    finished requests; or such that the mean, cut at ``max_tokens``, is what its prompt lets expect.
 
     Engines may have predictors with different grids, as during a rolling change: forecasts are
     kept by grid, and read on the union of the grids, on which each curve is the same function. A
@@ -182,11 +183,12 @@ class LiveForecasts:
                 left[known] = np.minimum(left[known], table.edges[-1])
             unknown &= ~known
         for i in np.flatnonzero(unknown).tolist():
-            mean = requests[i].expected_tokens or self._mean_length
-            survival[i] = np.exp(-edges / max(1.0, mean))
-            most = requests[i].max_tokens
-            if most is not None:
-                left[i] = max(1, min(most, _MOST_TOKENS) - requests[i].generated_tokens)
+            request, mean = requests[i], max(1.0, self._mean_length)
+            if request.max_tokens is not None:
+                left[i] = max(1, min(request.max_tokens, _MOST_TOKENS) - request.generated_tokens)
+            if request.expected_tokens is not None:
+                mean = _uncut(request.expected_tokens, request.max_tokens)
+            survival[i] = np.exp(-edges / mean)
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received
 
     def _take(self, batch: ForecastBatch) -> None:
@@ -237,6 +239,20 @@ class LiveForecasts:
             del self._of[instance][name]
             for table in self._tables.values():
                 table.drop(name)
+
+
+def _uncut(expected: int, most: int | None) -> float:
+    r"""Return m of an exponential length whose mean is as expected once it is cut.
+
+    .. math:: m \,(1 - e^{-L / m}) = \bar r
+    """
+    low, high = float(max(1, expected)), float(_MOST_TOKENS)
+    if most is None:
+        return low
+    while high / low > 1.01:
+        m = sqrt(low * high)
+        low, high = (low, m) if -m * expm1(-most / m) > expected else (m, high)
+    return low
 
 
 def _engines(request: Placeable) -> set[str]:

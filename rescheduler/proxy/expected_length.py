@@ -2,6 +2,7 @@
 
 import logging
 
+from data_collection.models import name_of, resolve_model
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.prompt_text import prompt_text, temperature
@@ -16,12 +17,13 @@ class ExpectedLengths:
 
     Args:
         checkpoint: of a predictor that reads prompts.
+        model: that is served.
 
     Raises:
         DeploymentError: the checkpoint cannot be used.
     """
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, model: str) -> None:
         import torch  # which a proxy without a checkpoint does not load
 
         from predictor.prompts.prompt_predictor import PromptPredictor
@@ -32,12 +34,13 @@ class ExpectedLengths:
         except ValueError as error:
             raise DeploymentError(f"prompt_checkpoint: {error}") from error
         self._failed = False
+        served = name_of(resolve_model(model))
+        learned = self._predictor.model.serving_model
+        if served != learned:
+            logger.warning(
+                "prompt_checkpoint has learned from answers of %s, this is %s", learned, served
+            )
         self._predictor.expected_tokens("Hello")  # so that no client waits for what is set up once
-
-    @property
-    def model(self) -> str:
-        """The model whose answers it has learned from."""
-        return self._predictor.model.serving_model
 
     def of(self, client: ClientRequest) -> int | None:
         """Return the tokens that an answer is expected to have; None if nothing is known."""

@@ -60,7 +60,7 @@ class Proxy:
         self.cluster = cluster = kind(deployment)
         self._expected: ExpectedLengths | None = None
         if deployment.prompt_checkpoint is not None:
-            self._expected = ExpectedLengths(deployment.prompt_checkpoint)
+            self._expected = ExpectedLengths(deployment.prompt_checkpoint, deployment.model)
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []

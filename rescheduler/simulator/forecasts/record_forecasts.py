@@ -66,7 +66,8 @@ def record(
         out: Parquet file to write.
         part: whose requests are recorded; those of `test` were not trained on. Of a dataset that
             was collected apart, `all`.
-        prompt_checkpoint: of a predictor that reads prompts, whose forecasts are recorded, too.
+        prompt_checkpoint: of a predictor that reads prompts, whose forecasts are recorded, too. It
+            must not have been trained on these requests: its split may be another.
     """
     recorded, left_out = record_forecasts(dataset, checkpoint, out, part, prompt_checkpoint)
     print(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
+from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.ordering.engine_order import EngineOrder
@@ -24,29 +25,42 @@ class _Request:
         self.request_id, self.prompt_token_ids = name, list(range(prompt))
         self.num_tokens, self.num_output_tokens = prompt + generated, generated
         self.max_tokens, self.arrival_time = most, time.time()
-        self.sampling_params = SimpleNamespace(temperature=0.8)
-        self.reason = "stop"
+        self.sampling_params = SimpleNamespace(temperature=0.8, stop=[])
+        self.reason, self.kv_transfer_params = "stop", None
 
     def get_finished_reason(self) -> str:
         return self.reason
 
 
 class _Forecasts:
-    def remaining(self, request: Any) -> None:
-        return None
+    """What an engine has forecast: the tokens that some requests will still generate."""
+
+    def __init__(self, remaining: dict[str, int]) -> None:
+        self._remaining = remaining
+
+    def remaining(self, request: Any) -> SurvivalForecast | None:
+        left = self._remaining.get(request.request_id)
+        return None if left is None else PointForecast.new([left]).on_grid([0, 1, left, left + 1])
 
 
-def part(*requests: _Request, policy: str = "fcfs", **order: Any) -> EngineOrder:
+def part(
+    *requests: _Request,
+    policy: str = "fcfs",
+    forecasts: dict[str, int] | None = None,
+    **order: Any,
+) -> EngineOrder:
     queue = FCFSRequestQueue()
     queue.extend(requests)
     scheduler = SimpleNamespace(
         vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(model="acme/other"),
             additional_config={"headway": {"order": order or {"name": "shortest"}}},
             scheduler_config=SimpleNamespace(policy=policy, max_num_seqs=4),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         ),
         waiting=queue,
         running=[],
-        part=lambda kind: _Forecasts(),
+        part=lambda kind: _Forecasts(forecasts or {}),
         kv_cache_manager=SimpleNamespace(usage=0.5),
         cache_config=SimpleNamespace(num_gpu_blocks=100),
         block_size=16,
@@ -71,7 +85,7 @@ def test_it_is_put_in_order_now_and_then_only() -> None:
     made.scheduler.waiting.append(_Request("c", 10, 1))
     made.before_scheduling()
     assert names(made) == ["b", "a", "c"]
-    made._ordered_at -= 1.0
+    made._order_at -= 10.0
     made.before_scheduling()
     assert names(made) == ["c", "b", "a"]
 
@@ -96,6 +110,41 @@ def test_who_has_waited_far_too_long_goes_first() -> None:
     assert names(made)[0] == "a"
 
 
+def test_a_preempted_request_is_expected_to_generate_what_is_left() -> None:
+    """By its forecast, or by what was expected of it less what it has generated."""
+    old = _Request("old", 10, 1000, generated=240)
+    forecast = _Request("forecast", 10, 1000, generated=20)
+    made = part(_Request("new", 10, 1000), forecast, old, forecasts={"forecast": 90})
+    made.before_scheduling()
+    assert names(made) == ["old", "forecast", "new"]
+
+
+def test_a_long_queue_is_put_in_order_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = part(_Request("a", 10, 90), _Request("b", 10, 5))
+    now = 1000.0
+
+    def slow(part: EngineOrder) -> None:
+        nonlocal now
+        now += 2.0
+
+    monkeypatch.setattr(EngineOrder, "_order", slow)
+    monkeypatch.setattr("rescheduler.ordering.engine_order.time.monotonic", lambda: now)
+    made.before_scheduling()
+    assert made._order_at == pytest.approx(1002.0 + 40.0)
+
+
+def test_prompts_are_forecast_a_few_at_a_time() -> None:
+    requests = [_Request(str(i), 10 + i, 2000) for i in range(150)]
+    checkpoint = "checkpoints/smollm2-135m-instruct-prompt"
+    made = part(*requests, name="shortest", prompt_checkpoint=checkpoint)
+    for known in (64, 128, 150):
+        made._order_at = -np.inf
+        made.before_scheduling()
+        assert len(made._expected) == known
+    made.ended(requests[0])
+    assert len(made._expected) == 149
+
+
 def test_lengths_and_steps_are_learned() -> None:
     made = part(_Request("a", 10, 10_000), _Request("b", 10, 10_000))
     ended = _Request("c", 10, 100, generated=8)
@@ -105,11 +154,15 @@ def test_lengths_and_steps_are_learned() -> None:
     ended.reason, ended.num_output_tokens = "abort", 10_000
     made.ended(ended)
     assert made._mean == pytest.approx(8, abs=2), "who leaves says nothing of lengths"
+    ended.sampling_params.stop, ended.num_output_tokens = ["\n"], 2
+    for _ in range(300):
+        made.ended(ended)
+    assert made._mean == pytest.approx(2, abs=1), "a stop string ends a request like the model"
     made.scheduler.running = [ended]
     made.updated(None, None)
     made._stepped_at -= 0.5
     made.updated(None, None)
-    assert made._step > 0.055
+    assert made._step > 0.052
 
 
 def test_an_engine_does_not_end_by_what_cannot_be_ordered(
@@ -119,7 +172,7 @@ def test_an_engine_does_not_end_by_what_cannot_be_ordered(
     monkeypatch.setattr(EngineOrder, "_expected_left", lambda part, queue: 1 / 0)
     with caplog.at_level(logging.ERROR, "vllm.headway.order"):
         for _ in range(3):
-            made._ordered_at = -np.inf
+            made._order_at = -np.inf
             made.before_scheduling()
     assert names(made) == ["a", "b"]
 

@@ -79,8 +79,8 @@ def test_a_prompt_is_known_by_its_own_tokens(smollm2: Path, tokenizer: Tokenizer
     for text, prompt in zip(texts, prompts, strict=True):
         expected = tokenizer.encode(text, add_special_tokens=False).ids
         own, length = embedding.read(text)
-        assert embedding.own_tokens(prompt).tolist() == own.tolist() == expected
-        assert length == len(expected)
+        assert embedding.own_tokens(prompt)[0].tolist() == own.tolist() == expected
+        assert embedding.own_tokens(prompt)[1] == length == len(expected)
     assert embedding.size == 24
     assert not embedding.vector(np.array([], dtype=np.int64)).any()
     assert not embedding.vector(np.array([-1, 10**9])).any(), "an unknown token has no vector"
@@ -91,8 +91,21 @@ def test_of_a_long_text_both_ends_are_read(smollm2: Path, tokenizer: Tokenizer) 
     text = "Write a story. " * 5_000
     own, length = embedding.read(text)
     assert len(own) < 3_000
-    exact = len(tokenizer.encode(text).ids)
-    assert length == pytest.approx(exact, rel=0.02)
+    ids = tokenizer.encode(text).ids
+    assert length == pytest.approx(len(ids), rel=0.02)
+    ends, whole = embedding.own_tokens(ids)
+    assert ends.tolist() == [*ids[:512], *ids[-512:]]
+    assert whole == len(ids)
+
+
+def test_what_no_client_limits_is_no_longer_than_what_was_seen(checkpoint: Path) -> None:
+    predictor = PromptPredictor.load(str(checkpoint))
+    assert predictor.longest == 350
+    text = LONG.format("a horse")
+    without = predictor.expected_tokens(text)
+    assert (
+        without == predictor.expected_tokens(text, 100_000) == predictor.expected_tokens(text, 350)
+    )
 
 
 def test_it_learns_which_prompts_have_long_answers(checkpoint: Path, tokenizer: Tokenizer) -> None:
@@ -150,6 +163,11 @@ def test_a_predictor_of_hidden_states_is_refused(
         (folder / name).write_bytes(b"damaged")
         with pytest.raises(CheckpointError):
             PromptPredictor.load(str(folder))
+        if name.endswith("embedding.json"):
+            for content in ("null", '{"before": 5, "after": []}', '{"before": ["a"], "after": []}'):
+                (folder / name).write_text(content)
+                with pytest.raises(CheckpointError, match="damaged prompt embedding"):
+                    PromptPredictor.load(str(folder))
         (folder / name).unlink()
         with pytest.raises(CheckpointError, match=name):
             PromptPredictor.load(str(folder))

@@ -41,6 +41,10 @@ def test_a_prompt_is_read_however_it_is_given() -> None:
         {"prompt": [1, "b"]},
         {"prompt": {"a": 1}},
         {"prompt": "a" * (1 << 20)},
+        {"prompt": [5] * 5000},
+        {"prompt": [5, -1]},
+        {"prompt": [5, 1 << 63]},
+        {"messages": [{}] * 5000},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": "a"},
@@ -75,8 +79,17 @@ def test_what_a_prompt_lets_expect_stands_until_an_engine_forecasts() -> None:
     found = forecasts.forecast(requests)
     short, long, capped, unknown = found.mean()
     assert short < unknown < long
-    assert capped <= 30
+    assert capped == pytest.approx(30, rel=0.03)
     np.testing.assert_allclose(found.at([64])[:2, 0], np.exp([-64 / 50, -64 / 400]))
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_what_is_expected_is_cut_once(expected: int, most: int) -> None:
+    """The mean of the curve is what was expected of the prompt, up to its grid."""
+    expected = min(expected, most)
+    forecasts = LiveForecasts(None)
+    (mean,) = forecasts.forecast([Placeable("a", 10, most, expected)]).mean()
+    assert mean == pytest.approx(expected, rel=0.25, abs=1.5)
 
 
 class _Predictor:
@@ -116,7 +129,15 @@ def test_a_predictor_that_fails_refuses_no_client(caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("model", "warnings"), [("smollm2", 0), ("acme/other", 1)])
+def test_a_checkpoint_of_another_models_answers_is_warned_of(
+    model: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ExpectedLengths("checkpoints/smollm2-135m-instruct-prompt", model)
+    assert sum("has learned from answers" in one.message for one in caplog.records) == warnings
+
+
 def test_a_checkpoint_that_cannot_be_used_is_refused(survival_checkpoint: Any) -> None:
     for checkpoint in (str(survival_checkpoint), "/nowhere/at/all"):
         with pytest.raises(DeploymentError, match=r"^prompt_checkpoint: "):
-            ExpectedLengths(checkpoint)
+            ExpectedLengths(checkpoint, "smollm2")
