@@ -10,7 +10,8 @@ and begins with the next arm. Lengths are the model's own, up to a cap. A load i
 capacity, measured first in its steady part, or ``burst``: all requests at once.
 
 Arms: ``fcfs``; ``shortest`` and ``boost`` with forecasts from hidden states once a request is
-prefilled, and the mean length of late before; ``prompt``, shortest prompt first; ``exact``,
+prefilled, and the recent mean length before; ``boost_prompts``, with forecasts from prompts before;
+``prompt``, shortest prompt first; ``exact``,
 shortest first with lengths known from the same round's ``fcfs`` (each request's cap is its own
 length, and nothing else is forecast).
 
@@ -52,9 +53,11 @@ ORDERS: dict[str, dict[str, Any]] = {
     "fcfs": {"name": "fcfs"},
     "shortest": {"name": "shortest"},
     "boost": {"name": "boost"},
+    "boost_prompts": {"name": "boost"},
     "prompt": {"name": "shortest", "by": "prompt"},
     "exact": {"name": "shortest"},
 }
+PROMPT_CHECKPOINTS = {"boost_prompts": "checkpoints/smollm2-135m-instruct-prompt"}
 REQUESTS = {True: 60, False: 300}
 """Of a round, for a burst and for a steady load: a queue takes some hundred to build up."""
 MAX_TOKENS, MEASURED = 300, 80
@@ -97,7 +100,8 @@ class Plan(NamedTuple):
     def settings(self, run: Run) -> dict[str, Any]:
         """Return what a result depends on, beside the code."""
         asked = json.dumps([asdict(one) for one in self.requests_of(run)])
-        return {
+        checkpoint = PROMPT_CHECKPOINTS.get(run.arm)
+        return ({} if checkpoint is None else {"prompt_checkpoint": checkpoint}) | {
             "engine": to_builtins(ENGINE),
             "order": ORDERS[run.arm],
             "requests": sha256(asked.encode()).hexdigest()[:16],
@@ -187,7 +191,12 @@ def run_one(plan: Plan, deployment: Deployment, run: Run) -> dict[str, float]:
     instances = deployment.instances
     if run.arm == "exact":  # forecasts of the model would be cut at the known lengths only
         instances = [replace(one, telemetry=None) for one in instances]
-    serving = replace(deployment, order=ORDERS[run.arm], instances=instances)
+    serving = replace(
+        deployment,
+        order=ORDERS[run.arm],
+        prompt_checkpoint=PROMPT_CHECKPOINTS.get(run.arm),
+        instances=instances,
+    )
     load = plan.requests_of(run)
     salt = f"{run.load}-{run.round}-{run.arm}"
     result = asyncio.run(run_load(serving, plan.out, load, salt, PATIENCE)).result
