@@ -94,7 +94,7 @@ _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
 _KEPT = 50_000
 _MOST_TOKENS = 2**40  # a client may ask for a number that no float holds
-_GRID = (0, 1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536)  # until an engine has published its own
+_GRID = (0, *(2**i for i in range(17)))  # until an engine has published its own
 
 
 class LiveForecasts:

@@ -1,6 +1,7 @@
 """How long answers are expected to be before anything of them is computed."""
 
 import logging
+from contextlib import suppress
 
 from data_collection.models import name_of, resolve_model
 from rescheduler.engines.deployment import DeploymentError
@@ -34,8 +35,9 @@ class ExpectedLengths:
         except ValueError as error:
             raise DeploymentError(f"prompt_checkpoint: {error}") from error
         self._failed = False
-        served = name_of(resolve_model(model))
-        learned = self._predictor.model.serving_model
+        learned, served = self._predictor.model.serving_model, model
+        with suppress(ValueError):  # a folder of the engines' machines
+            served = name_of(resolve_model(model))
         if served != learned:
             logger.warning(
                 "prompt_checkpoint has learned from answers of %s, this is %s", learned, served
