@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import Gauge
@@ -18,6 +19,8 @@ __all__ = ["ProxyMetrics", "watch_loop"]
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _PURPOSES = ("placing", "planning", "page")
+_EXPECTED = (64, 256, 1024)
+_RANGES = ("0-64", "65-256", "257-1024", "1025+")
 _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -34,6 +37,13 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self.first_token = self._histogram(
             "headway_proxy_time_to_first_token_seconds",
             "from a request's arrival to its first token",
+            buckets=_FIRST_SECONDS,
+        )
+        self._wait = self._histogram(
+            "headway_proxy_wait_seconds",
+            "from a request's arrival to its place on a decode instance, by the tokens that its "
+            "prompt let expect",
+            ["expected_tokens"],
             buckets=_FIRST_SECONDS,
         )
         self.token_gap = self._histogram(
@@ -82,6 +92,13 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.turned_away):
                 counter.labels(instance.name)
+
+    def placed(self, request: LiveRequest) -> None:
+        """Note how long a request has waited that has its first place."""
+        expected = request.expected_tokens
+        range_ = "unknown" if expected is None else _RANGES[bisect_left(_EXPECTED, expected)]
+        seconds = asyncio.get_running_loop().time() - request.arrived
+        self._wait.labels(range_).observe(seconds)
 
     def loop_late(self, late: float, computed: float) -> None:
         """Note by how many seconds the event loop was late, and how long it computed until then."""

@@ -101,7 +101,10 @@ class RequestFlow:
     async def place(self, request: LiveRequest) -> InstanceState:
         """Wait for a place on a decode instance, or refuse the request in time."""
         with request.trace.span("wait", stage="decode"):
-            return await self._dispatcher.place(request)
+            instance = await self._dispatcher.place(request)
+        if request.hop == 0:
+            self._metrics.placed(request)
+        return instance
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""

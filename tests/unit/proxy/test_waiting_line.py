@@ -1,6 +1,7 @@
 """Which request goes first to a prefill and to a decode instance."""
 
 import asyncio
+import re
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,10 @@ async def test_a_prompt_with_a_short_answer_passes_before_anything_is_computed(
             await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
         prefill.answers_late = False
         await asyncio.gather(*began)
+        pattern = r'wait_seconds_count\{.*expected_tokens="(.+?)".*\} (\d)'
+        waits = re.findall(pattern, await it.text("/metrics"))
+    assert sum(int(count) for _, count in waits) == 3
+    assert "unknown" not in {expected for expected, _ in waits}
     _, first, second = placed
     assert first is not None
     assert second is not None
