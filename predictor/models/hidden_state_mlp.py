@@ -15,6 +15,7 @@ from predictor.models.checkpoint_card import checkpoint_card
 __all__ = [
     "INPUTS",
     "NO_REPETITION",
+    "PROMPT_LAYER",
     "CheckpointError",
     "HiddenStateMLP",
     "ModelMismatchError",
@@ -28,6 +29,9 @@ INPUTS = (
 """Numbers a predictor may read beside the hidden state: token counts, the last to ``max_tokens``;
 with what the answer is sampled; and what `repetition` says of all its tokens but the newest, which
 an engine that schedules a step ahead does not know yet."""
+
+PROMPT_LAYER = "prompt"
+"""What a checkpoint that reads prompts names in place of a layer of the serving model."""
 
 NO_REPETITION = (0.0, 0.0)
 """What `repetition` returns of an answer that has only begun. It is here because vLLM's worker on a
@@ -214,6 +218,10 @@ class HiddenStateMLP(
         Raises:
             ModelMismatchError: names both models.
         """
+        if self.layer == PROMPT_LAYER != session.layer:
+            raise ModelMismatchError(
+                "this predictor reads prompts, not hidden states: give it as prompt_checkpoint"
+            )
         mine = (self.serving_model, self.model_revision, self.layer, self.hidden_size)
         theirs = (session.model, session.revision, session.layer, session.hidden_size)
         if mine != theirs:

@@ -11,14 +11,16 @@ import torch
 from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import NO_REPETITION, CheckpointError, RequestRows
+from predictor.models.hidden_state_mlp import (
+    NO_REPETITION,
+    PROMPT_LAYER,
+    CheckpointError,
+    RequestRows,
+)
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
 
-__all__ = ["PROMPT_LAYER", "PromptPredictor", "prompt_numbers"]
-
-PROMPT_LAYER = "prompt"
-"""What the checkpoint says it reads in place of a layer of the serving model."""
+__all__ = ["PromptPredictor", "prompt_numbers"]
 
 
 class PromptPredictor:

@@ -17,8 +17,8 @@ from data_collection.dataset.dataset_schema import (
     split_requests,
 )
 from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from predictor.models.hidden_state_mlp import PROMPT_LAYER
 from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
-from predictor.prompts.prompt_predictor import PROMPT_LAYER
 from predictor.training.row_table import HiddenStates, Requests, RowTable
 
 __all__ = ["load_prompt_rows"]

@@ -13,9 +13,9 @@ from data_collection.dataset.dataset_schema import SplitName, split_requests
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
 from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import HiddenStateMLP
+from predictor.models.hidden_state_mlp import PROMPT_LAYER, HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP
-from predictor.prompts.prompt_predictor import PROMPT_LAYER, PromptPredictor
+from predictor.prompts.prompt_predictor import PromptPredictor
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.workloads.forecast_recording import (

@@ -9,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from recorded_dataset import new_session
 from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 from training_runs import fit
 
 from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import CheckpointError
+from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError
 from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
 from predictor.prompts.prompt_predictor import PromptPredictor
 from predictor.training.prompt_table import load_prompt_rows
@@ -156,7 +157,9 @@ def test_a_predictor_of_hidden_states_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match="from hidden states, not from prompts"):
         PromptPredictor.load(str(survival_checkpoint))
-    assert load_predictor(str(checkpoint)).layer == "prompt"
+    reader = load_predictor(str(checkpoint))
+    with pytest.raises(ModelMismatchError, match="reads prompts, not hidden states"):
+        reader.refuse_other_model(new_session())
     for name in ("embedding.safetensors", "tokenizer.json", "embedding.json"):
         folder = tmp_path / name
         shutil.copytree(checkpoint, folder)
