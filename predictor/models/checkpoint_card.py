@@ -50,7 +50,9 @@ from predictor.prompts.prompt_predictor import PromptPredictor
 
 predictor = PromptPredictor.load("this folder")
 predictor.expected_tokens("Write a story about a lighthouse keeper.", max_tokens=1024)
-predictor.forecast(prompts, temperature, max_tokens)  # token ids; [n]; [n]
+# token ids of n prompts, temperature [n], max_tokens [n]
+forecast = predictor.forecast([[504, 5646], [10]], [0.8, 1.0], [1024, 50])
+forecast.median()  # tokens, [n]
 ```"""
 
 _NOT_FOR = "Do not use it on another model's hidden states: loading refuses to."

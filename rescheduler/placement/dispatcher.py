@@ -290,7 +290,7 @@ class Dispatcher(Generic[R]):
                 logger.exception("no order by what is known; as they came instead")
             self._unordered = True
             return waiting, False
-        self._unordered = False
+        self._unordered = self._unordered and not waiting
         return found
 
     def _refuse_too_large(self) -> None:

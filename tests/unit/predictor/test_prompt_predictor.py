@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recorded_dataset import new_session
+from recorded_dataset import new_session, record
 from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 from training_runs import fit
@@ -70,6 +70,16 @@ def checkpoint(transcripts: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     pattern = transcripts.with_name("round-*.parquet")
     options = ("--trainer.max_epochs", "12", "--data.batch_size", "16")
     return fit("prompt", pattern, out, *options, "--model.init_args.lr", "3e-3")
+
+
+def test_it_learns_from_a_dataset_too(tmp_path: Path) -> None:
+    dataset, out = tmp_path / "dataset", tmp_path / "checkpoint"
+    record(dataset, new_session(model=MODEL, revision="test"))
+    fit("prompt", dataset, out, "--trainer.max_epochs", "1")
+    predictor = PromptPredictor.load(str(out))
+    assert predictor.model.serving_model == MODEL
+    assert predictor.longest <= 100
+    assert "dataset" in (out / "dataset_card.md").read_text()
 
 
 def test_a_prompt_is_known_by_its_own_tokens(smollm2: Path, tokenizer: Tokenizer) -> None:
