@@ -41,7 +41,7 @@ BOOST, SHORTEST = {"name": "boost"}, {"name": "shortest"}
 def main() -> None:
     parser = arguments("what a forecast from the prompt is worth")
     parser.add_argument("--recording", type=Path, default=Path(RECORDING))
-    parser.add_argument("--seeds", type=int, default=8, help="runs of each arm (default: 8)")
+    parser.add_argument("--seeds", type=int, default=6, help="runs of each arm (default: 6)")
     options = parser.parse_args()
     seeds, requests = (2, 300) if options.quick else (options.seeds, 3_000)
     recorded = read_recording(options.recording)

@@ -1,5 +1,6 @@
 """Forecasts of requests from their prompts: a survival model on a prompt's vector."""
 
+import logging
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
@@ -101,6 +102,14 @@ class PromptPredictor:
         vector = self._embedding.vector(own)[None]
         most = self.longest if max_tokens is None else min(max(max_tokens, 1), self.longest)
         return float(self._forecast(vector, np.array([length]), [temperature], [most]).mean()[0])
+
+    def warn_of_other_model(self, served: str, logger: logging.Logger) -> None:
+        """Warn if another model is served than the one whose answers it was trained on."""
+        trained = self.model.serving_model
+        if served != trained:
+            logger.warning(
+                "prompt_checkpoint was trained on answers of %s, but %s is served", trained, served
+            )
 
     def _forecast(
         self,

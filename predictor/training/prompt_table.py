@@ -1,9 +1,10 @@
 """Requests as rows of one prompt each, to train what forecasts before prefill."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,17 +12,26 @@ from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
     DatasetError,
     Session,
-    open_shard,
     read_sessions,
     requests_files,
     split_requests,
 )
-from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from data_collection.workload.prompts import PromptError, Transcript, load_transcripts
 from predictor.models.hidden_state_mlp import PROMPT_LAYER
 from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
-from predictor.training.row_table import HiddenStates, Requests, RowTable
+from predictor.training.row_table import HiddenStates, Requests, RowTable, read_shards
 
 __all__ = ["load_prompt_rows"]
+
+
+class _Answer(NamedTuple):
+    id: str
+    prompt: list[int]
+    tokens: int
+    finish_reason: str
+    max_tokens: int
+    temperature: float | None
+    task: str
 
 
 def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEmbedding]:
@@ -37,14 +47,14 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
     Raises:
         DatasetError: there is nothing to read, or no token ids are in it.
     """
-    session, records = _of_dataset(dataset) if dataset.is_dir() else _of_transcripts(dataset)
-    records = [one for one in records if one["prompt_token_ids"] and one["tokens"] > 0]
-    if not records:
+    session, answers = _of_dataset(dataset) if dataset.is_dir() else _of_transcripts(dataset)
+    answers = [one for one in answers if one.prompt and one.tokens > 0]
+    if not answers:
         raise DatasetError(
             f"{dataset}: no request has token ids, so that there is no prompt to read"
         )
-    _, group = np.unique(np.array([one["id"] for one in records]), return_inverse=True)
-    prompts = [one["prompt_token_ids"] for one in records]
+    _, group = np.unique(np.array([one.id for one in answers]), return_inverse=True)
+    prompts = [one.prompt for one in answers]
     training = split_requests(group, split_seed)["train"]
     try:
         embedding = PromptEmbedding.fit(
@@ -54,11 +64,11 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
         raise DatasetError(f"{dataset}: {error}") from error
     own = [embedding.own_tokens(prompt) for prompt in prompts]
     vectors = np.stack([embedding.vector(tokens) for tokens, _ in own])
-    tokens = np.array([one["tokens"] for one in records], dtype=np.int64)
-    reasons = [str(one["finish_reason"]) for one in records]
-    censored = np.array([reason != "stop" for reason in reasons])
-    temperature = np.array([_number(one["temperature"], 1.0) for one in records])
-    n = len(records)
+    tokens = np.array([one.tokens for one in answers], dtype=np.int64)
+    censored = np.array([one.finish_reason != "stop" for one in answers])
+    # vLLM's default where it is unknown
+    temperature = np.array([1.0 if one.temperature is None else one.temperature for one in answers])
+    n = len(answers)
     table = RowTable(
         hidden_states=HiddenStates([vectors]),
         vector=np.arange(n),
@@ -67,16 +77,16 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
         generated_tokens=np.zeros(n, dtype=np.int64),
         remaining_tokens=tokens,
         censored=censored,
-        max_tokens=np.array([int(_number(one["max_tokens"], 0)) for one in records]),
+        max_tokens=np.array([one.max_tokens for one in answers], dtype=np.int64),
         requests=Requests(
-            request_id=[one["id"] for one in records],
+            request_id=[one.id for one in answers],
             group=group,
             total_tokens=tokens,
             censored=censored,
-            finish_reason=reasons,
-            task=[str(one["task"] or "") for one in records],
+            finish_reason=[one.finish_reason for one in answers],
+            task=[one.task for one in answers],
             temperature=temperature,
-            prompt_token_ids=list(prompts),
+            prompt_token_ids=[*prompts],
             output_token_ids=[None] * n,
         ),
         session=replace(
@@ -96,46 +106,54 @@ def _commit(revision: str) -> str | None:
     return revision if re.fullmatch("[0-9a-f]{40}", revision) else None
 
 
-def _of_dataset(dataset: Path) -> tuple[Session, list[dict[str, Any]]]:
-    session = read_sessions(dataset)[-1]
-    records = []
-    for file in requests_files(dataset):
-        with open_shard(file) as shard:
-            for one in shard.read().to_pylist():
-                short = {name: one.get(name) for name in REQUESTS_SCHEMA.names}
-                records.append(short | {"id": one["external_id"], "tokens": one["total_tokens"]})
-    return session, records
+def _of_dataset(dataset: Path) -> tuple[Session, list[_Answer]]:
+    requests = read_shards(requests_files(dataset), REQUESTS_SCHEMA).to_pylist()
+    return read_sessions(dataset)[-1], list(map(_answer, requests))
 
 
-def _of_transcripts(pattern: Path) -> tuple[Session, list[dict[str, Any]]]:
-    files = [pattern]
-    if not pattern.is_file():
-        files = sorted(pattern.parent.glob(pattern.name)) if pattern.name else []
-    if not files:
+def _answer(request: dict[str, Any]) -> _Answer:
+    return _Answer(
+        id=request["external_id"],
+        prompt=request["prompt_token_ids"] or [],
+        tokens=request["total_tokens"],
+        finish_reason=request["finish_reason"],
+        max_tokens=request["max_tokens"] or 0,
+        temperature=request["temperature"],
+        task=request["task"] or "",
+    )
+
+
+def _of_transcripts(pattern: Path) -> tuple[Session, list[_Answer]]:
+    files = [pattern] if pattern.is_file() else sorted(pattern.parent.glob(pattern.name or "."))
+    if not files or not files[0].is_file():
         raise DatasetError(f"{pattern}: no such dataset, and no such file of transcripts")
-    models, records = set(), []
-    for file in files:
-        with open_shard(file) as shard:
-            found = shard.schema_arrow
-            missing = sorted(set(TRANSCRIPTS_SCHEMA.names) - set(found.names))
-            if missing:
-                raise DatasetError(f"{file}: no transcripts: it has no {', '.join(missing)}")
-            described = found.metadata or {}
-            models.add(
-                tuple(
-                    described.get(name, b"").decode()
-                    for name in (b"headway.model", b"headway.revision")
-                )
-            )
-            for one in shard.read().to_pylist():
-                records.append(one | {"tokens": len(one["output_token_ids"] or ())})
-    if len(models) > 1 or not next(iter(models))[0]:
+    try:
+        found = [load_transcripts(file) for file in files]
+    except PromptError as error:
+        raise DatasetError(str(error)) from error
+    models = {(one.model, one.revision or "") for one in found}
+    if len(models) > 1 or found[0].model is None:
         raise DatasetError(
             f"{pattern}: the transcripts must name one model, and the same: they name "
             f"{', '.join(sorted(name or 'none' for name, _ in models))}"
         )
-    (model, revision), first = models.pop(), files[0]
-    return _session(model, revision, first), records
+    answers = [answer for one in found for answer in _answers(one.transcripts)]
+    return _session(found[0].model, found[0].revision or "", files[0]), answers
+
+
+def _answers(transcripts: list[Transcript]) -> Iterator[_Answer]:
+    """Yield those with token ids: a text would need a chat template."""
+    for one in transcripts:
+        prompt = [token for token in one.prompt if isinstance(token, int)]
+        yield _Answer(
+            one.id,
+            prompt,
+            len(one.answer) if isinstance(one.answer, list) else 0,
+            one.finish_reason,
+            one.max_tokens,
+            one.temperature,
+            one.task,
+        )
 
 
 def _session(model: str, revision: str, file: Path) -> Session:
@@ -152,7 +170,3 @@ def _session(model: str, revision: str, file: Path) -> Session:
         model_dtype="unknown",
         started="",
     )
-
-
-def _number(value: Any, otherwise: float) -> float:
-    return otherwise if value is None or value != value else float(value)

@@ -18,7 +18,7 @@ from data_collection.dataset.dataset_schema import (
     rows_files,
 )
 
-__all__ = ["HiddenStates", "Requests", "RowTable", "load_rows"]
+__all__ = ["HiddenStates", "Requests", "RowTable", "load_rows", "read_shards"]
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -182,8 +182,8 @@ def load_rows(dataset: Path) -> RowTable:
             with open_shard(file):
                 pass  # it is whole, or refused
     try:
-        rows = _read(shards["rows"])
-        requests = _read(shards["requests"], REQUESTS_SCHEMA)
+        rows = read_shards(shards["rows"])
+        requests = read_shards(shards["requests"], REQUESTS_SCHEMA)
         return _joined(dataset, session, rows, requests)
     except DatasetError:
         raise
@@ -194,7 +194,7 @@ def load_rows(dataset: Path) -> RowTable:
         ) from error
 
 
-def _read(files: Sequence[Path], schema: Any = None) -> Any:
+def read_shards(files: Sequence[Path], schema: Any = None) -> Any:
     """Return the Arrow table of some shards; its buffers stay on the disk.
 
     With a schema, columns that a shard of an earlier version lacks are null.

@@ -52,11 +52,11 @@ class ExportCheckpoint(Callback):
         if data.embedding is not None:
             data.embedding.save(self.folder)
         export_checkpoint(pl_module.predictor.cpu(), self.folder, provenance)
-        card = (
-            f"Transcripts: `{data.dataset.name}`, {len(data.parts['train'].requests)} requests.\n"
-        )
         if data.dataset.is_dir():
             card = read_text(data.dataset / "README.md")
+        else:
+            n_requests = len(data.parts["train"].requests)
+            card = f"Transcripts: `{data.dataset.name}`, {n_requests} requests.\n"
         write_text_atomically(self.folder / "dataset_card.md", card)
         print(f"best {pl_module.monitor} {figure:.4g}; wrote {self.folder}")
 

@@ -17,9 +17,9 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["CoordinatedCluster", "CoordinatedDispatcher", "WatchedPlacements", "instances_digest"]
 

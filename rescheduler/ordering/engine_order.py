@@ -25,6 +25,7 @@ from predictor.live.known_forecasts import KnownForecasts
 from predictor.prompts.prompt_predictor import PromptPredictor
 from rescheduler.ordering.engine_order_config import read_engine_order
 from rescheduler.ordering.line import Line, Room
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["EngineOrder"]
 
@@ -38,14 +39,13 @@ _FORECAST_AT_ONCE = 64
 """Prompts; of more that have come meanwhile the rest are forecast later."""
 
 _FIRST_MEAN, _MEAN_WEIGHT = 256.0, 0.02
-_FIRST_STEP, _STEP_WEIGHT, _PAUSE = 0.05, 0.02, 4.0
 
 
 class EngineOrder(SchedulerPart):
     """Keeps vLLM's queue in the order of service; all else stays vLLM's.
 
-    What waits is expected to generate what its prompt lets expect, or as much as recently finished
-    requests; a preempted one what was forecast of it last, or what is left of that.
+    A waiting request is expected to generate what its prompt suggests, or as much as recently
+    finished requests; a preempted one what was last forecast of it, or what is left of that.
 
     Raises:
         ValueError: the order is invalid, or vLLM's own policy is another than ``fcfs``.
@@ -66,19 +66,13 @@ class EngineOrder(SchedulerPart):
         self._prompts: PromptPredictor | None = None
         if config.prompt_checkpoint is not None:
             self._prompts = PromptPredictor.load(config.prompt_checkpoint)
-            served = name_of(vllm_config.model_config.model)
-            learned = self._prompts.model.serving_model
-            if served != learned:
-                logger.warning(
-                    "prompt_checkpoint has learned from answers of %s, this is %s", learned, served
-                )
+            self._prompts.warn_of_other_model(name_of(vllm_config.model_config.model), logger)
         self._slots = float(vllm_config.scheduler_config.max_num_seqs)
         self._expected: dict[str, float] = {}
         self._stages = float(vllm_config.parallel_config.pipeline_parallel_size)
-        self._mean, self._step = _FIRST_MEAN, _FIRST_STEP
+        self._mean, self._step = _FIRST_MEAN, MeanStepTime()
         self._order_at, self._stepped_at = -inf, inf
         self._failed = False
-        self.put_in_order = 0
 
     def before_scheduling(self) -> None:
         """Put the queue in order, now and then."""
@@ -100,8 +94,7 @@ class EngineOrder(SchedulerPart):
         """Learn how long a token of a request takes."""
         now = time.monotonic()
         if now > self._stepped_at:
-            seconds = min(self._stages * (now - self._stepped_at), _PAUSE * self._step)
-            self._step += _STEP_WEIGHT * (seconds - self._step)
+            self._step.took(self._stages * (now - self._stepped_at))
         self._stepped_at = now if self.scheduler.running else inf
 
     def ended(self, request: Any) -> None:
@@ -115,29 +108,20 @@ class EngineOrder(SchedulerPart):
         queue = queued_requests(self.scheduler)
         if len(queue) < 2:
             return
+        capacity = fullness(self.scheduler)["kv_capacity_tokens"]
         order, _ = self._line.put_in_order(
             waited=np.maximum(0.0, time.time() - np.array([one.arrived for one in queue])),
             left=self._expected_left(queue),
             context=np.array([float(one.context) for one in queue]),
             latest=inf,
-            room=Room(self._slots, fullness(self.scheduler)["kv_capacity_tokens"], self._step),
+            room=Room(self._slots, capacity, self._step.seconds),
         )
         move_to_front(self.scheduler, [queue[i].request.request_id for i in order])
-        self.put_in_order += 1
 
     def _expected_left(self, queue: list[QueuedRequest]) -> npt.NDArray[np.float64]:
         """Return the tokens that each is expected to generate, [n], at least 1."""
-        new = [one for one in queue if one.request.request_id not in self._expected]
-        readable = [one for one in new if one.prompt is not None][:_FORECAST_AT_ONCE]
-        if readable and self._prompts is not None:
-            longest = float(self._prompts.longest)
-            forecast = self._prompts.forecast(
-                [one.prompt or [] for one in readable],
-                [one.temperature for one in readable],
-                [min(float(one.left), longest) for one in readable],
-            )
-            names = [one.request.request_id for one in readable]
-            self._expected.update(zip(names, forecast.mean().tolist(), strict=True))
+        if self._prompts is not None:
+            self._forecast(self._prompts, queue)
         known = self.scheduler.part(KnownForecasts)
         left = np.empty(len(queue))
         for i, one in enumerate(queue):
@@ -148,3 +132,20 @@ class EngineOrder(SchedulerPart):
             expected = self._expected.get(one.request.request_id, self._mean)
             left[i] = min(expected - one.generated, one.left)
         return np.maximum(left, 1.0)
+
+    def _forecast(self, prompts: PromptPredictor, queue: list[QueuedRequest]) -> None:
+        """Forecast those that have come since, a few at a time."""
+        new = [
+            one
+            for one in queue
+            if one.prompt is not None and one.request.request_id not in self._expected
+        ][:_FORECAST_AT_ONCE]
+        if not new:
+            return
+        forecast = prompts.forecast(
+            [one.prompt or [] for one in new],
+            [one.temperature for one in new],
+            [min(one.left, prompts.longest) for one in new],
+        )
+        names = [one.request.request_id for one in new]
+        self._expected.update(zip(names, forecast.mean().tolist(), strict=True))

@@ -18,11 +18,11 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
 from rescheduler.placement.upstream import Upstream, engine_key
 from rescheduler.placement.waiting_line import WaitingLine
+from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient

@@ -21,11 +21,11 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
 from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["Dispatcher"]
 

@@ -102,7 +102,7 @@ class LiveForecasts:
 
     A forecast is aged by the tokens its request has got since, also on another instance, until
     one comes from there. Until its first one S(h) = exp(-h / m), with m the mean length of recently
-    finished requests; or such that the mean, cut at ``max_tokens``, is what its prompt lets expect.
+    finished requests; or such that the mean, cut at ``max_tokens``, is what its prompt suggests.
 
     Engines may have predictors with different grids, as during a rolling change: forecasts are
     kept by grid, and read on the union of the grids, on which each curve is the same function. A
@@ -182,13 +182,14 @@ class LiveForecasts:
             if len(tables) > 1:  # no request passes the last edge of its own grid
                 left[known] = np.minimum(left[known], table.edges[-1])
             unknown &= ~known
+        means = np.full(n, max(1.0, self._mean_length))
         for i in np.flatnonzero(unknown).tolist():
-            request, mean = requests[i], max(1.0, self._mean_length)
+            request = requests[i]
             if request.max_tokens is not None:
                 left[i] = max(1, min(request.max_tokens, _MOST_TOKENS) - request.generated_tokens)
             if request.expected_tokens is not None:
-                mean = _uncut(request.expected_tokens, request.max_tokens)
-            survival[i] = np.exp(-edges / mean)
+                means[i] = _uncut(request.expected_tokens, request.max_tokens)
+        survival[unknown] = np.exp(-edges / means[unknown, None])
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received
 
     def _take(self, batch: ForecastBatch) -> None:

@@ -10,8 +10,8 @@ from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.line import Line, Room
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import R
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["WaitingLine"]
 

@@ -35,13 +35,9 @@ class ExpectedLengths:
         except ValueError as error:
             raise DeploymentError(f"prompt_checkpoint: {error}") from error
         self._failed = False
-        learned, served = self._predictor.model.serving_model, model
         with suppress(ValueError):  # a folder of the engines' machines
-            served = name_of(resolve_model(model))
-        if served != learned:
-            logger.warning(
-                "prompt_checkpoint has learned from answers of %s, this is %s", learned, served
-            )
+            model = name_of(resolve_model(model))
+        self._predictor.warn_of_other_model(model, logger)
         self._predictor.expected_tokens("Hello")  # so that no client waits for what is set up once
 
     def of(self, client: ClientRequest) -> int | None:

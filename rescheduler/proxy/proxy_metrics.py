@@ -41,8 +41,8 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         )
         self._wait = self._histogram(
             "headway_proxy_wait_seconds",
-            "from a request's arrival to its place on a decode instance, by the tokens that its "
-            "prompt let expect",
+            "from a request's arrival to its place on a decode instance, by the output tokens "
+            "forecast from its prompt",
             ["expected_tokens"],
             buckets=_FIRST_SECONDS,
         )

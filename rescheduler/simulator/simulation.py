@@ -41,7 +41,6 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     expected_remaining,
     knows_ends,
 )
-from rescheduler.simulator.forecasts.forecast_sources import unprefilled
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
 from rescheduler.simulator.workloads.trace import TimedTrace, Trace, TraceBlock, first_requests
@@ -104,7 +103,7 @@ class Simulation:
         self.policy = policy if known is None else policy.with_lengths(known)
         self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
         if early:
-            self.forecast = unprefilled(self.forecast, known)
+            self.forecast = setup.forecast.before_prefill(self.forecast, known)
         for asked, needs, kind in (
             (self.policy, self.policy.needs >= Needs.LENGTHS, "policy"),
             (planner, planner is not None and planner.needs >= Needs.LENGTHS, "planner"),
@@ -365,10 +364,11 @@ class Simulation:
         if f.kind == CURVE:
             renewed = np.minimum(generated // f.interval, f.n_rows[template] - 1)
             curves = f.curves[f.first_row[template] + renewed]
-            if len(f.table) > 0:
+            if len(f.prompt_row) > 0:
+                known = f.curves[f.prompt_row[template]]
+                curves = np.where(generated[:, None] > 0, curves, known)
+            elif len(f.table) > 0:
                 known = f.table[np.minimum(f.edges.astype(np.int64), len(f.table) - 1)]
-                if len(f.prompt_row) > 0:
-                    known = f.curves[f.prompt_row[template]]
                 curves = np.where(generated[:, None] > 0, curves, known.astype(np.float32))
             limit = f.cap[template] - renewed * f.interval
             fresh = SurvivalForecast.new(f.edges, curves, limit)

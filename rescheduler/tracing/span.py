@@ -184,7 +184,7 @@ def create_tracer(options: TraceOptions | None) -> RequestTracer | None:
 
 
 _NO_FAILURE = ("ok", "refused")
-"""Outcomes that are no error of the service: what is refused is the client's mistake."""
+"""Outcomes that do not count as errors of the service: a refusal is the client's mistake."""
 
 
 def end_request(span: Span, outcome: str, input_tokens: int, output_tokens: int) -> None:

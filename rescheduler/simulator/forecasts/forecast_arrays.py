@@ -63,8 +63,8 @@ class ForecastArrays(NamedTuple):
         first_row: [n_templates] the row predicted at n = 0.
         n_rows: [n_templates] rows of each template, ``interval`` tokens apart.
         cap: [n_templates] output tokens at which a request is cut.
-        prompt_row: [n_templates] with ``table``, the curve of each request that has no token yet,
-            in its place; or empty.
+        prompt_row: [n_templates] the row of a request that has no token yet, which is not yet the
+            one predicted at n = 0; or empty.
     """
 
     kind: int
@@ -213,9 +213,6 @@ def survival_row(
         remaining = _point(f, number, generated, output)
         for p in range(len(points)):
             out[p] = 1.0 if points[p] < remaining else 0.0
-    elif f.kind == CURVE and _only_prompt(f, generated):
-        row = f.prompt_row[template]
-        aged_survival(f.edges, f.curves[row], 0.0, float(f.cap[template]), points, out)
     elif f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         last = len(f.table) - 1
         alive = f.table[generated] if generated <= last else 0.0
@@ -233,9 +230,12 @@ def survival_row(
 
 
 @compiled_inline
-def _only_prompt(f: ForecastArrays, generated: int) -> bool:
-    """Return whether a request is known by its prompt alone."""
-    return generated == 0 and len(f.table) > 0 and len(f.prompt_row) > 0
+def _row(f: ForecastArrays, template: int, generated: int) -> int:
+    """Return the row of the curve predicted last."""
+    if generated == 0 and len(f.prompt_row) > 0:
+        return f.prompt_row[template]  # type: ignore[no-any-return]
+    renewed = min(generated // f.interval, f.n_rows[template] - 1)
+    return f.first_row[template] + renewed  # type: ignore[no-any-return]
 
 
 @compiled_inline
@@ -246,7 +246,7 @@ def _curve_row(
     renewed = min(generated // f.interval, f.n_rows[template] - 1)
     predicted = renewed * f.interval
     age, limit = float(generated - predicted), float(f.cap[template] - predicted)
-    curve = f.curves[f.first_row[template] + renewed]
+    curve = f.curves[_row(f, template, generated)]
     aged_survival(f.edges, curve, age, limit, points, out)
 
 
@@ -257,9 +257,6 @@ def expected_remaining(
     """Return E[R], the tokens a request is expected to generate yet; 0 without a forecast."""
     if f.kind == POINT:
         return _point(f, number, generated, output)
-    if f.kind == CURVE and _only_prompt(f, generated):
-        row = f.prompt_row[template]
-        return aged_mean(f.edges, f.curves[row], 0.0, float(f.cap[template]))
     if f.kind == MARGINAL or (generated == 0 and len(f.table) > 0):
         if generated >= len(f.table) or f.table[generated] <= 0.0:
             return 1.0
@@ -275,7 +272,7 @@ def _curve_mean(f: ForecastArrays, template: int, generated: int) -> float:
     renewed = min(generated // f.interval, f.n_rows[template] - 1)
     predicted = renewed * f.interval
     age, limit = float(generated - predicted), float(f.cap[template] - predicted)
-    return aged_mean(f.edges, f.curves[f.first_row[template] + renewed], age, limit)
+    return aged_mean(f.edges, f.curves[_row(f, template, generated)], age, limit)
 
 
 @compiled_core

@@ -27,7 +27,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
 )
 from rescheduler.simulator.workloads.trace import Trace
 
-__all__ = ["SOURCES", "ForecastSource", "create_forecast", "unprefilled"]
+__all__ = ["SOURCES", "ForecastSource", "create_forecast"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -43,6 +43,11 @@ class ForecastSource(Checked, ABC):
     def of_hidden_states(self) -> bool:
         """Whether it forecasts from hidden states, which come once a prompt is computed."""
         return False
+
+    def before_prefill(self, forecast: ForecastArrays, lengths: IntArray | None) -> ForecastArrays:
+        """Return what is known where prompts are computed among the decode steps."""
+        del lengths
+        return forecast
 
     def _section(self) -> str:
         return f"{self.name}: "
@@ -297,30 +302,46 @@ class Replay(ForecastSource, interval=COUNT):
         first_row = np.cumsum(n_rows) - n_rows
         step = np.arange(n_rows.sum()) - np.repeat(first_row, n_rows)
         kept = np.repeat(recorded.first_row, n_rows) + every * step
-        n, of_prompts = len(recorded), recorded.prompt_curves
         if self.reads == "prompts":
-            assert of_prompts is not None, "checked when it was read"
+            assert recorded.prompt_curves is not None, "checked when it was read"
+            n = len(recorded)
             return curve_forecast(
                 interval=ONCE,
                 edges=recorded.edges,
-                curves=of_prompts,
+                curves=recorded.prompt_curves,
                 first_row=np.arange(n),
                 n_rows=np.ones(n, dtype=np.int64),
                 cap=recorded.max_tokens,
             )
-        curves, prompt_row = recorded.curves[kept], np.empty(0, dtype=np.int64)
-        if of_prompts is not None and self.reads is None:
-            prompt_row = len(curves) + np.arange(n)
-            curves = np.concatenate([curves, of_prompts])
-        made = curve_forecast(
+        return curve_forecast(
             interval=every * recorded.interval,
             edges=recorded.edges,
-            curves=curves,
+            curves=recorded.curves[kept],
             first_row=first_row,
             n_rows=n_rows,
             cap=recorded.max_tokens,
         )
-        return made._replace(prompt_row=prompt_row)
+
+    def before_prefill(self, forecast: ForecastArrays, lengths: IntArray | None) -> ForecastArrays:
+        """Return recorded forecasts where prompts are computed among the decode steps.
+
+        Those of hidden states come with the first token: until then a request is known by its
+        prompt, if that was forecast, and else by the lengths of others.
+
+        Args:
+            forecast: of `arrays`.
+            lengths: of others.
+
+        Raises:
+            ValueError: neither is known.
+        """
+        of_prompts = self._recorded.prompt_curves
+        if of_prompts is not None and self.reads is None:
+            rows = len(forecast.curves) + np.arange(len(of_prompts))
+            curves = np.concatenate([forecast.curves, of_prompts])
+            return forecast._replace(curves=curves, prompt_row=rows)
+        known = KaplanMeier().arrays(lengths, seed=0)
+        return forecast._replace(table=known.table, tail=known.tail)
 
 
 SOURCES = Registry[ForecastSource](
@@ -331,19 +352,6 @@ SOURCES = Registry[ForecastSource](
     },
 )
 """Name in a configuration -> source."""
-
-
-def unprefilled(forecast: ForecastArrays, lengths: IntArray | None) -> ForecastArrays:
-    """Return recorded forecasts where prompts are computed among the decode steps.
-
-    They are of hidden states: until its first token a request is known by its prompt, if that was
-    forecast, and else by the lengths of others.
-
-    Raises:
-        ValueError: there are none.
-    """
-    known = KaplanMeier().arrays(lengths, seed=0)
-    return forecast._replace(table=known.table, tail=known.tail)
 
 
 def create_forecast(name: str, **options: Any) -> ForecastSource:

@@ -1,4 +1,4 @@
-"""Ports for servers that a test starts later, or that nobody is to listen on."""
+"""Ports for servers that a test starts later, or that must stay closed."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ _NUMBERS = itertools.count(os.getpid())
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nothing listens on, and that nobody else will take.
+    """Return a port of the loopback that nothing listens on and no other process will take.
 
     Each worker of a test run has ports of its own, and gives all of them before one again.
     """

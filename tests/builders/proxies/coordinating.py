@@ -13,9 +13,9 @@ from rescheduler.coordinator.session import Shared
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["RECORD", "shared_by_sessions"]
 

@@ -26,7 +26,6 @@ from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import (
     Copying,
@@ -36,6 +35,7 @@ from rescheduler.placement.request_state import (
     Prefilling,
     Waiting,
 )
+from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.transfer.control_client import ControlClient
 
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)

@@ -28,7 +28,7 @@ from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
 CLIENT = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100}')

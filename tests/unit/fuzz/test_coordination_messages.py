@@ -26,8 +26,8 @@ from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 OPTIONS = ProxyOptions(pool=8, ahead=4, prefill_concurrency=2)
 WHERE = st.integers(-1, 3)  # of 0 to 2

@@ -1,4 +1,4 @@
-"""The order of service: its keys, and that nobody starves."""
+"""The order of service: its keys, and that no request starves."""
 
 import math
 from dataclasses import dataclass

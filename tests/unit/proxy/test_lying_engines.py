@@ -25,9 +25,9 @@ from rescheduler.placement.guarded_policy import PrefillBudgets
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
+from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_messages import EngineState

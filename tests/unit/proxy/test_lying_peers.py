@@ -146,7 +146,7 @@ async def test_a_number_far_ahead_is_not_the_last_that_is_heard(coordinated: Mak
 
 
 @pytest.mark.parametrize(
-    "named", ["ipc:///tmp/headway", "inproc://a", "tcp://127.0.0.1:22", "tcp://10.1.2.3:5000"]
+    "named", ["ipc:///run/headway", "inproc://a", "tcp://127.0.0.1:22", "tcp://10.1.2.3:5000"]
 )
 async def test_proxies_connect_only_to_where_a_peer_is(coordinated: Make, named: str) -> None:
     async with coordinated() as it, peer(it) as liar:

@@ -18,10 +18,10 @@ from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing import JSQ, Needs, RoutingPolicy
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 EVERY = 0.02
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
-from scripted_cluster import PROMPT, cluster, until
+from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
@@ -16,9 +17,9 @@ from rescheduler.ordering import create_order
 from rescheduler.placement.guarded_policy import deployed_order
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.mean_step_time import MeanStepTime
 from rescheduler.placement.placeable import Placements
 from rescheduler.placement.waiting_line import WaitingLine
+from rescheduler.step_time.mean_step_time import MeanStepTime
 
 PROMPTS = [30, 5, 20, 5]
 
@@ -87,46 +88,50 @@ def test_what_is_expected_is_asked_anew_now_and_then(tokenizer: Tokenizer) -> No
     assert not line._left
 
 
-@pytest.mark.parametrize("order", ["shortest", "boost"])
-async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
-    placed = []
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[LiveRequest]:
+    """Requests in the order in which they are sent to a prefill instance."""
+    sent: list[LiveRequest] = []
     begin_prefill = LiveRequest.begin_prefill
 
     def begin(request: LiveRequest, instance: InstanceState) -> None:
-        placed.append(request.prompt_tokens)
+        sent.append(request)
         begin_prefill(request, instance)
 
     monkeypatch.setattr(LiveRequest, "begin_prefill", begin)
-    async with cluster(
-        tokenizer, prefill_concurrency=1, order={"name": order, "by": "prompt"}
-    ) as it:
-        dispatcher, prefill = it.proxy.cluster.dispatcher, it.engines["prefill-0"]
-        prefill.answers_late = True
-        began = [asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5}))]
-        await until(lambda: bool(prefill.kept))
-        for n, prompt in enumerate((PROMPT * 40, PROMPT * 20, PROMPT), 1):
-            began.append(asyncio.create_task(it.stream({"prompt": prompt, "max_tokens": 5})))
-            await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
-        prefill.answers_late = False
-        await asyncio.gather(*began)
-    assert len(placed) == 4
-    assert placed == sorted(placed), "the last three came in the opposite order"
+    return sent
+
+
+async def serve_after_another(it: Cluster, prompts: Sequence[str], max_tokens: int) -> None:
+    """Ask one after the other while a first request occupies the prefill instance."""
+    dispatcher, prefill = it.proxy.cluster.dispatcher, it.engines["prefill-0"]
+    prefill.answers_late = True
+    began = [asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5}))]
+    await until(lambda: bool(prefill.kept))
+    for n, prompt in enumerate(prompts, 1):
+        asked = {"prompt": prompt, "max_tokens": max_tokens}
+        began.append(asyncio.create_task(it.stream(asked)))
+        await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
+    prefill.answers_late = False
+    await asyncio.gather(*began)
+
+
+@pytest.mark.parametrize("order", ["shortest", "boost"])
+async def test_a_short_prompt_passes_long_ones_on_the_way_to_a_prefill_instance(
+    tokenizer: Tokenizer, prefilled: list[LiveRequest], order: str
+) -> None:
+    by_prompt = {"name": order, "by": "prompt"}
+    async with cluster(tokenizer, prefill_concurrency=1, order=by_prompt) as it:
+        await serve_after_another(it, (PROMPT * 40, PROMPT * 20, PROMPT), max_tokens=5)
+    lengths = [request.client.size for request in prefilled]
+    assert len(lengths) == 4
+    assert lengths == sorted(lengths), "the last three came in the opposite order"
 
 
 async def test_a_prompt_with_a_short_answer_passes_before_anything_is_computed(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, prefilled: list[LiveRequest]
 ) -> None:
     """Two prompts of about one length, of which the later one asks for a word."""
-    placed = []
-    begin_prefill = LiveRequest.begin_prefill
-
-    def begin(request: LiveRequest, instance: InstanceState) -> None:
-        placed.append(request.expected_tokens)
-        begin_prefill(request, instance)
-
-    monkeypatch.setattr(LiveRequest, "begin_prefill", begin)
     long = "Write a detailed story of 900 words about a lighthouse keeper and the sea."
     short = "Is the sea red? Answer with one word only, yes or no, and nothing else at all."
     async with cluster(
@@ -135,20 +140,12 @@ async def test_a_prompt_with_a_short_answer_passes_before_anything_is_computed(
         order={"name": "shortest"},
         prompt_checkpoint="checkpoints/smollm2-135m-instruct-prompt",
     ) as it:
-        dispatcher, prefill = it.proxy.cluster.dispatcher, it.engines["prefill-0"]
-        prefill.answers_late = True
-        began = [asyncio.create_task(it.stream({"prompt": PROMPT, "max_tokens": 5}))]
-        await until(lambda: bool(prefill.kept))
-        for n, prompt in enumerate((long, short), 1):
-            began.append(asyncio.create_task(it.stream({"prompt": prompt, "max_tokens": 500})))
-            await until(partial(lambda n: dispatcher.waiting_for_prefill == n, n))
-        prefill.answers_late = False
-        await asyncio.gather(*began)
+        await serve_after_another(it, (long, short), max_tokens=500)
         pattern = r'wait_seconds_count\{.*expected_tokens="(.+?)".*\} (\d)'
         waits = re.findall(pattern, await it.text("/metrics"))
     assert sum(int(count) for _, count in waits) == 3
     assert "unknown" not in {expected for expected, _ in waits}
-    _, first, second = placed
+    _, first, second = (request.expected_tokens for request in prefilled)
     assert first is not None
     assert second is not None
     assert 2 * first < second

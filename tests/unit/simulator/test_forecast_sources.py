@@ -28,7 +28,6 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 from rescheduler.simulator.forecasts.forecast_sources import (
     SOURCES,
     create_forecast,
-    unprefilled,
 )
 from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace, read_recording
@@ -219,7 +218,7 @@ def with_prompts(
     smollm2: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The same recording, with what a model that nobody trained says of the prompts."""
+    """The same recording, with what an untrained model forecasts of the prompts."""
     folder = tmp_path_factory.mktemp("prompts")
     embedding = PromptEmbedding.fit(str(smollm2), [list(range(11)), [50, 60]], dimension=8)
     torch.manual_seed(0)
@@ -251,8 +250,8 @@ def test_what_was_forecast_of_prompts_is_known_before_the_first_token(with_promp
     both = create_forecast("replay", recording=with_prompts)
     alone = arrays("replay", recording=with_prompts, reads="prompts")
     lengths = recorded.output
-    known = unprefilled(both.arrays(None, 0), lengths)
-    unread = unprefilled(states.arrays(None, 0), lengths)
+    known = both.before_prefill(both.arrays(None, 0), lengths)
+    unread = states.before_prefill(states.arrays(None, 0), lengths)
     marginal = expected_remaining(unread, 0, 3, 0, 0)
     for template in (0, 3, 60):
         mean = of_prompts.mean()[template]

@@ -1,4 +1,4 @@
-"""How long a decode step takes, as streams tell."""
+"""How long a decode step takes, as streams or an engine's own steps tell."""
 
 __all__ = ["MeanStepTime"]
 
