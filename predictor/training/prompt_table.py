@@ -107,8 +107,9 @@ def _commit(revision: str) -> str | None:
 
 
 def _of_dataset(dataset: Path) -> tuple[Session, list[_Answer]]:
-    requests = read_shards(requests_files(dataset), REQUESTS_SCHEMA).to_pylist()
-    return read_sessions(dataset)[-1], list(map(_answer, requests))
+    session, files = read_sessions(dataset)[-1], requests_files(dataset)
+    requests = read_shards(files, REQUESTS_SCHEMA).to_pylist() if files else []
+    return session, list(map(_answer, requests))
 
 
 def _answer(request: dict[str, Any]) -> _Answer:

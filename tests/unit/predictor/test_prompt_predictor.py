@@ -191,6 +191,15 @@ def test_transcripts_that_cannot_be_read_are_refused(transcripts: Path, tmp_path
 
     with pytest.raises(DatasetError, match="no such file of transcripts"):
         load_prompt_rows(tmp_path / "none-*.parquet", 0)
+    with pytest.raises(DatasetError, match="not a dataset recorded by Headway"):
+        load_prompt_rows(tmp_path, 0)
+    new_session(model=MODEL).write(tmp_path)
+    with pytest.raises(DatasetError, match="no request has token ids"):
+        load_prompt_rows(tmp_path, 0)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "Why?", "answer": "Because."}\n')
+    with pytest.raises(DatasetError, match="must name one model"):
+        load_prompt_rows(texts, 0)
     table = pq.read_table(transcripts)
     other = tmp_path / "round-2.parquet"
     described = {"headway.model": "another/model", "headway.revision": "1"}
