@@ -45,7 +45,8 @@ def record(
             metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
         },
     }
-    engine.llm_engine.engine_core.shutdown()
+    # Its default is five seconds: a busy machine needs longer to write the last rows.
+    engine.llm_engine.engine_core.shutdown(timeout=120.0)
     return seen
 
 
