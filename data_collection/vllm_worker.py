@@ -6,6 +6,7 @@ the ``headway`` section of ``--additional-config`` (see `capture_config`).
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
-from data_collection.capture.capture_hook import CaptureHook, RowConsumer
+from data_collection.capture.capture_hook import CaptureHook, Gather, RowConsumer
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import Session
 from data_collection.models import identify
@@ -79,6 +80,10 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         """Return what forecasts here, given n of every running request, kept up to date."""
         return None
 
+    def step_rows(self) -> tuple[Sequence[str], Gather]:
+        """Return the ids of the step's requests, and what copies their rows."""
+        return step_rows(self.model_runner)
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then the predictor, so that vLLM's profiling counts its memory."""
         super().load_model(*args, **kwargs)
@@ -106,7 +111,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             started = time.thread_time()
             note_scheduled(self._hook, scheduler_output, self._replays)
             finished = getattr(scheduler_output, FINISHED_ATTRIBUTE, [])
-            self._hook.step_done(*step_rows(self.model_runner), finished)
+            self._hook.step_done(*self.step_rows(), finished)
             self._hook_seconds += time.thread_time() - started
         return output
 

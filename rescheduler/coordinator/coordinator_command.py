@@ -11,6 +11,7 @@ from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import recording, refuse_log
@@ -49,7 +50,7 @@ def coordinator(config: Deployment, record: Path | None = None, verbose: bool = 
     log_serving(verbose)
     if record is not None:
         refuse_log(record)
-    run_server(_coordinate(config, record))
+    run_server(_coordinate(in_real_time(config), record))
 
 
 async def _coordinate(deployment: Deployment, record: Path | None) -> None:

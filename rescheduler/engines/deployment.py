@@ -9,6 +9,7 @@ import msgspec
 from data_collection.text_file import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
+from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.ordering.engine_order_config import read_engine_order
 
 __all__ = [
@@ -214,6 +215,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             `rescheduler.batching.batching_config`; None: as vLLM does.
         order: of service of what waits in an engine itself, as ``order`` of the deployment, and
             with its own ``prompt_checkpoint``; None: as it came.
+        emulate: emulate engines on a GPU in place of computing anything; None: compute.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
         arguments: further flags for vLLM.
@@ -231,6 +233,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     k: Positive = 20
     batching: dict[str, Any] | None = None
     order: dict[str, Any] | None = None
+    emulate: EmulateOptions | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600
     arguments: list[str] = []
@@ -384,6 +387,8 @@ def check_policies(deployment: Deployment) -> None:
         _check_batching(deployment)
     if deployment.engine.order is not None:
         _check_engine_order(deployment)
+    if deployment.engine.emulate is not None:
+        _check_emulate(deployment, deployment.engine.emulate)
     for field in ("routing", "order", "migration"):
         section = getattr(deployment, field)
         if section is not None and not isinstance(section.get("name"), str):
@@ -458,6 +463,25 @@ def _check_engine_order(deployment: Deployment) -> None:
     except ValueError as error:
         where = str(error).removeprefix("--additional-config, headway.")
         raise DeploymentError(f"engine.{where}") from error
+
+
+def _check_emulate(deployment: Deployment, emulate: EmulateOptions) -> None:
+    if deployment.engine.batching is not None:
+        raise DeploymentError(
+            "engine.emulate: not with engine.batching, which reads a profile of a real engine"
+        )
+    ranked = [one.name for one in deployment.instances if one.data_parallel_rank is not None]
+    if ranked:
+        raise DeploymentError(
+            f"engine.emulate: {ranked[0]} is a rank of a data-parallel group, whose barrier is not "
+            "emulated: remove data_parallel_rank"
+        )
+    if emulate.profile is None and emulate.step_time is None:
+        return  # `headway launch --emulate` gives one
+    try:
+        emulate.resolved()
+    except ValueError as error:
+        raise DeploymentError(f"engine.emulate: {error}") from error
 
 
 def _parts(url: str) -> SplitResult | None:

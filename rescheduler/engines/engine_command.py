@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from data_collection.capture.capture_config import SECTION
 from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
 from predictor.live.zmq_sockets import is_loopback
+from rescheduler.emulation.emulate_options import EMULATE_SECTION
+from rescheduler.engines import emulated_deployment
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
+from rescheduler.engines.emulated_deployment import emulate_section, emulated_engine
 
 __all__ = [
     "IN_PROCESS",
@@ -82,13 +86,19 @@ def engine_command(
     Args:
         deployment: that the instance belongs to.
         instance: that is started.
-        model: what vLLM loads, see `data_collection.models.resolve_model`.
+        model: what vLLM loads, see `emulated_deployment.model_to_load`.
         python: interpreter whose vLLM is the CPU build; None: vLLM runs on GPUs, where its own
             command starts it. (The CPU build's does not find its version.)
     """
     options = deployment.engine
+    emulate = options.emulate
+    if emulate is not None:
+        options = emulated_engine(options)
     arguments = _flags(options, model, deployment.served_name, instance.host, instance.port, python)
-    if python is not None and options.max_model_len is not None and options.batching is None:
+    if emulate is not None:
+        most = emulate.resolved().max_num_batched_tokens
+        arguments += ["--max-num-batched-tokens", str(most)] if most is not None else []
+    elif python is not None and options.max_model_len is not None and options.batching is None:
         # Never a part of a prompt: vLLM's CPU runner cannot sample with a seed after one.
         most = options.max_num_seqs * options.max_model_len
         arguments += ["--max-num-batched-tokens", str(most)]
@@ -99,6 +109,9 @@ def engine_command(
     if options.checkpoint is not None:
         section = _forecasts(deployment, instance, options.checkpoint)
         arguments += ["--worker-cls", _WORKER]
+    elif emulate is not None:
+        section = {"k": options.k}
+        arguments += ["--worker-cls", emulated_deployment.WORKER]
     if options.batching is not None:
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
@@ -108,7 +121,10 @@ def engine_command(
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]
     if section:
-        arguments += ["--additional-config", json.dumps({"headway": section})]
+        additional = {SECTION: section}
+        if emulate is not None:
+            additional[EMULATE_SECTION] = emulate_section(deployment, instance)
+        arguments += ["--additional-config", json.dumps(additional)]
     if deployment.proxy.traces is not None:
         arguments += ["--otlp-traces-endpoint", deployment.proxy.traces.endpoint]
     further = [*options.arguments, *instance.arguments]
@@ -176,12 +192,15 @@ def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:
     vLLM looks for the connector's name in several places, so that ours has that of the one it
     extends. Decode instances give caches away too, to each other, which vLLM lets a consumer do.
     """
-    headway: dict[str, Any] = {"keys": deployment.keys, "time_to_live": _KEPT_SECONDS}
+    emulate = deployment.engine.emulate
+    connector = _CONNECTOR if emulate is None else emulated_deployment.CONNECTOR
+    kept = _KEPT_SECONDS if emulate is None else max(1.0, emulate.dilation) * _KEPT_SECONDS
+    headway: dict[str, Any] = {"keys": deployment.keys, "time_to_live": kept}
     if instance.control is not None:
         headway["control"] = _without_rank(instance.control, instance)
     return {
         "kv_connector": "NixlConnector",
-        "kv_connector_module_path": _CONNECTOR,
+        "kv_connector_module_path": connector,
         "kv_role": "kv_producer" if instance.role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"headway": headway},

@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from data_collection.models import resolve_model
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
+from rescheduler.engines.emulated_deployment import emulated, in_real_time, model_to_load
 from rescheduler.engines.engine_command import (
     EngineCommand,
     LaunchError,
@@ -123,6 +123,7 @@ class Launched(ServerGroup):
     ) -> None:
         super().__init__(servers, report)
         self.deployment = deployment
+        self._proxy_seconds = in_real_time(deployment).proxy.shutdown_seconds
         self.logs = logs
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class Launched(ServerGroup):
         self._wanted.clear()
         with ending_signals_held():  # an impatient Ctrl-C would leave engines behind
             if _PROXY in self.servers:  # it still needs the engines for what runs
-                self.stop([_PROXY], self.deployment.proxy.shutdown_seconds + GRACE_SECONDS)
+                self.stop([_PROXY], self._proxy_seconds + GRACE_SECONDS)
             self.stop([name for name in self.servers if name != _PROXY])
 
 
@@ -162,7 +163,7 @@ def launched(
     instances = chosen(here, only)
     check_versions()
     check_ports(here, instances, serve)
-    model, python = resolve_model(deployment.model), cpu_interpreter()
+    model, python = model_to_load(deployment), cpu_interpreter()
     logs.mkdir(parents=True, exist_ok=True)
     write_deployment(deployment, logs / _FILE)
     servers = [
@@ -275,6 +276,7 @@ def launch(
     serve: bool = False,
     only: Sequence[str] = (),
     at_once: int | None = None,
+    emulate: str | None = None,
 ) -> int:
     """Start the engines of a deployment on this machine and stay in the foreground.
 
@@ -290,6 +292,8 @@ def launch(
         serve: start the proxy too.
         only: names of the instances to start; all when not given.
         at_once: engines that load at the same time; all when not given.
+        emulate: a GPU to emulate, in place of computing anything: the name of a shipped machine,
+            such as h100-llama-8b, or a profile's file. Answers are scripted, see docs/rehearse.md.
 
     Returns:
         The exit status.
@@ -301,6 +305,9 @@ def launch(
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"--at-once must be a positive number, not {at_once}")
+    if emulate is not None:
+        config = emulated(config, emulate)
+        config.check()
     if print:
         sys.stdout.write(_commands(config, only) + "\n")
         return 0
@@ -314,7 +321,7 @@ def launch(
 
 
 def _commands(deployment: Deployment, only: Sequence[str]) -> str:
-    model, python = resolve_model(deployment.model), cpu_interpreter()
+    model, python = model_to_load(deployment), cpu_interpreter()
     here = with_bound_addresses(deployment, chosen(deployment, only))
     return "\n\n".join(
         f"# {instance.name}, {instance.role}\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.emulated_deployment import in_real_time
 
 __all__ = ["picker"]
 
@@ -54,7 +55,7 @@ def picker(
         import grpc  # noqa: F401
     except ImportError as error:
         raise DeploymentError("the picker needs gRPC: pip install 'headway[gateway]'") from error
-    run_server(_pick(config, host, port, certificate, private_key))
+    run_server(_pick(in_real_time(config), host, port, certificate, private_key))
 
 
 async def _pick(

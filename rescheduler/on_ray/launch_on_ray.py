@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from data_collection.models import resolve_model
 from data_collection.shipped_files import find_shipped
 from data_collection.versions import installed_version, vllm_version
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.engine_command import LaunchError, check_versions, why_port_is_not_free
 from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_blocks, write_deployment
@@ -256,7 +256,7 @@ def survey(
             problems.append(f"{key}: {path} does not exist")
     try:
         if address in addresses:
-            resolve_model(deployment.model)
+            model_to_load(deployment)
     except (ValueError, OSError, RuntimeError) as error:
         problems.append(f"model: {error}")
     count = ports_needed(where)

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from data_collection.models import resolve_model
 from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.engine_command import (
     EngineCommand,
     LaunchError,
@@ -197,7 +197,7 @@ class ServerActor:
 def _command(server: Server, deployment: Deployment, file: Path) -> EngineCommand:
     if server.role in ("prefill", "decode"):
         (instance,) = (one for one in deployment.instances if one.name == server.name)
-        model = resolve_model(deployment.model)
+        model = model_to_load(deployment)
         return engine_command(deployment, instance, model, cpu_interpreter())
     verb = "coordinator" if server.role == "coordinator" else "serve"
     arguments = [sys.executable, "-m", "rescheduler", verb, "--config", str(file)]

@@ -4,11 +4,12 @@ import logging
 from contextlib import suppress
 
 from data_collection.models import name_of, resolve_model
-from rescheduler.engines.deployment import DeploymentError
+from rescheduler.emulation.emulated_prompts import EmulatedPrompts
+from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.prompt_text import prompt_text, temperature
 
-__all__ = ["ExpectedLengths"]
+__all__ = ["EmulatedLengths", "ExpectedLengths", "expected_lengths"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -57,3 +58,30 @@ class ExpectedLengths:
                 logger.exception("a prompt cannot be forecast; only the first one is shown")
             self._failed = True
             return None
+
+
+class EmulatedLengths:
+    """Forecasts requests whose answers are scripted, as well as a deployment asks for."""
+
+    def __init__(self, prompts: EmulatedPrompts) -> None:
+        self._prompts = prompts
+
+    def of(self, client: ClientRequest) -> int | None:
+        """Return the tokens that an answer is expected to have; None if nothing is known."""
+        if client.direct:
+            return None
+        return self._prompts.expected_tokens(client.body, client.max_tokens)
+
+
+def expected_lengths(deployment: Deployment) -> ExpectedLengths | EmulatedLengths | None:
+    """Return what forecasts a deployment's requests as they arrive, if anything does.
+
+    Raises:
+        DeploymentError: the prompt checkpoint cannot be used.
+    """
+    emulate = deployment.engine.emulate
+    if emulate is not None and emulate.prompt_forecast is not None:
+        return EmulatedLengths(EmulatedPrompts(emulate.lengths, emulate.prompt_forecast))
+    if deployment.prompt_checkpoint is not None:
+        return ExpectedLengths(deployment.prompt_checkpoint, deployment.model)
+    return None

@@ -15,7 +15,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.placement.prober import OutlierDetection
-from rescheduler.proxy.expected_length import ExpectedLengths
+from rescheduler.proxy.expected_length import expected_lengths
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
@@ -58,9 +58,7 @@ class Proxy:
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
-        self._expected: ExpectedLengths | None = None
-        if deployment.prompt_checkpoint is not None:
-            self._expected = ExpectedLengths(deployment.prompt_checkpoint, deployment.model)
+        self._expected = expected_lengths(deployment)
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []

@@ -15,6 +15,7 @@ from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
+from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import recording, refuse_log
@@ -147,7 +148,7 @@ def serve(
     if record is not None:
         refuse_log(record)
     tokenizer = load_tokenizer(config.model)
-    run_server(_serve(config, tokenizer, record))
+    run_server(_serve(in_real_time(config), tokenizer, record))
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -51,7 +51,11 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
                 vllm_config, self.engine_id, kv_cache_config
             )
         else:
-            self.connector_worker = KeepingWorker(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_worker = self.make_worker(vllm_config, kv_cache_config)
+
+    def make_worker(self, vllm_config: Any, kv_cache_config: Any) -> KeepingWorker:
+        """Return the side of the connector that transfers."""
+        return KeepingWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Hand the cache manager on: commands need its blocks."""

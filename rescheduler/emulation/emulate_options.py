@@ -1,0 +1,238 @@
+"""What an emulated engine is like: its steps, its memory, its network, and its answers."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from data_collection.shipped_files import find_config
+from data_collection.text_file import read_yaml
+from predictor.live.engine_forecasts import TelemetryConfig
+from rescheduler.step_time.profile import BatchTime, Profile
+
+__all__ = [
+    "EMULATE_SECTION",
+    "AnswerLengths",
+    "EmulateConfig",
+    "EmulateOptions",
+    "EmulatedMachine",
+    "ForecastQuality",
+    "KVTransfer",
+    "StepSeconds",
+    "read_emulate_config",
+    "read_machine",
+]
+
+EMULATE_SECTION = "headway_emulate"
+"""Key of vLLM's additional configuration that says what is emulated."""
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+Above0 = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StepSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    r"""Seconds of a step, :math:`a + b\,n_{new} + c\,L`.
+
+    Attributes:
+        constant: a, of every step.
+        per_new: b, per token computed.
+        per_context: c, per token of context that is read.
+    """
+
+    constant: NotNegative
+    per_new: NotNegative
+    per_context: NotNegative
+
+    def of(self, new_tokens: int, context_tokens: int) -> float:
+        """Return the seconds of a step."""
+        return self.constant + self.per_new * new_tokens + self.per_context * context_tokens
+
+
+class KVTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a KV cache is on its way to another engine, whose incoming transfers queue.
+
+    Attributes:
+        bytes_per_token: of the emulated model's cache.
+        gigabytes_per_second: of the network.
+        latency_s: of a transfer of any size.
+    """
+
+    bytes_per_token: Positive
+    gigabytes_per_second: Above0
+    latency_s: NotNegative = 0.005
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds of a transfer."""
+        return self.latency_s + tokens * self.bytes_per_token / (1e9 * self.gigabytes_per_second)
+
+
+class AnswerLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The log-normal law of the answers' lengths, in tokens.
+
+    A request whose ``vllm_xargs`` say ``emulated_length`` has that length; the others draw theirs.
+    Forecasts take the law for what is known beforehand.
+
+    Attributes:
+        median: of the lengths.
+        sigma: standard deviation of their logarithm.
+        longest: longer ones are cut here.
+    """
+
+    median: Above0 = 300.0
+    sigma: Above0 = 1.0
+    longest: Positive = 8_192
+
+
+class ForecastQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    r"""How well remaining lengths are forecast.
+
+    A forecaster sees :math:`\log r + \sigma z`, and knows the law of the lengths: its curves are
+    those of Bayes' rule. :math:`z = \sqrt\rho\,z_0 + \sqrt{1-\rho}\,z_n` has a part of the request
+    and one that is drawn anew with every forecast.
+
+    Attributes:
+        sigma: of the error; 0: remaining lengths are known.
+        correlation: :math:`\rho`, between the errors of two forecasts of a request.
+        seed: of the errors.
+    """
+
+    sigma: NotNegative = 1.0
+    correlation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    seed: int = 0
+
+
+class EmulatedMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model on a GPU, as measured by others: a file in ``configs/emulate``.
+
+    Attributes:
+        machine: GPU, in words.
+        model: that it serves.
+        source: of the numbers.
+        step_time: seconds of its steps.
+        kv_tokens: that its KV cache holds.
+        max_num_batched_tokens: tokens of a step, at most.
+        transfer: of its KV cache; None: as long as the transfer here takes.
+    """
+
+    machine: str
+    model: str
+    source: str
+    step_time: StepSeconds
+    kv_tokens: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    transfer: KVTransfer | None = None
+
+
+class EmulateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``headway_emulate`` section of ``--additional-config``.
+
+    Attributes:
+        step_time: seconds of steps.
+        dilation: all times are so many times as long.
+        lengths: of answers.
+        forecast: their quality; None: nothing is forecast.
+        transfer: of KV caches.
+        telemetry: where forecasts are published; None: only the engine's own scheduler has them.
+        log: CSV file of the steps.
+    """
+
+    step_time: StepSeconds
+    dilation: Above0 = 1.0
+    lengths: AnswerLengths = AnswerLengths()
+    forecast: ForecastQuality | None = None
+    transfer: KVTransfer | None = None
+    telemetry: TelemetryConfig | None = None
+    log: str | None = None
+
+
+class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``engine.emulate`` of a deployment.
+
+    Attributes:
+        profile: name of a shipped machine (``configs/emulate``), or a file like it, or one of
+            `headway profile`; what is given beside it takes precedence.
+        step_time: seconds of steps.
+        kv_tokens: that an engine's KV cache holds, unless ``engine.kv_blocks`` says.
+        max_num_batched_tokens: tokens of a step, at most.
+        transfer: of KV caches between engines; None: as long as the transfer here takes.
+        dilation: all times are so many times as long, so that few cores keep up with many engines.
+        lengths: of the answers.
+        forecast: quality of the engines' forecasts; None: there are none.
+        prompt_forecast: quality of the proxy's, of requests that state ``emulated_length``, before
+            an engine has computed anything; None: there are none.
+        logs: folder of a CSV file of steps for each engine; None: they are not logged.
+    """
+
+    profile: str | None = None
+    step_time: StepSeconds | None = None
+    kv_tokens: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    transfer: KVTransfer | None = None
+    dilation: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] = 1.0
+    lengths: AnswerLengths = AnswerLengths()
+    forecast: ForecastQuality | None = ForecastQuality()
+    prompt_forecast: ForecastQuality | None = None
+    logs: str | None = None
+
+    def resolved(self) -> "EmulateOptions":
+        """Return the options with what their profile says, and no profile.
+
+        Raises:
+            ValueError: there is no such profile, or nothing says how long steps take.
+        """
+        found = self
+        if self.profile is not None:
+            machine = read_machine(self.profile)
+            fields = ("step_time", "kv_tokens", "max_num_batched_tokens", "transfer")
+            missing = {name: getattr(machine, name) for name in fields if not getattr(self, name)}
+            found = msgspec.structs.replace(self, profile=None, **missing)
+        if found.step_time is None:
+            raise ValueError("give a profile, or step_time: how long steps take")
+        return found
+
+
+def read_emulate_config(additional_config: Mapping[str, Any]) -> EmulateConfig:
+    """Validate what vLLM's additional configuration says of an emulated engine.
+
+    Raises:
+        ValueError: it says nothing, or something is wrong.
+    """
+    given = additional_config.get(EMULATE_SECTION)
+    try:
+        config = msgspec.convert(given, EmulateConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"--additional-config, section {EMULATE_SECTION!r}: {error}") from error
+    if config.telemetry is not None and config.forecast is None:
+        raise ValueError(
+            f"--additional-config, section {EMULATE_SECTION!r}: telemetry requires a forecast"
+        )
+    return config
+
+
+def read_machine(name: str) -> EmulatedMachine:
+    """Return a shipped machine, or that of a file: one like those shipped, or an engine's profile.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; says where.
+    """
+    try:
+        path = find_config(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; see configs/emulate, or `headway profile`") from error
+    values: Any = read_yaml(path)
+    is_profile = isinstance(values, dict) and "batch" in values
+    try:
+        if not is_profile:
+            return msgspec.convert(values, EmulatedMachine)
+        profile = msgspec.convert(values, Profile)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: not a machine to emulate: {error}") from error
+    engine, batch = profile.engine, BatchTime(*profile.batch)
+    return EmulatedMachine(
+        machine=engine.machine,
+        model=engine.model,
+        source="headway profile",
+        step_time=StepSeconds(**batch._asdict()),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )

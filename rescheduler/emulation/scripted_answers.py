@@ -1,0 +1,105 @@
+"""How long an emulated engine's answers are, and what they say."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from struct import unpack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
+from rescheduler.emulation.emulate_options import AnswerLengths
+
+__all__ = ["LENGTH", "SEED", "ScriptedAnswers", "scripted_token", "standard_normal"]
+
+LENGTH = "emulated_length"
+"""Key of a request's ``vllm_xargs``: tokens of its answer, the end included."""
+SEED = "emulated_seed"
+"""Key of a request's ``vllm_xargs``: which words its answer has."""
+
+_LARGEST = 1 << 31
+_FIRST_WORD, _WORDS = 1_000, 1_024
+
+
+def scripted_token(seed: int, n: int, vocabulary: int) -> int:
+    """Return token n of an answer, which is never its end: a word past the special tokens."""
+    first = min(_FIRST_WORD, vocabulary // 2)
+    word = zlib.crc32(b"%d %d" % (seed, n)) % min(_WORDS, vocabulary - first)
+    return first + word
+
+
+def standard_normal(key: str) -> float:
+    """Return a standard normal number that depends on a text alone (Box and Muller)."""
+    u, v = ((number + 0.5) / 2**32 for number in unpack("<II", _digest(key)))
+    return math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+class _Script(NamedTuple):
+    length: int
+    seed: int
+
+
+class ScriptedAnswers:
+    """The answers of the requests that an engine has, the same on every engine that they move to.
+
+    Args:
+        law: of lengths that requests do not state.
+        vocabulary: tokens that the tokenizer knows.
+
+    Attributes:
+        lengths: tokens of the answers, by the request's id in the engine.
+    """
+
+    def __init__(self, law: AnswerLengths, vocabulary: int) -> None:
+        self._law, self._vocabulary = law, vocabulary
+        self._scripts: dict[str, _Script] = {}
+        self.lengths: dict[str, int] = {}
+        self.keys: dict[str, str] = {}
+
+    def begin(self, name: str, arguments: Mapping[str, Any], min_tokens: int) -> None:
+        """Learn of a request."""
+        key = _key(name, arguments)
+        seed = _whole(arguments.get(SEED), int.from_bytes(_digest(key)[:4], "little"))
+        length = max(_whole(arguments.get(LENGTH), self._drawn(key)), min_tokens, 1)
+        self._scripts[name] = _Script(length, seed)
+        self.lengths[name], self.keys[name] = length, key
+
+    def token(self, name: str, n: int) -> int | None:
+        """Return token n of a request's answer, None where it ends; past that, others."""
+        script = self._scripts[name]
+        if n + 1 == script.length:
+            return None
+        return scripted_token(script.seed, n, self._vocabulary)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget requests."""
+        for name in names:
+            for known in (self._scripts, self.lengths, self.keys):
+                known.pop(name, None)
+
+    def _drawn(self, key: str) -> int:
+        law = self._law
+        length = law.median * np.exp(law.sigma * standard_normal(f"length {key}"))
+        return int(min(max(round(length), 1), law.longest))
+
+
+def _key(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return what a request is called on every engine."""
+    transfer = arguments.get("kv_transfer_params")
+    headway = transfer.get(MIGRATION_PARAMS) if isinstance(transfer, dict) else None
+    id = headway.get("id") if isinstance(headway, dict) else None
+    parsed = parse_request_id(name)
+    stem = id if isinstance(id, str) else f"{parsed.external_id} {parsed.prompt_index}"
+    return f"{stem} {parsed.sample_index}"
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    """Return a whole number that a client gave, if it is one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < _LARGEST else otherwise

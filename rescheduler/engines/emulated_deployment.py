@@ -1,0 +1,183 @@
+"""A deployment whose engines are emulated: what it loads, its flags, and its times."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import fields, replace
+
+from data_collection.models import resolve_model
+from rescheduler.emulation.emulate_options import EmulateConfig, EmulateOptions
+from rescheduler.emulation.emulated_model import MOST_TOKENS, emulated_model
+from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
+
+__all__ = [
+    "CONNECTOR",
+    "WORKER",
+    "emulate_section",
+    "emulated",
+    "emulated_engine",
+    "in_real_time",
+    "model_to_load",
+]
+
+logger = logging.getLogger("headway.launch")
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+WORKER = "rescheduler.emulation.vllm_worker.EmulatedWorker"
+CONNECTOR = "rescheduler.emulation.vllm_connector"
+_REFUSES = "data_collection.vllm_adapter.emulated_runner:RefusedParameters"
+_SECONDS = "_seconds"
+_OF_HARDWARE = {
+    "--attention-backend": 1,
+    "--compilation-config": 1,
+    "--dtype": 1,
+    "--enable-expert-parallel": 0,
+    "--gpu-memory-utilization": 1,
+    "--kv-cache-dtype": 1,
+    "--load-format": 1,
+    "--pipeline-parallel-size": 1,
+    "--quantization": 1,
+    "--tensor-parallel-size": 1,
+    "-O": 1,
+    "-pp": 1,
+    "-q": 1,
+    "-tp": 1,
+}
+"""Flags that say how a GPU computes, and the values that follow them."""
+
+
+def emulated(deployment: Deployment, profile: str) -> Deployment:
+    """Return a deployment whose engines emulate a machine.
+
+    Args:
+        deployment: any; its own ``engine.emulate`` keeps what is no part of a machine.
+        profile: name of a shipped machine, or a file.
+    """
+    before = deployment.engine.emulate or EmulateOptions()
+    emulate = replace(
+        before,
+        profile=profile,
+        step_time=None,
+        kv_tokens=None,
+        max_num_batched_tokens=None,
+        transfer=None,
+    )
+    return replace(deployment, engine=replace(deployment.engine, emulate=emulate))
+
+
+def in_real_time(deployment: Deployment) -> Deployment:
+    """Return a deployment whose waits, leases and intervals are dilated as its engines' steps are.
+
+    They are given in the emulated engines' time, as those of any deployment. Whoever starts a part
+    of a deployment calls this, once; files keep what was given.
+    """
+    emulate = deployment.engine.emulate
+    if emulate is None or emulate.dilation == 1:
+        return deployment
+    factor, migration = emulate.dilation, deployment.migration
+    if migration is not None:
+        interval = migration.get("interval_seconds", 1.0)
+        migration = {**migration, "interval_seconds": interval * factor}
+    coordinator = deployment.coordinator
+    return replace(
+        deployment,
+        migration=migration,
+        proxy=_dilated(deployment.proxy, factor),
+        coordinator=None if coordinator is None else _dilated(coordinator, factor),
+    )
+
+
+def _dilated(options: Options, factor: float) -> Options:
+    names = [field.name for field in fields(options) if field.name.endswith(_SECONDS)]
+    return replace(options, **{name: getattr(options, name) * factor for name in names})
+
+
+def model_to_load(deployment: Deployment) -> str:
+    """Return the model that the engines of a deployment load.
+
+    Raises:
+        ValueError: it is unknown, or cannot stand for itself where engines are emulated.
+    """
+    model = resolve_model(deployment.model)
+    return model if deployment.engine.emulate is None else str(emulated_model(model))
+
+
+def emulated_engine(options: EngineOptions) -> EngineOptions:
+    """Return the options of the engine that emulates one with these options.
+
+    Raises:
+        DeploymentError: nothing says what is emulated.
+    """
+    emulate = _resolved(options)
+    blocks = options.kv_blocks
+    if blocks is None and emulate.kv_tokens is not None:
+        blocks = max(emulate.kv_tokens // options.block_size, 1) + 1  # vLLM keeps one empty
+    most = MOST_TOKENS if blocks is None else min(MOST_TOKENS, (blocks - 1) * options.block_size)
+    further = [*_kept(options.arguments), "--load-format", "dummy", "--logits-processors", _REFUSES]
+    return replace(
+        options,
+        dtype="float32",
+        max_model_len=options.max_model_len or most,
+        kv_blocks=blocks,
+        enforce_eager=True,
+        checkpoint=None,
+        arguments=further,
+    )
+
+
+def emulate_section(deployment: Deployment, instance: Instance) -> dict[str, Any]:
+    """Return the section of ``--additional-config`` that says what is emulated.
+
+    Raises:
+        DeploymentError: nothing says what is emulated.
+    """
+    emulate = _resolved(deployment.engine)
+    assert emulate.step_time is not None
+    telemetry = None
+    if instance.telemetry is not None and emulate.forecast is not None:
+        telemetry = {
+            "bind": instance.telemetry,
+            "instance": instance.name,
+            "keys": deployment.keys,
+            "snapshot_seconds": emulate.dilation,
+        }
+    log = None if emulate.logs is None else str(Path(emulate.logs) / f"{instance.name}.csv")
+    config = EmulateConfig(
+        step_time=emulate.step_time,
+        dilation=emulate.dilation,
+        lengths=emulate.lengths,
+        forecast=emulate.forecast,
+        transfer=emulate.transfer,
+        log=log,
+    )
+    section: dict[str, Any] = msgspec.to_builtins(config)
+    return section | {"telemetry": telemetry}
+
+
+def _resolved(options: EngineOptions) -> EmulateOptions:
+    assert options.emulate is not None
+    try:
+        return options.emulate.resolved()
+    except ValueError as error:
+        raise DeploymentError(f"engine.emulate: {error}") from error
+
+
+def _kept(arguments: Sequence[str]) -> list[str]:
+    """Return flags without those that say how a GPU computes."""
+    return list(_without_hardware(iter(arguments)))
+
+
+def _without_hardware(arguments: Iterator[str]) -> Iterator[str]:
+    for argument in arguments:
+        flag, joined, _ = argument.partition("=")
+        values = _OF_HARDWARE.get(flag.replace("_", "-"))
+        if values is None:
+            yield argument
+            continue
+        logger.info("emulated engines are started without %s", argument)
+        if values and not joined:
+            next(arguments, None)

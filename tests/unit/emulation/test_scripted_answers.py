@@ -1,0 +1,94 @@
+"""Scripted answers: the same on every engine, drawn from their law, and never an error."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescheduler.emulation.emulate_options import AnswerLengths
+from rescheduler.emulation.scripted_answers import ScriptedAnswers, scripted_token, standard_normal
+
+LAW = AnswerLengths(median=200.0, sigma=0.7, longest=2_000)
+VOCABULARY = 49_152
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def answer(answers: ScriptedAnswers, name: str) -> list[int]:
+    tokens, n = [], 0
+    while (token := answers.token(name, n)) is not None:
+        tokens.append(token)
+        n += 1
+    return tokens
+
+
+def test_a_stated_length_counts_the_end() -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    answers.begin("cmpl-1-0-0a1b2c3d", {"emulated_length": 7, "emulated_seed": 3}, 0)
+    assert answer(answers, "cmpl-1-0-0a1b2c3d") == [
+        scripted_token(3, n, VOCABULARY) for n in range(6)
+    ]
+    assert answers.lengths == {"cmpl-1-0-0a1b2c3d": 7}
+    assert answers.token("cmpl-1-0-0a1b2c3d", 7) is not None, "who ignores the end goes on"
+    answers.forget(["cmpl-1-0-0a1b2c3d", "another"])
+    assert answers.lengths == answers.keys == {}
+
+
+def test_an_answer_is_the_same_on_the_engine_that_its_request_moves_to() -> None:
+    moving = {"kv_transfer_params": {"headway": {"id": "abc", "hop": 0}}}
+    moved = {"kv_transfer_params": {"headway": {"id": "abc", "hop": 1, "generated": 9}}}
+    first, second = (ScriptedAnswers(LAW, VOCABULARY) for _ in range(2))
+    first.begin("cmpl-1-0-0a1b2c3d", moving, 0)
+    second.begin("cmpl-9-0-99999999", moved, 0)
+    assert answer(first, "cmpl-1-0-0a1b2c3d") == answer(second, "cmpl-9-0-99999999")
+    second.begin("1_cmpl-9-0-99999999", moved, 0)
+    assert answer(second, "1_cmpl-9-0-99999999") != answer(second, "cmpl-9-0-99999999")
+
+
+def test_an_answer_is_no_shorter_than_its_minimum() -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    answers.begin("a", {"emulated_length": 5}, 12)
+    assert len(answer(answers, "a")) == 11
+
+
+def test_lengths_that_are_not_stated_follow_the_law() -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    for i in range(4_000):
+        answers.begin(f"cmpl-{i}-0-0a1b2c3d", {}, 0)
+    lengths = np.array(list(answers.lengths.values()))
+    assert np.median(lengths) == pytest.approx(LAW.median, rel=0.05)
+    assert np.log(lengths).std() == pytest.approx(LAW.sigma, rel=0.05)
+    assert lengths.min() >= 1 and lengths.max() <= LAW.longest
+
+
+@given(st.dictionaries(st.sampled_from(["emulated_length", "emulated_seed", "x"]), json))
+def test_whatever_clients_attach_gives_an_answer(arguments: dict[str, object]) -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    answers.begin("a", arguments, 0)
+    assert 1 <= answers.lengths["a"] < 2**31
+    token = answers.token("a", 0)
+    assert token is None or 0 <= token < VOCABULARY
+
+
+@given(json)
+def test_what_clients_write_in_transfer_parameters_is_survived(value: object) -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    for transfer in (value, {"headway": value}, {"headway": {"id": value}}):
+        answers.begin("a", {"kv_transfer_params": transfer}, 0)
+        assert answers.lengths["a"] >= 1
+
+
+@given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(8, 300_000))
+def test_a_word_is_in_the_vocabulary(seed: int, n: int, vocabulary: int) -> None:
+    assert 0 <= scripted_token(seed, n, vocabulary) < vocabulary
+
+
+def test_numbers_that_depend_on_a_text_are_standard_normal() -> None:
+    z = np.array([standard_normal(f"key {i}") for i in range(20_000)])
+    assert abs(z.mean()) < 0.03
+    assert z.std() == pytest.approx(1.0, abs=0.02)
+    assert np.mean(np.abs(z) < 1.96) == pytest.approx(0.95, abs=0.01)

@@ -1,0 +1,151 @@
+"""Deployments whose engines are emulated: commands, times, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from data_collection.models import identify
+from rescheduler.emulation.emulate_options import EMULATE_SECTION, EmulateOptions
+from rescheduler.emulation.emulated_model import emulated_model
+from rescheduler.engines.deployment import (
+    CoordinatorOptions,
+    Deployment,
+    DeploymentError,
+    EngineOptions,
+    ProxyOptions,
+    read_deployment,
+)
+from rescheduler.engines.emulated_deployment import emulated, in_real_time
+from rescheduler.engines.engine_command import EngineCommand, engine_command
+from rescheduler.engines.launch_local import write_deployment
+
+SHIPPED = Path("configs/serve/local-pd.yaml")
+
+
+def after(command: EngineCommand, flag: str) -> str:
+    return command.arguments[command.arguments.index(flag) + 1]
+
+
+def fleet(**options: Any) -> Deployment:
+    deployment = read_deployment(SHIPPED)
+    emulate = EmulateOptions(profile="h100-llama-8b", **options)
+    return replace(deployment, engine=replace(deployment.engine, emulate=emulate))
+
+
+def test_an_engine_of_any_deployment_can_be_emulated() -> None:
+    deployment = emulated(read_deployment(SHIPPED), "h100-llama-8b")
+    prefill, decode = deployment.instances[:2]
+    command = engine_command(deployment, decode, "/m", "python")
+    assert after(command, "--worker-cls") == "rescheduler.emulation.vllm_worker.EmulatedWorker"
+    assert after(command, "--load-format") == "dummy"
+    assert after(command, "--num-gpu-blocks-override") == str(860_320 // 32 + 1)
+    assert after(command, "--max-num-batched-tokens") == "8192"
+    transfer = json.loads(after(command, "--kv-transfer-config"))
+    assert transfer["kv_connector_module_path"] == "rescheduler.emulation.vllm_connector"
+    section = json.loads(after(command, "--additional-config"))
+    assert "forecast" not in section["headway"], "the checkpoint reads hidden states"
+    assert section[EMULATE_SECTION]["telemetry"]["bind"] == decode.telemetry
+    assert section[EMULATE_SECTION]["step_time"]["constant"] == 4.55e-3
+    other = json.loads(
+        after(engine_command(deployment, prefill, "/m", "python"), "--additional-config")
+    )
+    assert other[EMULATE_SECTION]["telemetry"]["instance"] == prefill.name
+
+
+def test_flags_that_say_how_a_gpu_computes_are_left_out() -> None:
+    deployment = fleet()
+    flags = ["--tensor-parallel-size", "4", "-q=fp8", "--stream-interval", "8", "--dtype", "half"]
+    flags += ["--gpu_memory_utilization", "0.9", "--enable-expert-parallel", "--max-logprobs", "5"]
+    deployment = replace(deployment, engine=replace(deployment.engine, arguments=flags))
+    arguments = engine_command(deployment, deployment.decode[0], "/m", "python").arguments
+    assert "--tensor-parallel-size" not in arguments and "-q=fp8" not in arguments
+    assert arguments.count("--dtype") == 1 and "half" not in arguments
+    assert "--gpu_memory_utilization" not in arguments and "0.9" not in arguments
+    kept = arguments[arguments.index("--stream-interval") :]
+    assert kept[:4] == ["--stream-interval", "8", "--max-logprobs", "5"]
+
+
+def test_every_wait_is_dilated_once_and_what_is_written_is_not(tmp_path: Path) -> None:
+    coordinator = CoordinatorOptions(endpoint="tcp://127.0.0.1:5700")
+    given = replace(fleet(dilation=4), coordinator=coordinator)
+    real = in_real_time(given)
+    for field in ProxyOptions.__struct_fields__:
+        before, after_it = getattr(given.proxy, field), getattr(real.proxy, field)
+        assert after_it == (4 * before if field.endswith("_seconds") else before), field
+    assert real.migration is not None and real.migration["interval_seconds"] == 4.0
+    assert real.coordinator is not None
+    assert real.coordinator.silent_seconds == 4 * coordinator.silent_seconds
+    write_deployment(given, tmp_path / "deployment.yaml")
+    assert read_deployment(tmp_path / "deployment.yaml") == given
+    plain = read_deployment(SHIPPED)
+    assert in_real_time(plain) is plain
+    command = engine_command(given, given.decode[0], "/m", "python")
+    transfer = json.loads(after(command, "--kv-transfer-config"))
+    kept = transfer["kv_connector_extra_config"]["headway"]["time_to_live"]
+    assert kept == 4 * 15.0
+
+
+def test_another_machine_replaces_only_what_is_a_machine_s() -> None:
+    before = fleet(dilation=2, kv_tokens=77, logs="x")
+    emulate = emulated(before, "rtx4090d-qwen-7b").engine.emulate
+    assert emulate is not None
+    assert (emulate.dilation, emulate.logs, emulate.kv_tokens) == (2, "x", None)
+    assert emulate.resolved().kv_tokens == 190_000
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"emulate": {"profile": "nothing"}}, "engine.emulate: nothing: no such file"),
+        ({"emulate": {"profile": "h100-llama-8b", "dilation": 0}}, "engine.emulate.dilation"),
+        ({"emulate": {"step_time": {"constant": 1}}}, "engine.emulate.step_time"),
+        ({"emulate": {"x": 1}}, "engine.emulate"),
+        ({"emulate": {"profile": "h100-llama-8b", "lengths": {"median": 0}}}, "lengths.median"),
+        (
+            {
+                "emulate": {"profile": "h100-llama-8b"},
+                "batching": {"profile": "p", "ttft_s": 1.0, "tpot_s": 0.1},
+            },
+            "engine.emulate: not with engine.batching",
+        ),
+    ],
+)
+def test_a_wrong_section_is_named(engine: dict[str, Any], words: str) -> None:
+    instance = {"name": "a", "role": "decode", "url": "http://127.0.0.1:8000"}
+    with pytest.raises(DeploymentError, match=words):
+        Deployment.from_values({"model": "m", "instances": [instance], "engine": engine})
+
+
+def test_a_rank_of_a_group_is_not_emulated() -> None:
+    instance = {"name": "a", "role": "decode", "url": "http://h:1", "data_parallel_rank": 0}
+    engine = {"emulate": {"profile": "h100-llama-8b"}}
+    with pytest.raises(DeploymentError, match="data-parallel group"):
+        Deployment.from_values({"model": "m", "instances": [instance], "engine": engine})
+
+
+def test_the_model_is_small_and_has_the_tokenizer_and_name_of_the_other(smollm2: Path) -> None:
+    folder = emulated_model(str(smollm2))
+    assert folder == emulated_model(str(smollm2))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 1 and config["vocab_size"] == 49_152
+    assert (folder / "tokenizer.json").read_bytes() == (smollm2 / "tokenizer.json").read_bytes()
+    assert identify(str(folder)).name == identify(str(smollm2)).name
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_model_without_a_tokenizer_or_an_end_is_refused(tmp_path: Path, smollm2: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        emulated_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes((smollm2 / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match="cannot be read"):
+        emulated_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    with pytest.raises(ValueError, match="eos_token_id"):
+        emulated_model(str(tmp_path))
+
+
+def test_options_of_engines_know_nothing_of_it_by_default() -> None:
+    assert EngineOptions().emulate is None
