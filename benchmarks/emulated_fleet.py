@@ -11,9 +11,9 @@ at the same times. A load is a share of the capacity, which is measured first.
 Forecasts, of engines and of prompts, are as good as those recorded of SmolLM2 (their rank
 correlation with the length at the first token is 0.46), unless an arm ends in ``_exact``.
 
-Prints, relative to ``jsq_load`` and to the arm that a thing is added to, latencies in percent with
-half a 95% interval over rounds. A run whose steps took over 2% longer than asked is repeated. What
-is finished is kept in the folder and not run again while its settings stay the same.
+Prints, relative to ``jsq_load``, latencies in percent with half a 95% interval over rounds. A run
+whose steps took over 2% longer than asked is repeated. What is finished is kept in the folder and
+not run again while its settings stay the same.
 """
 
 import asyncio
@@ -70,7 +70,6 @@ class Arm(NamedTuple):
     order: str = "fcfs"
     migration: dict[str, Any] | None = None
     exact: bool = False
-    against: str = BASE
 
 
 SURVIVAL = {"name": "survival", "interval_seconds": 1.0}
@@ -80,15 +79,15 @@ ARMS = {
     "jsq_load": Arm(JSQ),
     "vllm": Arm({"name": "vllm"}),
     "reserve": Arm(TENTH_FREE),
-    "headroom": Arm(HEADROOM, against="reserve"),
-    "boost": Arm(TENTH_FREE, BOOST, against="reserve"),
+    "headroom": Arm(HEADROOM),
+    "boost": Arm(JSQ, BOOST),
     "survival": Arm(JSQ, migration=SURVIVAL),
     "star": Arm(JSQ, migration=STAR),
-    "together": Arm(HEADROOM, BOOST, SURVIVAL, against="reserve"),
-    "headroom_exact": Arm(HEADROOM, exact=True, against="reserve"),
-    "boost_exact": Arm(TENTH_FREE, BOOST, exact=True, against="reserve"),
+    "together": Arm(HEADROOM, BOOST, SURVIVAL),
+    "headroom_exact": Arm(HEADROOM, exact=True),
+    "boost_exact": Arm(JSQ, BOOST, exact=True),
     "survival_exact": Arm(JSQ, migration=SURVIVAL, exact=True),
-    "together_exact": Arm(HEADROOM, BOOST, SURVIVAL, exact=True, against="reserve"),
+    "together_exact": Arm(HEADROOM, BOOST, SURVIVAL, exact=True),
 }
 
 
@@ -153,7 +152,7 @@ def main() -> None:
     for folder in (options.out, SCRATCH):
         folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(options.out, options.requests, options.dilation)
-    needed = {arm for name in options.arms for arm in (name, ARMS[name].against, BASE)}
+    needed = {*options.arms, BASE}
     arms = [name for name in ARMS if name in needed]
     try:
         plan = run_missing(plan, options.loads, options.rounds, arms)
@@ -215,7 +214,7 @@ def fleet(plan: Plan, exact: bool) -> Deployment:
 async def measured_capacity(plan: Plan, deployment: Deployment) -> float:
     """Return the requests a second of a load at once, in its steady part."""
     load = drawn_load(1_000_003, max(200, plan.requests // 2), inf, PROMPTS, LAW)
-    serving = replace(deployment, routing=TENTH_FREE)
+    serving = replace(deployment, routing=JSQ)
     with proxy(serving, SCRATCH):
         answers = await serve_load(
             serving.proxy_url, serving.served_name, load, plan.dilation, 1_000_003
@@ -286,9 +285,9 @@ class Results:
             for arm, by_round in found.items()
         }
 
-    def change(self, arm: str, against: str, figure: str) -> Estimate:
-        """Return how much a figure differs from that of another arm, in percent."""
-        mine, others = self._runs[arm], self._runs[against]
+    def change(self, arm: str, figure: str) -> Estimate:
+        """Return how much a figure differs from that with ``jsq_load``, in percent."""
+        mine, others = self._runs[arm], self._runs[BASE]
         return mean_of(
             {
                 number: 100 * (mine[number][figure] / others[number][figure] - 1)
@@ -304,15 +303,13 @@ class Results:
             if not runs:
                 continue
             mean = {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
-            against = ARMS[arm].against
             if arm == BASE:
                 cells = [f"{mean[figure]:.3g}" for figure in FIGURES]
             else:
-                estimates = [self.change(arm, against, figure) for figure in FIGURES]
+                estimates = [self.change(arm, figure) for figure in FIGURES]
                 cells = [f"{one.mean:+.0f} ± {one.half:.0f}%" for one in estimates]
             counts = [f"{mean[key]:.0f}" for key in ("preemptions", "moves", "changed")]
-            name = arm if arm == BASE else f"{arm} against {against}"
-            rows.append([name, f"{len(runs)}", *cells, *counts])
+            rows.append([arm, f"{len(runs)}", *cells, *counts])
         heads = ["arm", "rounds", *FIGURES, "preemptions", "moves", "changed"]
         return "\n".join(
             [f"### {100 * self._load:.0f}% of the capacity", *markdown_table(heads, rows)]
@@ -326,7 +323,7 @@ class Results:
             if arm == BASE or not runs:
                 continue
             for figure in ("latency", "ttft", "tpot_p99", "goodput"):
-                estimate = self.change(arm, ARMS[arm].against, figure)
+                estimate = self.change(arm, figure)
                 sign = 1 if figure == "goodput" else -1
                 found[f"{prefix}{figure}_gain_{arm}"] = sign * estimate.mean
                 found[f"{prefix}{figure}_gain_{arm}_half_interval"] = estimate.half

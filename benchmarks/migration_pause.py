@@ -1,6 +1,6 @@
 """How long a stream pauses when its request moves, with and without a copy beforehand.
 
-    python -m benchmarks.migration_pause [--quick] --json OUT
+    python -m benchmarks.migration_pause [--quick] [--emulate MACHINE] --json OUT
 
 Two decode instances of SmolLM2 in float32 run 64 greedy requests whose contexts have 256 to about
 2,000 tokens, slices of this project's own documentation. Each request moves once, to the instance
@@ -10,6 +10,9 @@ decode step: the median gap of the same stream just before and after. Requests m
 - pre-copy: what `headway serve` does. The target copies the blocks while the request decodes.
 - stop and copy: the request is frozen first, and the target then pulls all of its blocks.
 - recompute: the target gets the tokens alone, as from a source that has died.
+
+With ``--emulate`` the engines are emulated ones, whose steps do not slow down for a move as those
+of two cores do.
 
 ``tokens_changed``: streams in which a token differs from one way to another, each of which moves
 the request after another token. A prefix cache never helps: each way has a ``cache_salt``.
@@ -32,6 +35,8 @@ from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
 from benchmarks.support.stream_client import Stream, read_stream, session
 from rescheduler.demo.demo import proxy_running
+from rescheduler.emulation.emulate_options import EmulateOptions
+from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.placement.cluster_state import running_requests
@@ -86,7 +91,10 @@ class _Stream(Stream):
 
 
 def main() -> None:
-    options = arguments("the pause of a moved stream").parse_args()
+    parser = arguments("the pause of a moved stream")
+    parser.add_argument("--emulate", metavar="MACHINE", help="such as h100-llama-8b")
+    parser.add_argument("--dilation", type=float, default=4.0, help="of emulated times (4)")
+    options = parser.parse_args()
     requests = 12 if options.quick else 64
     engine = EngineOptions(
         dtype="float32",
@@ -94,6 +102,8 @@ def main() -> None:
         max_num_seqs=requests,
         kv_cache_gb=3,
         enforce_eager=True,
+        emulate=options.emulate
+        and EmulateOptions(profile=options.emulate, dilation=options.dilation),
     )
     # While prompts are prefilled on two cores, nobody gets a token or an answer.
     deployment = patient(local_deployment("smollm2", engine, prefill=0))
@@ -144,6 +154,7 @@ async def _round(
             for i, prompt in enumerate(prompts):  # a step with all prompts would take minutes
                 fields = {"model": "smollm2", "prompt": prompt, "max_tokens": _MOST_TOKENS}
                 fields |= {"return_token_ids": True, "cache_salt": way}
+                fields |= {"vllm_xargs": {LENGTH: 2 * _MOST_TOKENS, SEED: i}}  # where emulated
                 headers = {"X-Request-Id": str(i)}
                 read = read_stream(client, deployment.proxy_url, fields, streams[i], headers)
                 reading.append(asyncio.create_task(read))

@@ -1,6 +1,6 @@
 """Everything that can go wrong, at random, while honest clients wait for their tokens.
 
-    python -m benchmarks.chaos [--minutes 30] [--seed 1] --json OUT
+    python -m benchmarks.chaos [--minutes 30] [--seed 1] [--emulate MACHINE] --json OUT
 
 One prefill and two decode instances of SmolLM2 in float32 with forecasts and keys, and
 `headway serve`, each a process of its own. Honest clients (OpenAI's own library) ask questions
@@ -12,6 +12,9 @@ requests move all the time, and at random
 - clients leave, stall in the middle of their headers, body or answer, and send poison,
 - control sockets get nonsense, and the proxy is restarted,
 - one engine records its hidden states to a disk that is full (where this may mount one).
+
+With ``--emulate`` the engines are emulated ones: moves by the thousand in half an hour, of answers
+that are scripted, without penalties and grammars.
 
 The table that it ends with: ``tokens_changed`` of honest answers, requests ``lost`` without a
 word, ``blocks_leaked`` once all is idle, ``honest_5xx`` while an engine was healthy (and
@@ -34,6 +37,7 @@ import msgspec
 from benchmarks.chaos.chaos import chaos
 from benchmarks.support.report import report
 from predictor.live.zmq_sockets import create_keys
+from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
@@ -55,13 +59,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="everything that can go wrong, at random")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when (default: 1)")
+    parser.add_argument("--emulate", metavar="MACHINE", help="such as h100-llama-8b")
+    parser.add_argument("--dilation", type=float, default=4.0, help="of emulated times (4)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, _full_disk(Path(folder) / "disk") as disk:
         keys = Path(folder) / "keys"
         create_keys(keys)
-        deployment = msgspec.structs.replace(local_deployment("smollm2", _ENGINE), keys=str(keys))
-        if disk is not None:
+        engine = _ENGINE
+        if options.emulate is not None:
+            engine = _emulated(options.emulate, options.dilation)
+        deployment = msgspec.structs.replace(local_deployment("smollm2", engine), keys=str(keys))
+        if disk is not None and engine.emulate is None:
             deployment = _recording(deployment, disk)
         with launched(deployment, Path(folder) / "logs", at_once=2) as engines:
             ledger = asyncio.run(
@@ -69,8 +78,13 @@ def main() -> None:
             )
         for note in ledger.notes:
             print(note)
-        ledger.counts["full_disks"] = int(disk is not None)
+        ledger.counts["full_disks"] = int(disk is not None and engine.emulate is None)
         report("chaos", dict(sorted(ledger.counts.items())), options.json)
+
+
+def _emulated(machine: str, dilation: float) -> EngineOptions:
+    emulate = EmulateOptions(profile=machine, dilation=dilation)
+    return msgspec.structs.replace(_ENGINE, checkpoint=None, emulate=emulate)
 
 
 @contextmanager

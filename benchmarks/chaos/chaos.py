@@ -82,7 +82,8 @@ async def _under_load(
 ) -> None:
     """Learn the answers, then ask among chaos for a while, and let what runs end."""
     ledger, name, url = harm.ledger, harm.deployment.served_name, harm.deployment.proxy_url
-    honest = HonestClients(url, name, questions, ledger)
+    scripted = harm.deployment.engine.emulate is not None
+    honest = HonestClients(url, name, questions, ledger, scripted)
     rude = RudeClients("127.0.0.1", harm.deployment.proxy.port, name, ledger, harm.random)
     ending, metrics = asyncio.Event(), _Metrics(ledger)
     try:

@@ -9,6 +9,7 @@ import httpx
 import openai
 
 from benchmarks.chaos.ledger import Ledger
+from rescheduler.emulation.scripted_answers import LENGTH, SEED
 
 _TEXTS = (
     "Once upon a time, in a small village by the sea, there lived a",
@@ -32,11 +33,14 @@ _SECONDS = 600.0
 class HonestClients:
     """Ask the same few things again and again, and compare each answer with that in peace."""
 
-    def __init__(self, url: str, model: str, questions: int, ledger: Ledger) -> None:
+    def __init__(
+        self, url: str, model: str, questions: int, ledger: Ledger, scripted: bool = False
+    ) -> None:
         self._client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_SECONDS
         )
         self._model, self._questions, self._ledger = model, questions, ledger
+        self._sampling = _SAMPLING[:2] if scripted else _SAMPLING
         self._expected: list[list[int]] = []
 
     async def learn(self, at_once: int) -> None:
@@ -89,8 +93,10 @@ class HonestClients:
     async def _ask(self, number: int, tokens: list[int]) -> bool:
         """Ask one thing and take its tokens; return whether the answer had an end."""
         text = f"{number}. {_TEXTS[number % len(_TEXTS)]}"
-        fields = dict(_SAMPLING[number % len(_SAMPLING)])
+        fields = dict(self._sampling[number % len(self._sampling)])
         extra = {**fields.pop("extra_body", {}), "return_token_ids": True}
+        # Where engines are emulated; others do not read it.
+        extra["vllm_xargs"] = {LENGTH: 150 + number * 53 % 250, SEED: number}
         fields |= {"model": self._model, "max_tokens": 200 + number * 37 % 200, "seed": number}
         fields |= {"stream": True, "extra_body": extra}
         stream: Any

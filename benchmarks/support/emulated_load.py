@@ -70,7 +70,12 @@ def drawn_load(
 
 
 async def serve_load(
-    url: str, model: str, load: Sequence[EmulatedRequest], dilation: float, salt: int
+    url: str,
+    model: str,
+    load: Sequence[EmulatedRequest],
+    dilation: float,
+    salt: int,
+    max_tokens: int = MAX_TOKENS,
 ) -> list[EmulatedAnswer]:
     """Send a load to a server, each request when its time comes, and wait for all answers.
 
@@ -85,21 +90,26 @@ async def serve_load(
         async def serve(answer: EmulatedAnswer) -> None:
             due = started + dilation * answer.request.arrives
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await _serve(session, url, model, answer, salt)
+            await _serve(session, url, model, answer, salt, max_tokens)
 
         await asyncio.gather(*(serve(answer) for answer in answers))
     return answers
 
 
 async def _serve(
-    session: aiohttp.ClientSession, url: str, model: str, answer: EmulatedAnswer, salt: int
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    answer: EmulatedAnswer,
+    salt: int,
+    max_tokens: int,
 ) -> None:
     request = answer.request
     words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
     body = {
         "model": model,
         "prompt": (FIRST_WORD + words).tolist(),
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -44,7 +44,7 @@ class StepClock:
         self._log = self._file = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._file = log.open("w", encoding="utf-8", newline="")
+            self._file = log.open("w", encoding="utf-8", newline="", buffering=1)
             self._log = csv.writer(self._file)
             self._log.writerow(_COLUMNS)
 
@@ -77,8 +77,6 @@ class StepClock:
 
     def report(self) -> None:
         """Log how far real steps are from those asked for."""
-        if self._file is not None:
-            self._file.flush()
         if not self.asked:
             return
         share = self.excess / self.asked

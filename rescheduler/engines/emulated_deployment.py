@@ -31,6 +31,8 @@ WORKER = "rescheduler.emulation.vllm_worker.EmulatedWorker"
 CONNECTOR = "rescheduler.emulation.vllm_connector"
 _REFUSES = "data_collection.vllm_adapter.emulated_runner:RefusedParameters"
 _SECONDS = "_seconds"
+_BLOCK_OF = 32
+"""Tokens of which vLLM's blocks are a multiple on a CPU."""
 _OF_HARDWARE = {
     "--attention-backend": 1,
     "--compilation-config": 1,
@@ -113,15 +115,18 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
         DeploymentError: nothing says what is emulated.
     """
     emulate = _resolved(options)
-    blocks = options.kv_blocks
-    if blocks is None and emulate.kv_tokens is not None:
-        blocks = max(emulate.kv_tokens // options.block_size, 1) + 1  # vLLM keeps one empty
-    most = MOST_TOKENS if blocks is None else min(MOST_TOKENS, (blocks - 1) * options.block_size)
+    block = -(-options.block_size // _BLOCK_OF) * _BLOCK_OF
+    tokens = emulate.kv_tokens
+    if options.kv_blocks is not None:
+        tokens = (options.kv_blocks - 1) * options.block_size  # vLLM keeps one empty
+    blocks = None if tokens is None else max(tokens // block, 1) + 1
+    most = MOST_TOKENS if blocks is None else min(MOST_TOKENS, (blocks - 1) * block)
     further = [*_kept(options.arguments), "--load-format", "dummy", "--logits-processors", _REFUSES]
     return replace(
         options,
         dtype="float32",
         max_model_len=options.max_model_len or most,
+        block_size=block,
         kv_blocks=blocks,
         enforce_eager=True,
         checkpoint=None,

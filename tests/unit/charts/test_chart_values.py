@@ -15,7 +15,6 @@ from rescheduler.engines.deployment import (
     CoordinatorOptions,
     EngineOptions,
     ProxyOptions,
-    TraceOptions,
 )
 
 
@@ -82,21 +81,23 @@ def test_the_schema_knows_headway_s_options() -> None:
 def options_schema(options: type[msgspec.Struct]) -> dict[str, Any]:
     """Return what JSON schema says of a struct's fields, less what Helm says badly."""
     components = msgspec.json.schema_components([options])[1]
-    described = components[options.__name__]
+    return fields_schema(components, options.__name__)
+
+
+def fields_schema(components: dict[str, Any], of: str) -> dict[str, Any]:
     fields = {}
-    for name, field in described["properties"].items():
+    for name, field in components[of]["properties"].items():
         # A value that is null in Helm is not there.
         choices = [c for c in field.get("anyOf", [field]) if c.get("type") != "null"]
         (field,) = choices
         if "$ref" in field:
-            name_of = field["$ref"].rpartition("/")[2]
-            assert name_of == TraceOptions.__name__
+            inner = field["$ref"].rpartition("/")[2]
+            required = components[inner]["required"]
             fields[name] = {
                 "type": "object",
-                "properties": options_schema(TraceOptions),
+                "properties": fields_schema(components, inner),
                 "additionalProperties": False,
-                "required": components[name_of]["required"],
-            }
+            } | ({"required": required} if required else {})
             continue
         if field["type"] == "integer" and field.pop("exclusiveMinimum", None) == 0:
             field["minimum"] = 1

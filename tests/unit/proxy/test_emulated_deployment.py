@@ -68,6 +68,14 @@ def test_flags_that_say_how_a_gpu_computes_are_left_out() -> None:
     assert kept[:4] == ["--stream-interval", "8", "--max-logprobs", "5"]
 
 
+def test_blocks_that_a_cpu_cannot_have_hold_as_many_tokens() -> None:
+    deployment = fleet()
+    small = replace(deployment.engine, block_size=16, kv_blocks=401)
+    command = engine_command(replace(deployment, engine=small), deployment.decode[0], "/m", "p")
+    assert after(command, "--block-size") == "32"
+    assert after(command, "--num-gpu-blocks-override") == str(400 * 16 // 32 + 1)
+
+
 def test_every_wait_is_dilated_once_and_what_is_written_is_not(tmp_path: Path) -> None:
     coordinator = CoordinatorOptions(endpoint="tcp://127.0.0.1:5700")
     given = replace(fleet(dilation=4), coordinator=coordinator)

@@ -1,0 +1,186 @@
+"""Emulated engines: real vLLM, but for its model; scripts, steps, moves, refusals, forecasts."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from running_deployment import PATIENT
+
+from benchmarks.support.deployments import proxy
+from benchmarks.support.emulated_load import (
+    EmulatedAnswer,
+    EmulatedRequest,
+    PromptLengths,
+    changed_answers,
+    drawn_load,
+    serve_load,
+    step_sums,
+)
+from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.emulated_deployment import model_to_load
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.serving.admin_client import drain_instance, undrain_instance
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import FinishedForecasts
+
+pytestmark = pytest.mark.timeout(900)
+
+BLOCK, BLOCKS = 16, 400
+LAW = AnswerLengths(median=60, sigma=0.7, longest=400)
+PROMPTS = PromptLengths(200, 900)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    deployment: Deployment
+    logs: list[Path]
+    model: Path
+
+    def load(
+        self, load: list[EmulatedRequest], salt: int
+    ) -> "asyncio.Future[list[EmulatedAnswer]]":
+        url, name = self.deployment.proxy_url, self.deployment.served_name
+        return asyncio.ensure_future(serve_load(url, name, load, 1.0, salt, 1_000))
+
+    async def drained(self, name: str) -> None:
+        """Drain an instance, and let it serve again once nothing runs there."""
+        admin = self.deployment.admin_url
+        await asyncio.to_thread(drain_instance, admin, name)
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(undrain_instance, admin, name)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A prefill and two decode engines, and their proxy."""
+    folder = tmp_path_factory.mktemp("emulated")
+    emulate = EmulateOptions(profile="h100-llama-8b", lengths=LAW, logs=str(folder / "steps"))
+    engine = EngineOptions(
+        max_num_seqs=32,
+        block_size=BLOCK,
+        kv_blocks=BLOCKS,
+        max_model_len=2_048,
+        emulate=emulate,
+        arguments=["--tensor-parallel-size", "8", "--quantization", "fp8"],  # of the GPUs
+    )
+    deployment = local_deployment("smollm2", engine)
+    ports = {"port": deployment.proxy.port, "admin_port": deployment.proxy.admin_port}
+    deployment = replace(deployment, proxy=replace(PATIENT, **ports))
+    with launched(deployment, folder / "logs"), proxy(deployment, folder):
+        logs = [folder / "steps" / f"{one.name}.csv" for one in deployment.decode]
+        yield Fleet(deployment, logs, Path(model_to_load(deployment)))
+
+
+async def test_answers_are_their_scripts_through_hand_overs_moves_and_preemptions(
+    fleet: Fleet,
+) -> None:
+    deployment = fleet.deployment
+    before = preemptions(deployment)
+    # Three times what the caches hold, so that requests are preempted and computed again.
+    load = drawn_load(1, 60, inf, PROMPTS, LAW)
+    serving = fleet.load(load, 1)
+    while not serving.done():
+        for instance in deployment.decode:
+            await fleet.drained(instance.name)
+    answers = await serving
+    assert [one.error for one in answers if one.error] == []
+    assert changed_answers(answers, fleet.model) == 0
+    moved = metric_total(
+        f"{deployment.proxy_url}/metrics", "headway_proxy_migrations_total", outcome="moved"
+    )
+    assert moved > 0
+    assert preemptions(deployment) >= before
+
+
+async def test_every_step_is_asked_to_take_what_its_size_says(fleet: Fleet) -> None:
+    await fleet.load(drawn_load(2, 10, inf, PROMPTS, LAW), 2)
+    await asyncio.sleep(1.5)
+    emulate = fleet.deployment.engine.emulate
+    assert emulate is not None
+    step_time = emulate.resolved().step_time
+    assert step_time is not None
+    for log in fleet.logs:
+        text = log.read_text()
+        rows = np.genfromtxt(text[: text.rfind("\n")].split("\n"), delimiter=",", names=True)
+        asked = [step_time.of(int(row["new_tokens"]), int(row["context_tokens"])) for row in rows]
+        assert rows["asked_seconds"] == pytest.approx(asked, abs=2e-6)
+        decoding = rows[rows["new_tokens"] == rows["requests"]]
+        assert len(decoding) > len(rows) / 2, "most steps generate a token a request"
+        assert rows["seconds"].sum() >= 0.98 * rows["asked_seconds"].sum()
+    assert step_sums(fleet.logs, 0.0).steps > 100
+
+
+def completion(fleet: Fleet, **fields: Any) -> tuple[int, Any]:
+    body = {"model": "smollm2", "prompt": "One two three", "max_tokens": 5} | fields
+    request = urllib.request.Request(
+        f"{fleet.deployment.proxy_url}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 2},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {"5": 3}},
+        {"bad_words": ["three"]},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
+)
+def test_what_a_script_cannot_heed_is_refused_by_its_name(
+    fleet: Fleet, asked: dict[str, Any]
+) -> None:
+    status, answer = completion(fleet, **asked)
+    assert status == 400, answer
+    (name,) = asked
+    assert "emulated" in json.dumps(answer) and name in json.dumps(answer)
+
+
+def test_ordinary_clients_get_answers_of_the_law(fleet: Fleet) -> None:
+    status, answer = completion(fleet, max_tokens=500, seed=3, temperature=0.8, top_p=0.9, n=2)
+    assert status == 200, answer
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
+    assert answer["choices"][0]["text"] != answer["choices"][1]["text"]
+    status, answer = completion(fleet, max_tokens=7, ignore_eos=True, min_tokens=7)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 7
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_forecasts_are_published_and_say_something_of_the_lengths(fleet: Fleet) -> None:
+    endpoints = [str(instance.telemetry) for instance in fleet.deployment.decode]
+    with ExitStack() as stack:
+        heard = [stack.enter_context(TelemetrySubscriber(endpoint)) for endpoint in endpoints]
+        ended: list[FinishedForecasts] = []
+        lengths = np.linspace(20, 390, 40).astype(int).tolist()
+        load = [EmulatedRequest(9_000_000 + i, 200, n, i / 40) for i, n in enumerate(lengths)]
+        answers = await fleet.load(load, 3)
+        assert all(not one.error for one in answers)
+        while len(ended) < len(load):
+            await asyncio.sleep(0.1)
+            heard_now = [one for subscriber in heard for one in subscriber.take_finished()]
+            ended += [one for one in heard_now if one.event.finish_reason == "stop"]
+    truth = [one.event.total_tokens for one in ended]
+    assert sorted(truth) == sorted(lengths)
+    first = [one.forecast().median()[0] for one in ended]
+    assert np.corrcoef(np.log(truth), np.log(np.maximum(first, 1)))[0, 1] > 0.3
