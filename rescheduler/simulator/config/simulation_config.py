@@ -119,11 +119,14 @@ class ClusterConfig(_Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT):
         instances: G.
         slots: B, requests that an instance decodes at once (vLLM's max_num_seqs).
         kv_capacity: K, context tokens that an instance's KV cache holds; null is unlimited.
+        prefix_caching: a preempted request that is admitted again computes only those of its
+            tokens that have been overwritten, as vLLM does by default; else all of them.
     """
 
     instances: int = 16
     slots: int = 72
     kv_capacity: int | None = None
+    prefix_caching: bool = False
 
     @property
     def capacity_tokens(self) -> int:

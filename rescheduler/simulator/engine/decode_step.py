@@ -102,7 +102,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
             if row == NONE:
                 break
             again = cluster.requests[row].resumes == PREEMPTED
-            new += cluster.requests[row].context if again else 1
+            new += _to_compute(rules, cluster, row, g) if again else 1
             cluster.requests[row].resumes = NONE
             decode(cluster, row, g)
         instance.new_tokens = new
@@ -116,7 +116,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
             if row == NONE:
                 break
             moved = cluster.requests[row].resumes == MIGRATED
-            cluster.requests[row].todo = 0 if moved else cluster.requests[row].context
+            cluster.requests[row].todo = 0 if moved else _to_compute(rules, cluster, row, g)
             cluster.requests[row].next = NONE
             instance.filling = row
             instance.n_filling = 1
@@ -133,6 +133,22 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
         decode(cluster, row, g)
     instance.new_tokens = new
     instance.reading = instance.load
+
+
+@compiled_inline
+def _to_compute(rules: Rules, cluster: Cluster, row: int, g: int) -> int:
+    """Return the context tokens that a request which has been admitted computes.
+
+    With prefix caching, the blocks of a preempted request are the first to be taken for something
+    new, its last ones first: nothing else was free when it was preempted. What is left of them is
+    found again, but for the last token.
+    """
+    instance, request = cluster.instances[g], cluster.requests[row]
+    computed = request.context
+    if rules.prefix_caching and request.resumes == PREEMPTED:
+        computed = min(max(instance.taken - request.freed, 1), request.context)
+    instance.taken += computed
+    return computed  # type: ignore[no-any-return]
 
 
 @compiled_inline
@@ -185,6 +201,7 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
         instance.next_end = next_end
     instance.grown += growth
     instance.load += growth * (instance.decoding - instance.waiting)
+    instance.taken += growth * (instance.decoding - instance.waiting)
     instance.waiting = 0
     if scalars.leaving > 0:
         send_migrations(rules, cluster, g)

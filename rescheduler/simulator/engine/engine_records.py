@@ -27,6 +27,7 @@ INSTANCE = np.dtype(
         ("waiting", np.int64),  # decoding requests that get no token in it
         ("budget", np.float64),  # prompt tokens that it could take on in time, as last reported
         ("joined", np.int64),  # requests that decode from this step on
+        ("taken", np.int64),  # tokens of KV cache that were ever taken for something new
     ],
     align=True,
 )
@@ -40,6 +41,7 @@ REQUEST = np.dtype(
         ("generated", np.int64),  # while it decodes: as of when it began to
         ("context", np.int64),  # while it decodes: less what its instance had grown
         ("todo", np.int64),  # context tokens still to prefill
+        ("freed", np.int64),  # ``taken`` of its instance when it was preempted
         ("resumes", np.int64),  # goes first: after being `PREEMPTED` or `MIGRATED`, or NONE
         ("entered", np.int64),  # steps counted when it came into the pool
         ("admitted", np.int64),  # serial number of its admission

@@ -124,7 +124,8 @@ class Rules(NamedTuple):
 
     ``instant``: each request is decided on as it arrives. ``queueing``: it goes to an instance's
     queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
-    to decide whenever something happens. ``plan_every``: steps of all instances between two plans
+    to decide whenever something happens. ``prefix_caching``: a preempted request finds again what
+    has not been overwritten. ``plan_every``: steps of all instances between two plans
     of migrations; 0 for none.
     """
 
@@ -144,6 +145,7 @@ class Rules(NamedTuple):
     handshake_seconds: float
     tokens_per_second: float
     block_tokens: int
+    prefix_caching: bool
     max_steps: int
     max_seconds: float
     plan_every: int

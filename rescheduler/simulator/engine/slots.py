@@ -103,6 +103,7 @@ def preempt(cluster: Cluster, g: int) -> None:
             cluster.requests[row].last_token = scalars.now
     instance.load -= cluster.requests[row].context
     cluster.requests[row].resumes = PREEMPTED
+    cluster.requests[row].freed = instance.taken
     cluster.requests[row].preemptions += 1
     scalars.preemptions += 1
     queue_first(cluster, row, g)
