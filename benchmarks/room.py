@@ -2,7 +2,7 @@
 
     python -m benchmarks.room [--quick] [--seeds N] [--traces DIR] [--out FOLDER] --json OUT
 
-Instances whose KV caches fill, with vLLM's preemption: `headroom` with exact, recorded and
+Instances whose KV caches fill, with vLLM's preemption and prefix caching: `headroom` with exact, recorded and
 Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity` with ``reserve``), of
 which the best is chosen afterwards for each trace and load, against `jsq_load` and BF-IO without
 lookahead, all with a pool; and against `jsq_load` and vLLM's own rule with instant dispatch. Traces
@@ -126,7 +126,7 @@ def tokens(path: Path) -> int:
 
 def filled(trace: dict[str, Any], kv_capacity: int) -> SimulationConfig:
     return SimulationConfig(
-        cluster=ClusterConfig(4, slots=128, kv_capacity=kv_capacity),
+        cluster=ClusterConfig(4, slots=128, kv_capacity=kv_capacity, prefix_caching=True),
         clock="independent",
         prefill=PrefillConfig("chunked", max_batched_tokens=4096),
         step_time={"name": "batch", "a": 0.02, "b": 3.2e-4, "c": 0.0},
@@ -140,6 +140,7 @@ def of_paper(name: str, requests: int) -> SimulationConfig:
     for varied in ("vary", "cases", "seeds"):
         values.pop(varied, None)
     values["trace"]["requests"] = requests
+    values["cluster"]["prefix_caching"] = True  # as vLLM does by default
     return replace(read_config(values), migration=MigrationConfig(), max_seconds=None)
 
 
