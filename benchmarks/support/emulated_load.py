@@ -76,10 +76,12 @@ async def serve_load(
     dilation: float,
     salt: int,
     max_tokens: int = MAX_TOKENS,
+    exactly: bool = False,
 ) -> list[EmulatedAnswer]:
     """Send a load to a server, each request when its time comes, and wait for all answers.
 
-    The salt keeps engines from finding prompts of other runs in their caches.
+    The salt keeps engines from finding prompts of other runs in their caches. With ``exactly``
+    lengths are asked for, as a real engine needs it, in place of being scripted.
     """
     started = time.monotonic()
     answers = [EmulatedAnswer(request) for request in load]
@@ -90,7 +92,7 @@ async def serve_load(
         async def serve(answer: EmulatedAnswer) -> None:
             due = started + dilation * answer.request.arrives
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await _serve(session, url, model, answer, salt, max_tokens)
+            await _serve(session, url, model, answer, salt, None if exactly else max_tokens)
 
         await asyncio.gather(*(serve(answer) for answer in answers))
     return answers
@@ -102,14 +104,15 @@ async def _serve(
     model: str,
     answer: EmulatedAnswer,
     salt: int,
-    max_tokens: int,
+    max_tokens: int | None,
 ) -> None:
     request = answer.request
     words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
     body = {
         "model": model,
         "prompt": (FIRST_WORD + words).tolist(),
-        "max_tokens": max_tokens,
+        "max_tokens": max_tokens or request.answer_tokens,
+        "ignore_eos": max_tokens is None,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -113,7 +113,7 @@ def advise(
         sigma = forecast_error(read_recording(recording)).sigma
     said = {"format": format, "time_unit": time_unit}
     config = SimulationConfig(
-        cluster=ClusterConfig(instances, slots, kv_capacity),
+        cluster=ClusterConfig(instances, slots, kv_capacity, prefix_caching=True),
         step_time={"name": "bfio"} if step_time is None else step_time,
         trace={"path": str(trace)} | {name: value for name, value in said.items() if value},
         policies=list(ROUTERS),

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,13 @@ from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.kernels import kernel_of
-from rescheduler.simulator.config.simulation_config import TransferConfig
+from rescheduler.simulator.config.simulation_config import (
+    ArrivalsConfig,
+    ClusterConfig,
+    PrefillConfig,
+    SimulationConfig,
+    TransferConfig,
+)
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
 from rescheduler.simulator.forecasts.forecast_sources import (
     Binned,
@@ -32,6 +39,7 @@ from rescheduler.simulator.forecasts.forecast_sources import (
     Noisy,
     Oracle,
 )
+from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import Simulation, run
 
 Case = tuple[ReferenceConfig, Requests]
@@ -225,3 +233,33 @@ def test_migrations_that_cannot_be_are_refused() -> None:
         simulation.migrate(7, 1)
     with pytest.raises(ValueError, match="request 0 is on instance 0 already"):
         simulation.migrate(0, 0)
+
+
+@pytest.mark.parametrize("kind", ["none", "chunked"])
+def test_prefix_caching_spares_a_preempted_request_what_was_not_overwritten(
+    kind: str, tmp_path: Path
+) -> None:
+    """Two requests of 40 + 30 tokens in a cache of 100, and a second for each token computed.
+
+    With 51 tokens each the cache is full, and the second is preempted. The first goes on from 11
+    generated tokens to 30, of which the last is never written: 18 tokens overwrite the second's
+    last ones, and it computes as many again in place of 51.
+    """
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,40,30\n0,40,30\n")
+    ends = []
+    for prefix_caching in (False, True):
+        config = SimulationConfig(
+            cluster=ClusterConfig(1, 4, kv_capacity=100, prefix_caching=prefix_caching),
+            clock="independent",
+            prefill=PrefillConfig(kind),  # type: ignore[arg-type]
+            step_time={"name": "batch", "a": 0.0, "b": 1.0, "c": 0.0},
+            trace={"path": str(trace), "requests": 2},
+            arrivals=ArrivalsConfig("trace"),
+            forecast={"name": "none"},
+        )
+        result = run(run_setup(config), create_policy("jsq_load"), 0)
+        assert result.requests.preemptions.tolist() == [0, 1]
+        ends.append(result.requests.end)
+    assert ends[0][0] == ends[1][0]
+    assert ends[0][1] - ends[1][1] == pytest.approx(51 - 18)

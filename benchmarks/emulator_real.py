@@ -1,0 +1,105 @@
+"""How far an emulated engine is from the real one that it is profiled after.
+
+    python -m benchmarks.emulator_real [--quick] [--rounds N] [--out FOLDER] [--json OUT]
+
+An engine of SmolLM2 on this machine's CPU is measured with `headway profile`. Then it serves a load
+whose answers have given lengths, with so small a KV cache that requests are preempted; an engine
+that emulates it, by that profile and in real time, serves the same requests at the same times.
+
+Prints latencies, preemptions and steps of both, and by how much they differ in percent: what is
+left out of the emulation, and the error of a step time that is linear in tokens.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from benchmarks.support.deployments import engines, patient, proxy, until_idle
+from benchmarks.support.emulated_load import PromptLengths, drawn_load, load_figures, serve_load
+from benchmarks.support.report import arguments, mean_of, write_report
+from rescheduler.demo.demo_load import preemptions
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.profiling.profile_command import profile
+from rescheduler.simulator.results.report import markdown_table
+
+MAX_MODEL_LEN, SEQS, BLOCK, BLOCKS = 1_024, 16, 32, 100
+PROMPTS = PromptLengths(100, 500)
+LAW = AnswerLengths(median=100, sigma=0.6, longest=400)
+RATE = 0.6
+"""Requests a second: about what the engine serves, so that its cache fills."""
+COMPARED = ("latency", "latency_p99", "ttft", "tpot", "tokens_per_s", "preemptions")
+
+
+def main() -> None:
+    parser = arguments("an emulated engine against the real one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/emulator_real"))
+    options = parser.parse_args()
+    rounds, requests = (1, 20) if options.quick else (options.rounds, 80)
+    options.out.mkdir(parents=True, exist_ok=True)
+    measured = options.out / "profile.yaml"
+    if not measured.is_file():
+        profile(
+            options.out,
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=SEQS,
+            quick=options.quick,
+        )
+    real = EngineOptions(
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=SEQS,
+        block_size=BLOCK,
+        kv_blocks=BLOCKS,
+        enforce_eager=True,
+    )
+    most = SEQS * MAX_MODEL_LEN  # as `headway launch` has it for engines on a CPU
+    emulate = EmulateOptions(profile=str(measured), max_num_batched_tokens=most, forecast=None)
+    runs = {
+        name: asyncio.run(served(engine, options.out / name, rounds, requests))
+        for name, engine in (("real", real), ("emulated", replace(real, emulate=emulate)))
+    }
+    figures: dict[str, float] = {}
+    rows = []
+    for name in COMPARED:
+        values = {who: [one[name] for one in by_round] for who, by_round in runs.items()}
+        mean = {who: float(np.mean(found)) for who, found in values.items()}
+        pairs = zip(values["emulated"], values["real"], strict=True)
+        errors = mean_of({i: 100 * (a / b - 1) for i, (a, b) in enumerate(pairs) if b})
+        figures |= {f"{name}_real": mean["real"], f"{name}_emulated": mean["emulated"]}
+        figures[f"{name}_error"] = errors.mean
+        cells = [f"{mean['real']:.4g}", f"{mean['emulated']:.4g}"]
+        rows.append([name, *cells, f"{errors.mean:+.1f} ± {errors.half:.1f}%"])
+    table = "\n".join(markdown_table(["figure", "real", "emulated", "difference"], rows))
+    print(table)
+    write_report("emulator_real", figures, options.json, tables=[table])
+
+
+async def served(
+    engine: EngineOptions, folder: Path, rounds: int, requests: int
+) -> list[dict[str, float]]:
+    """Return the figures of each round, of an engine that is started for all of them."""
+    deployment: Deployment = patient(local_deployment("smollm2", engine, decode=1, prefill=0))
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    with engines(deployment, folder), proxy(deployment, folder):
+        for number in range(-1, rounds):  # the first one warms up
+            load = drawn_load(number + 1, requests if number >= 0 else 4, RATE, PROMPTS, LAW)
+            before = await asyncio.to_thread(preemptions, deployment)
+            url, name = deployment.proxy_url, deployment.served_name
+            answers = await serve_load(url, name, load, 1.0, time.time_ns() % 2**31, exactly=True)
+            await until_idle(deployment, 60.0)
+            after = await asyncio.to_thread(preemptions, deployment)
+            if number >= 0:
+                found.append(load_figures(answers, 1.0) | {"preemptions": after - before})
+    return found
+
+
+if __name__ == "__main__":
+    main()
