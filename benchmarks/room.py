@@ -3,12 +3,12 @@
     python -m benchmarks.room [--quick] [--seeds N] [--traces DIR] [--out FOLDER] --json OUT
 
 Instances whose KV caches fill, with preemption and prefix caching as in vLLM: `headroom` with
-exact, recorded and Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity` with
-``reserve``), of which the best is chosen afterwards for each trace and load, against `jsq_load` and
-BF-IO without lookahead, all with a pool; and against `jsq_load` and vLLM's own rule with instant
-dispatch. Traces are the requests that SmolLM2 served, with what a predictor forecast of them; five
-tasks; the settings of two papers; and the CSV files of a folder. The load is a share of what
-``max_capacity`` with a tenth kept free serves when overloaded.
+exact, recorded and Kaplan-Meier forecasts against shares of the cache kept free (`max_capacity`
+with ``reserve``), of which the best is chosen afterwards for each trace and load, against
+`jsq_load` and BF-IO without lookahead, all with a pool; and against `jsq_load` and vLLM's own rule
+with instant dispatch. Traces are the requests that SmolLM2 served, with what a predictor forecast
+of them; five tasks; the settings of two papers; and the CSV files of a folder. The load is a share
+of what ``max_capacity`` with a tenth kept free serves when overloaded.
 
 Prints means, and the gain of `headroom` in latency over the best reserve, paired by seed, with half
 a 95% confidence interval; ``gain_TRACE_LOAD_FORECAST`` in the file is that gain in percent.
