@@ -1,7 +1,7 @@
 """What forecasts are worth on a fleet of GPUs, whose engines are emulated: vLLM, but for its model.
 
     python -m benchmarks.emulated_fleet [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
-        [--requests N] [--dilation D] [--out FOLDER] [--json OUT]
+        [--requests N] [--dilation D] [--out FOLDER] [--json OUT] [--figure OUT]
 
 Four replicas of an emulated H100 that serves an 8B model, whose KV caches hold 60,000 tokens each,
 so that memory is what is short. Prompts have 1,000 to 8,000 tokens; answers have a heavy tail, and
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--requests", type=int, default=1_500, help="of a run (1500)")
     parser.add_argument("--dilation", type=float, default=3.0, help="of all times (3)")
+    parser.add_argument("--figure", type=Path, metavar="OUT", help="draw the changes here")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulated_fleet"))
     options = parser.parse_args()
     if options.quick:
@@ -161,10 +162,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"interrupted\n{_RESUMED}")
     figures, tables = {"capacity": plan.capacity}, []
-    for load in options.loads:
-        results = Results(plan, load, options.rounds, arms)
+    found = [Results(plan, load, options.rounds, arms) for load in options.loads]
+    for results in found:
         tables.append(results.table())
         figures |= results.figures()
+    if options.figure is not None:
+        draw(found, options.figure)
     print("\n\n".join(tables))
     write_report("emulated_fleet", figures, options.json, tables=tables)
 
@@ -285,6 +288,15 @@ class Results:
             for arm, by_round in found.items()
         }
 
+    @property
+    def title(self) -> str:
+        return f"{100 * self._load:.0f}%"
+
+    @property
+    def changed_arms(self) -> list[str]:
+        """Return the arms that were run, but for the one that others are compared with."""
+        return [arm for arm in self._arms if arm != BASE and self._runs[arm]]
+
     def change(self, arm: str, figure: str) -> Estimate:
         """Return how much a figure differs from that with ``jsq_load``, in percent."""
         mine, others = self._runs[arm], self._runs[BASE]
@@ -333,6 +345,35 @@ class Results:
             found[f"{prefix}answers_changed"] = float(sum(one["changed"] for one in every))
             found[f"{prefix}requests_failed"] = float(sum(one["failed"] for one in every))
         return found
+
+
+def draw(found: Sequence[Results], path: Path) -> None:
+    """Draw by how much each arm changes latencies, a panel for each load and latency."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = {"latency": "mean latency", "latency_p99": "P99 latency", "ttft": "time to first token"}
+    size = (3 * len(shown), 2.4 * len(found))
+    figure, axes = plt.subplots(
+        len(found), len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for row, results in zip(axes, found, strict=True):
+        for axis, (name, title) in zip(row, shown.items(), strict=True):
+            estimates = {arm: results.change(arm, name) for arm in results.changed_arms}
+            places = range(len(estimates))
+            means = [one.mean for one in estimates.values()]
+            halves = [0.0 if np.isnan(one.half) else one.half for one in estimates.values()]
+            axis.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
+            axis.axvline(0.0, color="grey", linewidth=0.8)
+            axis.set_yticks(places, list(estimates))
+            axis.set_title(f"{title}, {results.title}", fontsize=9)
+            axis.set_xlabel("against jsq_load, %")
+        row[0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
