@@ -1,4 +1,4 @@
-"""What forecasts are worth on a fleet of GPUs, whose engines are emulated: vLLM, but for its model.
+"""What forecasts are worth on a fleet of GPUs, with emulated engines: vLLM without its model.
 
     python -m benchmarks.emulated_fleet [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
         [--requests N] [--dilation D] [--out FOLDER] [--json OUT] [--figure OUT]

@@ -1,5 +1,6 @@
 """A model runner without a model: answers are scripted, KV transfers are the connector's own."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -24,8 +26,15 @@ __all__ = [
     "RefusedParameters",
     "StepSize",
     "computes_nothing",
+    "engine_logger",
     "refuse_unemulated",
 ]
+
+
+def engine_logger(name: str) -> logging.Logger:
+    """Return a logger whose messages an engine prints, as it does vLLM's own."""
+    logger: logging.Logger = init_logger(f"vllm.{name}")
+    return logger
 
 
 class Answers(Protocol):
@@ -193,6 +202,9 @@ def refuse_unemulated(config: VllmConfig) -> None:
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
+    "logprob_token_ids": (None,),
+    "thinking_token_budget": (None,),
+    "trace_decode_token_ids": (None,),
     "structured_outputs": (None,),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),

@@ -1,1 +1,1 @@
-"""Emulated GPU engines: vLLM itself, whose model is replaced by a clock and a script."""
+"""Emulated GPU engines: vLLM itself, with its model replaced by a clock and a script."""

@@ -169,7 +169,7 @@ class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kv_tokens: Positive | None = None
     max_num_batched_tokens: Positive | None = None
     transfer: KVTransfer | None = None
-    dilation: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] = 1.0
+    dilation: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
     lengths: AnswerLengths = AnswerLengths()
     forecast: ForecastQuality | None = ForecastQuality()
     prompt_forecast: ForecastQuality | None = None

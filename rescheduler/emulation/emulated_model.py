@@ -14,11 +14,14 @@ from data_collection.models import IDENTITY_FILE, identify
 
 __all__ = ["MOST_TOKENS", "emulated_model"]
 
+_GENERATION = "generation_config.json"
+_GENERATION_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Its defaults for sampling would be refused of clients that have not asked for them."""
 _TOKENIZER = (
     "chat_template.jinja",
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -41,34 +44,50 @@ def emulated_model(model: str) -> Path:
         ValueError: the model has no tokenizer, or its configuration cannot be read.
     """
     source = _with_tokenizer(model)
-    try:
-        values: dict[str, Any] = json.loads((source / "config.json").read_text())
-        text = values.get("text_config", values)
-        kept = {name: text.get(name) for name in ("vocab_size", "bos_token_id", "pad_token_id")}
-        eos = text.get("eos_token_id", values.get("eos_token_id"))
-        config = kept | {"eos_token_id": eos, "vocab_size": int(text["vocab_size"])} | _LAYER
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{source}: its config.json cannot be read: {error!r}") from error
-    if eos is None:
-        raise ValueError(f"{source}: its config.json has no eos_token_id, so that no answer ends")
-    digest = sha256(json.dumps([str(source), config], sort_keys=True).encode()).hexdigest()[:12]
-    folder = Path(HF_HOME) / "headway" / f"emulated-{digest}"
+    config, generation = _configs(source)
+    files = [source / name for name in _TOKENIZER if (source / name).is_file()]
+    digest = sha256(json.dumps([config, generation, identify(model).name]).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    folder = Path(HF_HOME) / "headway" / f"emulated-{digest.hexdigest()[:12]}"
     if (folder / IDENTITY_FILE).is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".emulated-") as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
-        for name in _TOKENIZER:
-            if (source / name).is_file():
-                shutil.copy(source / name, made / name)
-        write_text_atomically(made / "config.json", json.dumps(config, indent=1) + "\n")
-        name, revision = identify(model).name, "emulated"
-        identity = json.dumps({"name": name, "revision": revision})
-        write_text_atomically(made / IDENTITY_FILE, identity + "\n")
-        if not folder.exists():  # another process may have been first
+        for file in files:
+            shutil.copy(file, made / file.name)
+        identity = {"name": identify(model).name, "revision": "emulated"}
+        contents = {"config.json": config, _GENERATION: generation, IDENTITY_FILE: identity}
+        for name, content in contents.items():
+            write_text_atomically(made / name, json.dumps(content, indent=1) + "\n")
+        try:
             made.rename(folder)
+        except OSError:
+            if not (folder / IDENTITY_FILE).is_file():  # else another process was first
+                raise
     return folder
+
+
+def _configs(source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration of the small model, and what is kept of that of generation."""
+    try:
+        values: dict[str, Any] = json.loads((source / "config.json").read_text())
+        given: dict[str, Any] = {}
+        if (source / _GENERATION).is_file():
+            given = json.loads((source / _GENERATION).read_text())
+        text = values.get("text_config") or values
+        kept = {name: text.get(name) for name in ("bos_token_id", "pad_token_id")}
+        vocabulary = int(text["vocab_size"])
+        eos = text.get("eos_token_id") or values.get("eos_token_id") or given.get("eos_token_id")
+        is_known = all(isinstance(one, int) for one in (eos if isinstance(eos, list) else [eos]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{source}: its configuration cannot be read: {error!r}") from error
+    if not eos or not is_known:
+        raise ValueError(f"{source}: its config.json has no eos_token_id, so that no answer ends")
+    generation = {name: given[name] for name in _GENERATION_KEPT if name in given}
+    return kept | {"eos_token_id": eos, "vocab_size": vocabulary} | _LAYER, generation
 
 
 _LAYER: dict[str, Any] = {
@@ -95,7 +114,7 @@ def _with_tokenizer(model: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            wanted = [*_TOKENIZER, "config.json"]
+            wanted = [*_TOKENIZER, _GENERATION, "config.json"]
             folder = Path(snapshot_download(model, allow_patterns=wanted))
         except Exception as error:  # the hub raises many kinds
             raise ValueError(

@@ -27,6 +27,7 @@ class EmulatedPrompts:
 
     def __init__(self, law: AnswerLengths, quality: ForecastQuality) -> None:
         self._law, self._quality = law, quality
+        self._seen = 0
         self._edges = np.unique(np.round(np.r_[0.0, np.geomspace(1.0, law.longest, _POINTS)]))
 
     def expected_tokens(self, body: Mapping[str, Raw], most: int | None) -> int | None:
@@ -38,15 +39,19 @@ class EmulatedPrompts:
         """
         try:
             arguments = _xargs.decode(body["vllm_xargs"])
-        except (KeyError, msgspec.DecodeError):
+        except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         length = arguments.get(LENGTH)
+        if isinstance(length, float) and length.is_integer():
+            length = int(length)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 1 << 31:
             return None
         quality, limit = self._quality, min(most or self._law.longest, self._law.longest)
         if quality.sigma == 0:
             return min(length, most or length)
-        z = standard_normal(f"prompt {quality.seed} {arguments.get(SEED)} {length}")
+        self._seen += 1
+        key = arguments.get(SEED, f"request {self._seen}")
+        z = standard_normal(f"prompt {quality.seed} {key} {length}")
         observed = np.log(length) + quality.sigma * z
         edges = np.minimum(self._edges, limit)
         survival = posterior_survival(self._law, quality.sigma, [0], [observed], edges)[0]

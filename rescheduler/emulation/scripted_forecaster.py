@@ -18,6 +18,7 @@ __all__ = ["ScriptedForecaster", "forecast_edges", "posterior_survival"]
 FloatArray = npt.NDArray[np.float64]
 
 _EDGES, _POINTS = 24, 160
+_LEAST_SIGMA = 1e-6
 _UNKNOWN = 1 << 31
 
 
@@ -55,12 +56,13 @@ def posterior_survival(
     y = np.asarray(observed, dtype=np.float64)[:, None]
     # Cells of the remaining length, [n_points + 1], each with the law's probability.
     ends = np.r_[0.5, np.geomspace(1.5, law.longest + 1.5, _POINTS)]
-    middle = np.sqrt(ends[1:] * ends[:-1])
+    widths = np.diff(np.log(ends))
     below = ndtr((np.log(n + ends[None, :]) - np.log(law.median)) / law.sigma)
     # What the law thinks impossible is only very unlikely: clients may state other lengths.
-    prior = np.diff(below, axis=1) + 1e-12 * np.diff(np.log(ends))
-    seen = np.exp(-0.5 * ((y - np.log(middle)[None, :]) / sigma) ** 2) + 1e-12
-    weight = prior * seen
+    prior = np.diff(below, axis=1) + 1e-12 * widths
+    # The mean likelihood of a cell, which may be wider than the error.
+    up_to = ndtr((np.log(ends)[None, :] - y) / max(sigma, _LEAST_SIGMA))
+    weight = prior * (np.diff(up_to, axis=1) / widths + 1e-12)
     weight /= weight.sum(axis=1, keepdims=True)
     reached = np.c_[np.zeros(len(n)), np.cumsum(weight, axis=1)]
     return np.array([1.0 - np.interp(edges, ends, row, left=0.0, right=1.0) for row in reached])

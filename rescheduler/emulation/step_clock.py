@@ -1,16 +1,15 @@
 """Lets a step last as long as it would on the engine that is emulated."""
 
-import csv
-import logging
 import time
+from io import FileIO
 from pathlib import Path
 
-from data_collection.vllm_adapter.emulated_runner import StepSize
+from data_collection.vllm_adapter.emulated_runner import StepSize, engine_logger
 from rescheduler.emulation.emulate_options import StepSeconds
 
 __all__ = ["MOST_EXCESS", "StepClock"]
 
-logger = logging.getLogger("headway.emulation")
+logger = engine_logger("headway.emulation")
 
 MOST_EXCESS = 0.02
 """Time beyond that of the emulated engine, as a share of it, up to which a run is valid."""
@@ -41,17 +40,21 @@ class StepClock:
         self._goes_on = False
         self.steps, self.asked, self.excess = 0, 0.0, 0.0
         self._reported = time.perf_counter()
-        self._log = self._file = None
+        self._log: FileIO | None = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._file = log.open("w", encoding="utf-8", newline="", buffering=1)
-            self._log = csv.writer(self._file)
-            self._log.writerow(_COLUMNS)
+            self._log = log.open("ab", buffering=0)
+            if not self._log.tell():
+                self._write(",".join(_COLUMNS))
+
+    def idle(self) -> None:
+        """Note that nothing is computed: the next step does not follow the last one."""
+        self._due = 0.0
 
     def begin(self, goes_on: bool) -> None:
         """Note that a step begins, which goes on with requests of the last one or is a new one."""
         self._begun = time.perf_counter()
-        self._goes_on = goes_on and self.steps > 0
+        self._goes_on = goes_on and self._due > 0
 
     def end(self, step: StepSize) -> None:
         """Wait until a step is due."""
@@ -69,8 +72,8 @@ class StepClock:
         self.excess += real - asked
         if self._log is not None:
             cpu = time.thread_time()
-            row = (f"{end:.6f}", *step[:3], f"{real:.6f}", f"{asked:.6f}", f"{cpu:.6f}")
-            self._log.writerow(row)
+            size = f"{step.requests},{step.new_tokens},{step.context_tokens}"
+            self._write(f"{end:.6f},{size},{real:.6f},{asked:.6f},{cpu:.6f}")
         if end - self._reported > _REPORTED_SECONDS:
             self.report()
             self._reported = end
@@ -80,9 +83,8 @@ class StepClock:
         if not self.asked:
             return
         share = self.excess / self.asked
-        level = logging.WARNING if share > MOST_EXCESS else logging.INFO
-        logger.log(
-            level,
+        log = logger.warning if share > MOST_EXCESS else logger.info
+        log(
             "%d emulated steps of %.1f s took %+.1f%%%s",
             self.steps,
             self.asked,
@@ -95,6 +97,15 @@ class StepClock:
     def close(self) -> None:
         """Report, and close the log."""
         self.report()
-        if self._file is not None:
-            self._file.close()
-            self._file = self._log = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self, line: str) -> None:
+        assert self._log is not None
+        try:
+            self._log.write(f"{line}\n".encode())
+        except OSError as error:  # a full disk must not end the engine
+            logger.warning("steps are not logged from here on: %s", error)
+            self._log.close()
+            self._log = None

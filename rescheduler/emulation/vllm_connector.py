@@ -49,6 +49,8 @@ class PacedWorker(KeepingWorker):
         if self._transfer is not None:
             now = time.perf_counter()
             for name, read in metadata.reqs_to_recv.items():
+                if not read.awaiting_kvs and not any(read.local_block_ids):
+                    continue  # it is all here already, or has been aborted
                 blocks = sum(len(group) for group in read.local_block_ids)
                 seconds = self._dilation * self._transfer.seconds(blocks * self.block_size)
                 self._free_at = max(self._free_at, now) + seconds

@@ -26,6 +26,8 @@ _IDLE_SECONDS = 0.001
 class EmulatedWorker(HeadwayWorker):
     """Steps as slowly as the engine that is emulated, and answers what is scripted."""
 
+    _clock: StepClock | None = None
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unemulated(vllm_config)
         self._emulated = read_emulate_config(vllm_config.additional_config)
@@ -66,18 +68,20 @@ class EmulatedWorker(HeadwayWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Begin a step."""
-        tokens = scheduler_output.total_num_scheduled_tokens
-        self._clock.begin(bool(scheduler_output.scheduled_cached_reqs.req_ids))
+        assert self._clock is not None
+        if scheduler_output.total_num_scheduled_tokens:
+            self._clock.begin(bool(scheduler_output.scheduled_cached_reqs.req_ids))
+            return super().execute_model(scheduler_output)
+        self._clock.idle()
         output = super().execute_model(scheduler_output)
-        if not tokens:
-            time.sleep(_IDLE_SECONDS)  # it looks for transfers, as often as a core can
+        time.sleep(_IDLE_SECONDS)  # it looks for transfers, as often as a core can
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and end the step when it is due."""
         ran = self.model_runner.execute_model_state is not None
         output = super().sample_tokens(*args, **kwargs)
-        if ran:
+        if ran and self._clock is not None:
             self._clock.end(self.model_runner.step)
         return output
 
@@ -88,5 +92,6 @@ class EmulatedWorker(HeadwayWorker):
 
     def shutdown(self) -> None:
         """Report how real steps compare, then shut down as usual."""
-        self._clock.close()
+        if self._clock is not None:
+            self._clock.close()
         super().shutdown()

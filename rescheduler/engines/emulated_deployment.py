@@ -18,6 +18,7 @@ __all__ = [
     "WORKER",
     "emulate_section",
     "emulated",
+    "emulated_arguments",
     "emulated_engine",
     "in_real_time",
     "model_to_load",
@@ -36,15 +37,25 @@ _BLOCK_OF = 32
 _OF_HARDWARE = {
     "--attention-backend": 1,
     "--compilation-config": 1,
+    "--cpu-offload-gb": 1,
+    "--decode-context-parallel-size": 1,
+    "--distributed-executor-backend": 1,
     "--dtype": 1,
+    "--enable-eplb": 0,
     "--enable-expert-parallel": 0,
     "--gpu-memory-utilization": 1,
     "--kv-cache-dtype": 1,
+    "--kv-cache-memory-bytes": 1,
     "--load-format": 1,
+    "--logits-processors": 1,
     "--pipeline-parallel-size": 1,
+    "--prefill-context-parallel-size": 1,
     "--quantization": 1,
     "--tensor-parallel-size": 1,
+    "--worker-cls": 1,
     "-O": 1,
+    "-dcp": 1,
+    "-pcp": 1,
     "-pp": 1,
     "-q": 1,
     "-tp": 1,
@@ -121,7 +132,6 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
         tokens = (options.kv_blocks - 1) * options.block_size  # vLLM keeps one empty
     blocks = None if tokens is None else max(tokens // block, 1) + 1
     most = MOST_TOKENS if blocks is None else min(MOST_TOKENS, (blocks - 1) * block)
-    further = [*_kept(options.arguments), "--load-format", "dummy", "--logits-processors", _REFUSES]
     return replace(
         options,
         dtype="float32",
@@ -130,7 +140,6 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
         kv_blocks=blocks,
         enforce_eager=True,
         checkpoint=None,
-        arguments=further,
     )
 
 
@@ -171,18 +180,27 @@ def _resolved(options: EngineOptions) -> EmulateOptions:
         raise DeploymentError(f"engine.emulate: {error}") from error
 
 
-def _kept(arguments: Sequence[str]) -> list[str]:
-    """Return flags without those that say how a GPU computes."""
-    return list(_without_hardware(iter(arguments)))
+def emulated_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return further flags without those that say how a GPU computes, with those of emulation."""
+    kept = list(_without_hardware(iter(arguments)))
+    return [*kept, "--load-format", "dummy", "--logits-processors", _REFUSES]
 
 
 def _without_hardware(arguments: Iterator[str]) -> Iterator[str]:
     for argument in arguments:
-        flag, joined, _ = argument.partition("=")
-        values = _OF_HARDWARE.get(flag.replace("_", "-"))
-        if values is None:
+        given, joined, _ = argument.partition("=")
+        given = given.replace("_", "-")
+        # vLLM takes a flag's beginning for the flag.
+        of_hardware = [flag for flag in _OF_HARDWARE if _is_meant(flag, given)]
+        if not of_hardware:
             yield argument
             continue
-        logger.info("emulated engines are started without %s", argument)
-        if values and not joined:
+        logger.warning("emulated engines are started without %s", argument)
+        if _OF_HARDWARE[of_hardware[0]] and not joined and not given.startswith("-O"):
             next(arguments, None)
+
+
+def _is_meant(flag: str, given: str) -> bool:
+    if not given.startswith("--"):
+        return given == flag or (flag == "-O" and given.startswith("-O"))
+    return len(given) > len("--x") and flag.startswith(given)

@@ -17,12 +17,17 @@ from predictor.live.zmq_sockets import is_loopback
 from rescheduler.emulation.emulate_options import EMULATE_SECTION
 from rescheduler.engines import emulated_deployment
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
-from rescheduler.engines.emulated_deployment import emulate_section, emulated_engine
+from rescheduler.engines.emulated_deployment import (
+    emulate_section,
+    emulated_arguments,
+    emulated_engine,
+)
 
 __all__ = [
     "IN_PROCESS",
     "EngineCommand",
     "LaunchError",
+    "check_emulation",
     "check_ports",
     "check_versions",
     "cpu_interpreter",
@@ -128,6 +133,8 @@ def engine_command(
     if deployment.proxy.traces is not None:
         arguments += ["--otlp-traces-endpoint", deployment.proxy.traces.endpoint]
     further = [*options.arguments, *instance.arguments]
+    if emulate is not None:
+        further = emulated_arguments(further)
     arguments += [*_executor(options, further, python), *further]
     return EngineCommand(arguments, _environment(deployment, instance, on_cpu=python is not None))
 
@@ -296,6 +303,19 @@ def check_versions() -> None:
         )
     if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
         raise LaunchError("NIXL, which moves the KV caches, is not installed: pip install nixl")
+
+
+def check_emulation(deployment: Deployment) -> None:
+    """Refuse to emulate engines where vLLM is not its CPU build.
+
+    Raises:
+        LaunchError: says what to install.
+    """
+    if deployment.engine.emulate is not None and cpu_interpreter() is None:
+        raise LaunchError(
+            "engines are emulated by vLLM's CPU build, and another one is installed: see "
+            "`make install`, or remove engine.emulate"
+        )
 
 
 def check_ports(deployment: Deployment, instances: Sequence[Instance], serve: bool) -> None:

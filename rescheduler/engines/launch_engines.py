@@ -22,6 +22,7 @@ from rescheduler.engines.emulated_deployment import emulated, in_real_time, mode
 from rescheduler.engines.engine_command import (
     EngineCommand,
     LaunchError,
+    check_emulation,
     check_ports,
     check_versions,
     cpu_interpreter,
@@ -162,6 +163,7 @@ def launched(
     here = with_bound_addresses(deployment, chosen(deployment, only))
     instances = chosen(here, only)
     check_versions()
+    check_emulation(deployment)
     check_ports(here, instances, serve)
     model, python = model_to_load(deployment), cpu_interpreter()
     logs.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,12 @@ from data_collection.versions import installed_version, vllm_version
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import model_to_load
-from rescheduler.engines.engine_command import LaunchError, check_versions, why_port_is_not_free
+from rescheduler.engines.engine_command import (
+    LaunchError,
+    check_emulation,
+    check_versions,
+    why_port_is_not_free,
+)
 from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_blocks, write_deployment
 from rescheduler.engines.launch_process import GRACE_SECONDS, Stage
@@ -133,13 +138,22 @@ def _with_absolute_paths(deployment: RayDeployment) -> RayDeployment:
 
     replace = msgspec.structs.replace
     engine, proxy, model = deployment.engine, deployment.proxy, deployment.model
+    emulate = engine.emulate
+    if emulate is not None:
+        profile = emulate.profile
+        is_file = profile is not None and Path(profile).expanduser().is_file()
+        emulate = replace(
+            emulate,
+            profile=absolute(profile) if is_file else profile,
+            logs=absolute(emulate.logs),
+        )
     is_folder = Path(model).expanduser().is_dir()
     return replace(
         deployment,
         model=str(absolute(model)) if is_folder else model,
         served_model_name=deployment.served_name,
         keys=absolute(deployment.keys),
-        engine=replace(engine, checkpoint=absolute(engine.checkpoint)),
+        engine=replace(engine, checkpoint=absolute(engine.checkpoint), emulate=emulate),
         proxy=replace(proxy, engine_key_file=absolute(proxy.engine_key_file)),
     )
 
@@ -236,6 +250,7 @@ def survey(
         versions |= {"vLLM": vllm_version(), "NIXL": nixl}
         try:
             check_versions()
+            check_emulation(deployment)
         except LaunchError as error:
             problems.append(str(error))
     wanted: list[tuple[str, str, int]] = []

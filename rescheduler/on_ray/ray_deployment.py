@@ -215,7 +215,8 @@ def compose(
         given, endpoint=f"tcp://{here}:{next(ports)}", host=here, port=next(ports)
     )
     admin_port = deployment.proxy.admin_port or next(ports)
-    forecasts = deployment.engine.checkpoint is not None
+    engine = deployment.engine
+    forecasts = engine.checkpoint is not None or engine.emulate is not None
     engines = sum(place.role != "proxy" for place in where)
     urls = []
     instances = []

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.emulated_deployment import model_to_load
+from rescheduler.engines.emulated_deployment import in_real_time, model_to_load
 from rescheduler.engines.engine_command import (
     EngineCommand,
     LaunchError,
@@ -156,7 +156,7 @@ class ServerActor:
         process = ServerProcess(server.name, command, server.url, log, tethered=True)
         grace = GRACE_SECONDS
         if server.role == "proxy":
-            grace += deployment.proxy.shutdown_seconds
+            grace += in_real_time(deployment).proxy.shutdown_seconds
         ray = importlib.import_module("ray")
         self._address = ray.util.get_node_ip_address()
         if not ray.get_runtime_context().was_current_actor_reconstructed:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -143,6 +144,14 @@ def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | 
         planner = create_migration_policy(**section)
     except ValueError as error:
         raise DeploymentError(f"migration: {error}") from error
+    emulate = deployment.engine.emulate
+    if emulate is not None and planner.profile is None:
+        # What a move costs is dilated as the steps are that it is compared with.
+        planner = replace(
+            planner,
+            handshake_seconds=planner.handshake_seconds * emulate.dilation,
+            bandwidth=planner.bandwidth / emulate.dilation,
+        )
     if planner.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
         raise DeploymentError(
             f"migration.name: {planner.name} requires forecasts, and no decode instance has "

@@ -1,4 +1,4 @@
-"""Emulated engines: real vLLM, but for its model; scripts, steps, moves, refusals, forecasts."""
+"""Emulated engines: real vLLM without its model; scripts, steps, moves, refusals, forecasts."""
 
 import asyncio
 import json

@@ -3,7 +3,7 @@
 http: 8100
 {{- if .Values.keys.existingSecret }}
 control: 8101
-{{- if .Values.engine.checkpoint }}
+{{- if or .Values.engine.checkpoint .Values.engine.emulate }}
 telemetry: 8102
 {{- end }}
 {{- end }}

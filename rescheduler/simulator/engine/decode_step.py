@@ -146,7 +146,8 @@ def _to_compute(rules: Rules, cluster: Cluster, row: int, g: int) -> int:
     instance, request = cluster.instances[g], cluster.requests[row]
     computed = request.context
     if rules.prefix_caching and request.resumes == PREEMPTED:
-        computed = min(max(instance.taken - request.freed, 1), request.context)
+        overwritten = instance.taken - request.freed
+        computed = min(max(request.missing + overwritten, 1), request.context)
     instance.taken += computed
     return computed  # type: ignore[no-any-return]
 

@@ -41,6 +41,7 @@ REQUEST = np.dtype(
         ("generated", np.int64),  # while it decodes: as of when it began to
         ("context", np.int64),  # while it decodes: less what its instance had grown
         ("todo", np.int64),  # context tokens still to prefill
+        ("missing", np.int64),  # context tokens not computed yet when it was preempted
         ("freed", np.int64),  # ``taken`` of its instance when it was preempted
         ("resumes", np.int64),  # goes first: after being `PREEMPTED` or `MIGRATED`, or NONE
         ("entered", np.int64),  # steps counted when it came into the pool

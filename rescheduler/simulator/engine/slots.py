@@ -92,6 +92,8 @@ def preempt(cluster: Cluster, g: int) -> None:
             row, before, latest = candidate, previous, cluster.requests[candidate].admitted
         previous, candidate = candidate, cluster.requests[candidate].next
     if row != NONE:
+        cluster.requests[row].missing = cluster.requests[row].todo
+        instance.taken -= cluster.requests[row].todo  # which had been counted as it was admitted
         if before == NONE:
             instance.filling = cluster.requests[row].next
         else:
@@ -99,6 +101,7 @@ def preempt(cluster: Cluster, g: int) -> None:
         instance.n_filling -= 1
     else:
         row = leave(cluster, g, slot)
+        cluster.requests[row].missing = 0
         if isnan(cluster.requests[row].last_token):  # else it had sat this step out
             cluster.requests[row].last_token = scalars.now
     instance.load -= cluster.requests[row].context

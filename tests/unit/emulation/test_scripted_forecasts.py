@@ -84,6 +84,14 @@ def test_a_smaller_error_is_a_better_forecast_and_none_is_exact() -> None:
     assert set(np.unique(exact.survival)) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("sigma", [1e-200, 1e-4, 0.003, 0.05])
+def test_a_very_small_error_is_nearly_none(sigma: float) -> None:
+    lengths = drawn_lengths(300)
+    found = forecasts(ForecastQuality(sigma=sigma), lengths, 0)
+    near = np.abs(np.log(np.maximum(median(found), 1.0) / lengths))
+    assert np.median(near) < 0.25  # as far as the curve's grid tells
+
+
 def test_errors_of_a_request_are_the_more_alike_the_more_is_asked() -> None:
     lengths = drawn_lengths(1_500)
     lengths = lengths[lengths > 60]
@@ -126,6 +134,12 @@ def test_a_prompt_s_forecast_is_a_mean_that_is_right_on_average() -> None:
     expected = np.array(found, dtype=float)
     assert expected.mean() == pytest.approx(lengths.mean(), rel=0.05)
     assert np.corrcoef(np.log(expected), np.log(lengths))[0, 1] == pytest.approx(0.46, abs=0.05)
+
+
+def test_requests_of_one_length_without_a_seed_are_not_all_forecast_alike() -> None:
+    prompts = EmulatedPrompts(LAW, ForecastQuality(sigma=1.0))
+    stated = body(vllm_xargs={"emulated_length": 120.0})
+    assert len({prompts.expected_tokens(stated, None) for _ in range(20)}) > 5
 
 
 def test_a_prompt_s_forecast_heeds_the_cap_and_may_be_exact() -> None:

@@ -1,6 +1,8 @@
 """The clock of emulated steps: as long as asked for, never shorter, and counted."""
 
 import logging
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,18 @@ from rescheduler.step_time.step_log import read_steps
 
 TIMES = StepSeconds(constant=1e-3, per_new=1e-5, per_context=1e-7)
 STEP = StepSize(requests=4, new_tokens=100, context_tokens=5_000, goes_on=True)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What a clock logs, which vLLM's logger keeps from pytest's."""
+    logger = logging.getLogger("vllm.headway.emulation")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
 
 
 def steps(clock: StepClock, count: int) -> None:
@@ -35,17 +49,55 @@ def test_steps_take_what_their_size_asks_for(tmp_path: Path) -> None:
     assert asked == pytest.approx(np.full(20, 5e-3))
 
 
-def test_a_machine_that_is_too_slow_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_that_is_too_slow_is_reported(told: pytest.LogCaptureFixture) -> None:
     clock = StepClock(StepSeconds(constant=1e-7, per_new=0, per_context=0), 1.0, None)
     steps(clock, 50)
-    with caplog.at_level(logging.INFO, logger="headway.emulation"):
+    clock.close()
+    assert "raise engine.emulate.dilation" in told.text
+    assert told.records[0].levelno == logging.WARNING
+
+
+def test_one_that_keeps_up_is_reported_too(told: pytest.LogCaptureFixture) -> None:
+    clock = StepClock(StepSeconds(constant=0.05, per_new=0, per_context=0), 1.0, None)
+    steps(clock, 3)
+    clock.excess = 0.0  # this machine may be busy
+    clock.close()
+    assert "3 emulated steps of 0.1 s took +0.0%" in told.text or "0.2 s" in told.text
+    assert told.records[0].levelno == logging.INFO
+
+
+def test_a_clock_that_never_ran_reports_nothing(told: pytest.LogCaptureFixture) -> None:
+    StepClock(TIMES, 1.0, None).close()
+    assert not told.text
+
+
+def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:
+    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    steps(clock, 2)
+    clock.idle()
+    time.sleep(0.3)
+    before = time.perf_counter()
+    clock.begin(goes_on=True)
+    clock.end(STEP)
+    assert time.perf_counter() - before >= 0.02, "no step is free because time has passed"
+    late = clock.excess
+    clock.begin(goes_on=True)
+    clock.end(STEP)
+    assert late < 0.3, "the idle time is none of a step's"
+
+
+def test_a_full_disk_ends_the_log_and_no_engine(told: pytest.LogCaptureFixture) -> None:
+    clock = StepClock(TIMES, 1.0, Path("/dev/full"))
+    steps(clock, 3)
+    clock.close()
+    assert clock.steps == 3
+    assert "not logged" in told.text
+
+
+def test_a_log_goes_on_where_an_engine_was_restarted(tmp_path: Path) -> None:
+    log = tmp_path / "steps.csv"
+    for _ in range(2):
+        clock = StepClock(TIMES, 1.0, log)
+        steps(clock, 4)
         clock.close()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "raise engine.emulate.dilation" in record.getMessage()
-
-
-def test_a_clock_that_never_ran_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="headway.emulation"):
-        StepClock(TIMES, 1.0, None).close()
-    assert not caplog.records
+    assert len(read_steps(log)) == 8

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from rescheduler.engines.deployment import (
 from rescheduler.engines.emulated_deployment import emulated, in_real_time
 from rescheduler.engines.engine_command import EngineCommand, engine_command
 from rescheduler.engines.launch_local import write_deployment
+from rescheduler.placement.guarded_policy import deployed_planner
 
 SHIPPED = Path("configs/serve/local-pd.yaml")
 
@@ -59,8 +61,13 @@ def test_flags_that_say_how_a_gpu_computes_are_left_out() -> None:
     deployment = fleet()
     flags = ["--tensor-parallel-size", "4", "-q=fp8", "--stream-interval", "8", "--dtype", "half"]
     flags += ["--gpu_memory_utilization", "0.9", "--enable-expert-parallel", "--max-logprobs", "5"]
+    own = ["--tensor-parallel", "2", "-O3", "--worker-cls", "x.Y", "-tp=4", "--seed", "3"]
+    instances = [replace(one, arguments=own) for one in deployment.instances]
     deployment = replace(deployment, engine=replace(deployment.engine, arguments=flags))
+    deployment = replace(deployment, instances=instances)
     arguments = engine_command(deployment, deployment.decode[0], "/m", "python").arguments
+    assert arguments[-6:-4] == ["--seed", "3"] and not {"2", "-O3", "x.Y", "-tp=4"} & {*arguments}
+    assert arguments[-4:-2] == ["--load-format", "dummy"]
     assert "--tensor-parallel-size" not in arguments and "-q=fp8" not in arguments
     assert arguments.count("--dtype") == 1 and "half" not in arguments
     assert "--gpu_memory_utilization" not in arguments and "0.9" not in arguments
@@ -94,6 +101,14 @@ def test_every_wait_is_dilated_once_and_what_is_written_is_not(tmp_path: Path) -
     transfer = json.loads(after(command, "--kv-transfer-config"))
     kept = transfer["kv_connector_extra_config"]["headway"]["time_to_live"]
     assert kept == 4 * 15.0
+
+
+def test_what_a_move_costs_is_dilated_as_the_steps_are() -> None:
+    plain, slow = fleet(), fleet(dilation=4)
+    found = [deployed_planner(deployment) for deployment in (plain, slow)]
+    assert found[0] is not None and found[1] is not None
+    context = np.array([100.0, 4_000.0])
+    assert found[1][0].move_steps(context) == pytest.approx(4 * found[0][0].move_steps(context))
 
 
 def test_another_machine_replaces_only_what_is_a_machine_s() -> None:
@@ -144,15 +159,29 @@ def test_the_model_is_small_and_has_the_tokenizer_and_name_of_the_other(smollm2:
     assert not list(folder.glob("*.safetensors"))
 
 
+def test_defaults_of_a_model_s_generation_are_not_asked_of_clients(
+    tmp_path: Path, smollm2: Path
+) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
+    generation = {"eos_token_id": [2, 3], "repetition_penalty": 1.1, "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    folder = emulated_model(str(tmp_path))
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "another"}')
+    assert emulated_model(str(tmp_path)) != folder
+
+
 def test_a_model_without_a_tokenizer_or_an_end_is_refused(tmp_path: Path, smollm2: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         emulated_model(str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes((smollm2 / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match="cannot be read"):
         emulated_model(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-    with pytest.raises(ValueError, match="eos_token_id"):
-        emulated_model(str(tmp_path))
+    for eos in ("", ', "eos_token_id": []', ', "eos_token_id": "x"'):
+        (tmp_path / "config.json").write_text(f'{{"vocab_size": 9{eos}}}')
+        with pytest.raises(ValueError, match="eos_token_id"):
+            emulated_model(str(tmp_path))
 
 
 def test_options_of_engines_know_nothing_of_it_by_default() -> None:
