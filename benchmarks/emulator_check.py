@@ -86,7 +86,7 @@ def simulated_run(arm: str, number: int, settings: dict[str, Any]) -> dict[str, 
         config = SimulationConfig(
             # vLLM keeps one block empty.
             cluster=ClusterConfig(
-                REPLICAS, SLOTS, kv_capacity=KV_TOKENS - 14 * BLOCK // 2, prefix_caching=True
+                REPLICAS, SLOTS, KV_TOKENS, prefix_caching=True, block_tokens=BLOCK
             ),
             clock="independent",
             prefill=PrefillConfig("chunked", max_batched_tokens=times.max_num_batched_tokens or 0),

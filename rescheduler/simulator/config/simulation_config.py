@@ -112,7 +112,9 @@ class _Section(Checked):
 
 
 @dataclass(frozen=True)
-class ClusterConfig(_Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT):
+class ClusterConfig(
+    _Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT, block_tokens=NOT_NEGATIVE
+):
     """The decode instances, all alike.
 
     Attributes:
@@ -121,12 +123,16 @@ class ClusterConfig(_Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT):
         kv_capacity: K, context tokens that an instance's KV cache holds; null is unlimited.
         prefix_caching: a preempted request that is admitted again computes only those of its
             tokens that have been overwritten, as vLLM does by default; else all of them.
+        block_tokens: of a block of the KV cache. Half a block is lost to each request on average,
+            which policies, counting tokens, do not see: an instance may have to queue what they
+            place there. 0: nothing is lost.
     """
 
     instances: int = 16
     slots: int = 72
     kv_capacity: int | None = None
     prefix_caching: bool = False
+    block_tokens: int = 0
 
     @property
     def capacity_tokens(self) -> int:

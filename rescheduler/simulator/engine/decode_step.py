@@ -207,8 +207,17 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
     if scalars.leaving > 0:
         send_migrations(rules, cluster, g)
     held = instance.arriving_tokens + instance.leaving_tokens
-    while instance.load > 0 and instance.load + held > rules.kv_capacity:
+    while instance.load > 0 and instance.load + held + _lost(rules, cluster, g) > rules.kv_capacity:
         preempt(cluster, g)
+
+
+@compiled_inline
+def _lost(rules: Rules, cluster: Cluster, g: int) -> int:
+    """Return the tokens of an instance's KV cache that are in blocks which are not full."""
+    instance = cluster.instances[g]
+    return rules.lost_tokens * (  # type: ignore[no-any-return]
+        instance.decoding + instance.n_filling + instance.arriving
+    )
 
 
 @compiled_core

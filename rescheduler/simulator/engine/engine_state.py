@@ -125,8 +125,9 @@ class Rules(NamedTuple):
     ``instant``: each request is decided on as it arrives. ``queueing``: it goes to an instance's
     queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
     to decide whenever something happens. ``prefix_caching``: a preempted request finds again what
-    has not been overwritten. ``plan_every``: steps of all instances between two plans
-    of migrations; 0 for none.
+    has not been overwritten. ``lost_tokens``: of the KV cache, to each request of an instance,
+    since blocks are not full; policies do not know of them. ``plan_every``: steps of all instances
+    between two plans of migrations; 0 for none.
     """
 
     n_instances: int
@@ -146,6 +147,7 @@ class Rules(NamedTuple):
     tokens_per_second: float
     block_tokens: int
     prefix_caching: bool
+    lost_tokens: int
     max_steps: int
     max_seconds: float
     plan_every: int
@@ -403,6 +405,7 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
     if head == NONE or taken >= rules.slots:
         return NONE
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
+    room -= rules.lost_tokens * (taken + 1)
     chosen, before = head, NONE
     if rules.batching != Batching.FCFS and cluster.requests[head].resumes == NONE:
         chosen = NONE

@@ -250,7 +250,7 @@ def test_prefix_caching_spares_a_preempted_request_what_was_not_overwritten(
     ends = []
     for prefix_caching in (False, True):
         config = SimulationConfig(
-            cluster=ClusterConfig(1, 4, kv_capacity=100, prefix_caching=prefix_caching),
+            cluster=ClusterConfig(1, 4, 100, prefix_caching=prefix_caching),
             clock="independent",
             prefill=PrefillConfig(kind),  # type: ignore[arg-type]
             step_time={"name": "batch", "a": 0.0, "b": 1.0, "c": 0.0},
@@ -263,3 +263,27 @@ def test_prefix_caching_spares_a_preempted_request_what_was_not_overwritten(
         ends.append(result.requests.end)
     assert ends[0][0] == ends[1][0]
     assert ends[0][1] - ends[1][1] == pytest.approx(51 - 18)
+
+
+def test_half_a_block_is_lost_to_each_request(tmp_path: Path) -> None:
+    """Two requests that grow by nine tokens each in a cache of 100, in blocks of 8.
+
+    40 + 40 tokens become 98, which fits; with the 4 tokens that are lost to each they do not.
+    """
+    trace = tmp_path / "trace.csv"
+    preempted = {}
+    for block, prompts in ((0, (40, 40)), (8, (40, 40)), (0, (45, 45)), (8, (45, 45))):
+        lines = "".join(f"0,{prompt},10\n" for prompt in prompts)
+        trace.write_text(f"arrival_s,input_tokens,output_tokens\n{lines}")
+        config = SimulationConfig(
+            cluster=ClusterConfig(1, 4, 100, block_tokens=block),
+            clock="independent",
+            step_time={"name": "batch", "a": 0.0, "b": 1.0, "c": 0.0},
+            trace={"path": str(trace), "requests": 2},
+            arrivals=ArrivalsConfig("trace"),
+            forecast={"name": "none"},
+        )
+        result = run(run_setup(config), create_policy("jsq_load"), 0)
+        assert np.isfinite(result.requests.end).all()
+        preempted[block, prompts[0]] = int(result.requests.preemptions.sum())
+    assert preempted == {(0, 40): 0, (8, 40): 1, (0, 45): 1, (8, 45): 1}
