@@ -319,7 +319,7 @@ class Results:
                 cells = [f"{mean[figure]:.3g}" for figure in FIGURES]
             else:
                 estimates = [self.change(arm, figure) for figure in FIGURES]
-                cells = [f"{one.mean:+.0f} ± {one.half:.0f}%" for one in estimates]
+                cells = [shown(one) for one in estimates]
             counts = [f"{mean[key]:.0f}" for key in ("preemptions", "moves", "changed")]
             rows.append([arm, f"{len(runs)}", *cells, *counts])
         heads = ["arm", "rounds", *FIGURES, "preemptions", "moves", "changed"]
@@ -345,6 +345,12 @@ class Results:
             found[f"{prefix}answers_changed"] = float(sum(one["changed"] for one in every))
             found[f"{prefix}requests_failed"] = float(sum(one["failed"] for one in every))
         return found
+
+
+def shown(estimate: Estimate) -> str:
+    """Return a change in percent, with half its interval where there is one."""
+    half = "" if np.isnan(estimate.half) else f" ± {estimate.half:.0f}"
+    return f"{estimate.mean:+.0f}{half}%"
 
 
 def draw(found: Sequence[Results], path: Path) -> None:
