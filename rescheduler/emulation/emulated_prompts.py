@@ -8,8 +8,8 @@ import numpy as np
 from msgspec import Raw
 
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
+from rescheduler.emulation.length_posterior import posterior_survival
 from rescheduler.emulation.scripted_answers import LENGTH, SEED, standard_normal
-from rescheduler.emulation.scripted_forecaster import posterior_survival
 
 __all__ = ["EmulatedPrompts"]
 

@@ -14,8 +14,9 @@ from data_collection.vllm_adapter.emulated_runner import computes_nothing, refus
 from data_collection.vllm_worker import HeadwayWorker, StepForecaster
 from predictor.live.telemetry_publisher import TelemetryPublisher
 from rescheduler.emulation.emulate_options import read_emulate_config
+from rescheduler.emulation.length_posterior import forecast_edges
 from rescheduler.emulation.scripted_answers import ScriptedAnswers
-from rescheduler.emulation.scripted_forecaster import ScriptedForecaster, forecast_edges
+from rescheduler.emulation.scripted_forecaster import ScriptedForecaster
 from rescheduler.emulation.step_clock import StepClock
 
 __all__ = ["EmulatedWorker"]

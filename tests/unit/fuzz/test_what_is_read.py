@@ -33,6 +33,11 @@ from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.commands import command
 from rescheduler.commands.command_line import main
 from rescheduler.coordination import messages as coordination
+from rescheduler.emulation.emulate_options import (
+    EMULATE_SECTION,
+    read_emulate_config,
+    read_machine,
+)
 from rescheduler.engines.deployment import ProxyOptions, read_deployment
 from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
 from rescheduler.placement.upstream import engine_key
@@ -49,7 +54,8 @@ from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 from rescheduler.transfer.migration_params import connector_config
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
+MACHINES = sorted((ROOT / "configs/emulate").glob("*.yaml"))
+CONFIGS = sorted({*(ROOT / "configs").glob("*/*.yaml")} - {*MACHINES})
 
 # Values and messages.
 
@@ -86,6 +92,13 @@ def coordinating(kind: Any) -> Decoder:
 
 FORECAST = {"checkpoint": "c", "telemetry": {"bind": "tcp://127.0.0.1:1"}}
 BATCHING = {"profile": "p", "ttft_s": 2.0}
+EMULATED = {
+    "step_time": {"constant": 0.1, "per_new": 0.1, "per_context": 0.1},
+    "lengths": {"median": 9.0},
+    "forecast": {"sigma": 1.0},
+    "transfer": {"bytes_per_token": 9, "gigabytes_per_second": 1.0},
+    "telemetry": {"bind": "tcp://127.0.0.1:1"},
+}
 DECODERS = {
     "batching": section(
         read_batching_config, {"batching": BATCHING, "forecast": {"checkpoint": "c"}}
@@ -93,6 +106,11 @@ DECODERS = {
     "capture": section(
         functools.partial(read_capture_config, config_type=LiveConfig),
         {"k": 20, "record": {"path": "dataset", "dtype": "float16"}, "forecast": FORECAST},
+    ),
+    "emulated": Decoder(
+        changed({EMULATE_SECTION: EMULATED}).filter(lambda value: isinstance(value, dict)),
+        read_emulate_config,
+        ValueError,
     ),
     "connector": section(connector_config, {"control": "tcp://127.0.0.1:1", "time_to_live": 15}),
     "report": coordinating(coordination.Report),
@@ -174,6 +192,11 @@ def deployments(folder: Path) -> None:
             copy(path, folder)
 
 
+def machines(folder: Path) -> None:
+    for path in MACHINES:
+        copy(path, folder)
+
+
 def transcripts(folder: Path) -> None:
     record(folder / "dataset")
     export_transcripts(folder / "dataset", folder / "transcripts.parquet")
@@ -236,6 +259,7 @@ KINDS = {
     "profile": Kind(
         lambda folder: write_profile(profile_of(TRUE), folder / "profile.yaml"), load_profile
     ),
+    "machine": Kind(machines, lambda path: read_machine(str(path))),
     "validated dataset": Kind(record, whole_folder(validate)),
     "dataset": Kind(record, whole_folder(load_rows)),
     "transcripts": Kind(transcripts, load_transcripts),

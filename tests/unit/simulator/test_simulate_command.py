@@ -73,6 +73,8 @@ def test_policies_are_compared(
         "instances": 2,
         "slots": 4,
         "kv_capacity": None,
+        "prefix_caching": False,
+        "block_tokens": 0,
     }
     assert {"machine", "versions", "commit"} <= set(written["_about"])
 
