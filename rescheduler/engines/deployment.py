@@ -215,7 +215,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             `rescheduler.batching.batching_config`; None: as vLLM does.
         order: of service of what waits in an engine itself, as ``order`` of the deployment, and
             with its own ``prompt_checkpoint``; None: as it came.
-        emulate: emulate engines on a GPU in place of computing anything; None: compute.
+        emulate: the GPU that engines emulate, in place of computing anything; None: they compute.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
         arguments: further flags for vLLM.
