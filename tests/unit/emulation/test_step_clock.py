@@ -75,7 +75,7 @@ def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:
     clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
     steps(clock, 2)
     clock.idle()
-    time.sleep(0.3)
+    time.sleep(2.0)
     before = time.perf_counter()
     clock.begin(goes_on=True)
     clock.end(STEP)
@@ -83,7 +83,7 @@ def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:
     late = clock.excess
     clock.begin(goes_on=True)
     clock.end(STEP)
-    assert late < 0.3, "the idle time is none of a step's"
+    assert late < 2.0, "the idle time is none of a step's"
 
 
 def test_a_full_disk_ends_the_log_and_no_engine(told: pytest.LogCaptureFixture) -> None:
