@@ -12,6 +12,7 @@ how much they differ in percent; ``simulator_error`` in the file is the largest 
 
 import csv
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=kept, help="folder of emulated runs")
     options = parser.parse_args()
     rows, figures = [], {}
-    for (load, arm), runs in sorted(emulated_runs(options.kept).items()):
+    found = emulated_runs(options.kept)
+    if not found:
+        sys.exit(f"{options.kept}: no valid runs of benchmarks.emulated_fleet")
+    for (load, arm), runs in sorted(found.items()):
         emulated = mean([one["result"] for one in runs])
         simulated = mean([simulated_run(arm, one["round"], one["settings"]) for one in runs])
         cells = []

@@ -43,10 +43,10 @@ def emulated_model(model: str) -> Path:
     Raises:
         ValueError: the model has no tokenizer, or its configuration cannot be read.
     """
-    source = _with_tokenizer(model)
+    source, name_of_model = _with_tokenizer(model), identify(model).name
     config, generation = _configs(source)
     files = [source / name for name in _TOKENIZER if (source / name).is_file()]
-    digest = sha256(json.dumps([config, generation, identify(model).name]).encode())
+    digest = sha256(json.dumps([config, generation, name_of_model]).encode())
     for file in files:
         digest.update(file.read_bytes())
     folder = Path(HF_HOME) / "headway" / f"emulated-{digest.hexdigest()[:12]}"
@@ -58,7 +58,7 @@ def emulated_model(model: str) -> Path:
         made.mkdir()
         for file in files:
             shutil.copy(file, made / file.name)
-        identity = {"name": identify(model).name, "revision": "emulated"}
+        identity = {"name": name_of_model, "revision": "emulated"}
         contents = {"config.json": config, _GENERATION: generation, IDENTITY_FILE: identity}
         for name, content in contents.items():
             write_text_atomically(made / name, json.dumps(content, indent=1) + "\n")

@@ -12,7 +12,7 @@ import numpy as np
 from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
 from rescheduler.emulation.emulate_options import AnswerLengths
 
-__all__ = ["LENGTH", "SEED", "ScriptedAnswers", "scripted_token", "standard_normal"]
+__all__ = ["LENGTH", "SEED", "Script", "ScriptedAnswers", "scripted_token", "standard_normal"]
 
 LENGTH = "emulated_length"
 """Key of a request's ``vllm_xargs``: tokens of its answer, the end included."""
@@ -40,9 +40,18 @@ def _digest(key: str) -> bytes:
     return blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
-class _Script(NamedTuple):
+class Script(NamedTuple):
+    """An answer.
+
+    Attributes:
+        length: in tokens, the end included.
+        seed: of its words.
+        key: what its request is called on every engine.
+    """
+
     length: int
     seed: int
+    key: str
 
 
 class ScriptedAnswers:
@@ -53,26 +62,23 @@ class ScriptedAnswers:
         vocabulary: tokens that the tokenizer knows.
 
     Attributes:
-        lengths: tokens of the answers, by the request's id in the engine.
+        scripts: the answers, by the request's id in the engine.
     """
 
     def __init__(self, law: AnswerLengths, vocabulary: int) -> None:
         self._law, self._vocabulary = law, vocabulary
-        self._scripts: dict[str, _Script] = {}
-        self.lengths: dict[str, int] = {}
-        self.keys: dict[str, str] = {}
+        self.scripts: dict[str, Script] = {}
 
     def begin(self, name: str, arguments: Mapping[str, Any], min_tokens: int) -> None:
         """Learn of a request."""
         key = _key(name, arguments)
         seed = _whole(arguments.get(SEED), int.from_bytes(_digest(key)[:4], "little"))
         length = max(_whole(arguments.get(LENGTH), self._drawn(key)), min_tokens, 1)
-        self._scripts[name] = _Script(length, seed)
-        self.lengths[name], self.keys[name] = length, key
+        self.scripts[name] = Script(length, seed, key)
 
     def token(self, name: str, n: int) -> int | None:
         """Return token n of a request's answer, None where it ends; past that, others."""
-        script = self._scripts[name]
+        script = self.scripts[name]
         if n + 1 == script.length:
             return None
         return scripted_token(script.seed, n, self._vocabulary)
@@ -80,8 +86,7 @@ class ScriptedAnswers:
     def forget(self, names: Sequence[str]) -> None:
         """Forget requests."""
         for name in names:
-            for known in (self._scripts, self.lengths, self.keys):
-                known.pop(name, None)
+            self.scripts.pop(name, None)
 
     def _drawn(self, key: str) -> int:
         law = self._law

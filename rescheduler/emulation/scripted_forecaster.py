@@ -11,7 +11,7 @@ from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, GAUGES_ATTRIBUT
 from predictor.live.telemetry_publisher import TelemetryPublisher
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
-from rescheduler.emulation.scripted_answers import ScriptedAnswers, standard_normal
+from rescheduler.emulation.scripted_answers import Script, ScriptedAnswers, standard_normal
 
 __all__ = ["ScriptedForecaster"]
 
@@ -52,7 +52,8 @@ class ScriptedForecaster:
     def on_rows(self, rows: CapturedRows) -> None:
         """Forecast for the requests of a step."""
         generated = np.array(rows.generated_tokens)
-        whole = np.array([self._answers.lengths.get(name, 1) for name in rows.request_ids])
+        scripts = [self._answers.scripts[name] for name in rows.request_ids]
+        whole = np.array([script.length for script in scripts])
         remaining = np.maximum(whole - generated, 1)
         limits = zip(rows.max_tokens, rows.generated_tokens, strict=True)
         self._arrived.append(
@@ -63,18 +64,18 @@ class ScriptedForecaster:
                 generated_tokens=rows.generated_tokens,
                 tokens_left=[max(1, cap - n) if cap else _UNKNOWN for cap, n in limits],
                 edges=self._edges,
-                survival=self._curves(rows.request_ids, generated, remaining),
+                survival=self._curves(scripts, generated, remaining),
             )
         )
 
     def _curves(
-        self, names: list[str], generated: npt.NDArray[Any], remaining: npt.NDArray[Any]
+        self, scripts: list[Script], generated: npt.NDArray[Any], remaining: npt.NDArray[Any]
     ) -> FloatArray:
         quality = self._quality
         if quality.sigma == 0:
             return (self._edges[None, :] < remaining[:, None]).astype(np.float64)
-        pairs = zip(names, generated.tolist(), strict=True)
-        z = np.array([self._error(self._answers.keys.get(name, name), n) for name, n in pairs])
+        pairs = zip(scripts, generated.tolist(), strict=True)
+        z = np.array([self._error(script.key, n) for script, n in pairs])
         observed = np.log(remaining) + quality.sigma * z
         return posterior_survival(self._law, quality.sigma, generated, observed, self._edges)
 

@@ -67,7 +67,7 @@ def emulated(deployment: Deployment, profile: str) -> Deployment:
     """Return a deployment whose engines emulate a machine.
 
     Args:
-        deployment: any; its own ``engine.emulate`` keeps what is no part of a machine.
+        deployment: its own ``engine.emulate`` keeps all that does not describe a machine.
         profile: name of a shipped machine, or a file.
     """
     before = deployment.engine.emulate or EmulateOptions()

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from measured_profiles import ENGINE, TRUE, profile_of
 
 from data_collection.shipped_files import find_config
 from rescheduler.emulation.emulate_options import (
@@ -16,14 +17,7 @@ from rescheduler.emulation.emulate_options import (
     read_emulate_config,
     read_machine,
 )
-from rescheduler.step_time.profile import (
-    BatchTime,
-    EngineDescription,
-    FitQuality,
-    Gradients,
-    Profile,
-    write_profile,
-)
+from rescheduler.step_time.profile import write_profile
 
 SHIPPED = sorted(path.stem for path in find_config("h100-llama-8b").parent.glob("*.yaml"))
 STEPS = StepSeconds(constant=1e-3, per_new=1e-5, per_context=1e-8)
@@ -55,27 +49,11 @@ def test_what_is_given_takes_precedence_over_the_machine() -> None:
 
 
 def test_an_engine_s_own_profile_can_be_emulated(tmp_path: Path) -> None:
-    engine = EngineDescription(
-        model="m",
-        revision="r",
-        dtype="float32",
-        machine="here",
-        engine_version="0",
-        max_num_seqs=4,
-        max_num_batched_tokens=512,
-        max_model_len=2_048,
-    )
-    quality = FitQuality(steps=9, error_p50=0, error_p95=0, new_only_error_p50=0, r2=1)
-    profile = Profile(
-        engine=engine,
-        batch=BatchTime(0.01, 1e-4, 1e-7),
-        gradients=Gradients(prompt=1e-4, decode=1e-7),
-        quality=quality,
-    )
+    profile = profile_of(TRUE)
     write_profile(profile, tmp_path / "profile.yaml")
     machine = read_machine(str(tmp_path / "profile.yaml"))
     assert machine.step_time.of(10, 1_000) == pytest.approx(profile.batch.seconds(10, 1_000))
-    assert (machine.machine, machine.max_num_batched_tokens) == ("here", 512)
+    assert (machine.machine, machine.max_num_batched_tokens) == (ENGINE.machine, 512)
 
 
 @pytest.mark.parametrize(

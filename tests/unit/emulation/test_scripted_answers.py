@@ -32,10 +32,10 @@ def test_a_stated_length_counts_the_end() -> None:
     assert answer(answers, "cmpl-1-0-0a1b2c3d") == [
         scripted_token(3, n, VOCABULARY) for n in range(6)
     ]
-    assert answers.lengths == {"cmpl-1-0-0a1b2c3d": 7}
+    assert answers.scripts["cmpl-1-0-0a1b2c3d"].length == 7
     assert answers.token("cmpl-1-0-0a1b2c3d", 7) is not None, "who ignores the end goes on"
     answers.forget(["cmpl-1-0-0a1b2c3d", "another"])
-    assert answers.lengths == answers.keys == {}
+    assert answers.scripts == {}
 
 
 def test_an_answer_is_the_same_on_the_engine_that_its_request_moves_to() -> None:
@@ -59,7 +59,7 @@ def test_lengths_that_are_not_stated_follow_the_law() -> None:
     answers = ScriptedAnswers(LAW, VOCABULARY)
     for i in range(4_000):
         answers.begin(f"cmpl-{i}-0-0a1b2c3d", {}, 0)
-    lengths = np.array(list(answers.lengths.values()))
+    lengths = np.array([script.length for script in answers.scripts.values()])
     assert np.median(lengths) == pytest.approx(LAW.median, rel=0.05)
     assert np.log(lengths).std() == pytest.approx(LAW.sigma, rel=0.05)
     assert lengths.min() >= 1 and lengths.max() <= LAW.longest
@@ -69,7 +69,7 @@ def test_lengths_that_are_not_stated_follow_the_law() -> None:
 def test_whatever_clients_attach_gives_an_answer(arguments: dict[str, object]) -> None:
     answers = ScriptedAnswers(LAW, VOCABULARY)
     answers.begin("a", arguments, 0)
-    assert 1 <= answers.lengths["a"] < 2**31
+    assert 1 <= answers.scripts["a"].length < 2**31
     token = answers.token("a", 0)
     assert token is None or 0 <= token < VOCABULARY
 
@@ -79,7 +79,7 @@ def test_what_clients_write_in_transfer_parameters_is_survived(value: object) ->
     answers = ScriptedAnswers(LAW, VOCABULARY)
     for transfer in (value, {"headway": value}, {"headway": {"id": value}}):
         answers.begin("a", {"kv_transfer_params": transfer}, 0)
-        assert answers.lengths["a"] >= 1
+        assert answers.scripts["a"].length >= 1
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(8, 300_000))
