@@ -43,8 +43,9 @@ def emulated_model(model: str) -> Path:
     Raises:
         ValueError: the model has no tokenizer, or its configuration cannot be read.
     """
-    source, name_of_model = _with_tokenizer(model), identify(model).name
+    source = _with_tokenizer(model)
     config, generation = _configs(source)
+    name_of_model = identify(model).name
     files = [source / name for name in _TOKENIZER if (source / name).is_file()]
     digest = sha256(json.dumps([config, generation, name_of_model]).encode())
     for file in files:

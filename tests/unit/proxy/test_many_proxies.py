@@ -232,9 +232,10 @@ async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: 
     patient = {"lost_seconds": 60.0, "silent_seconds": 60.0}
     async with coordinated(prefill_concurrency=1, pool=2, **patient) as it:
         it.engines["prefill-0"].answers_late = True
-        tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 1, SHORT)]
-        # One has its place, and two wait: two also wait for a moment before the first has it.
+        tasks = streams(it.proxies[0], 1, SHORT)
         await until(lambda: len(it.engines["prefill-0"].bodies) == 1)
+        # Each proxy has its share of the pool: one that had fewer there would be let in.
+        tasks += [*streams(it.proxies[0], 1, SHORT), *streams(it.proxies[1], 1, SHORT)]
         await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 2)
         status, answer, headers = await it.proxies[1].post({"model": "m", **SHORT})
         assert status == 429, answer
