@@ -228,6 +228,12 @@ class _Engine:
         number = command.number
         if isinstance(command, control.GetState):
             return control.EngineState(
+                model="m",
+                dtype="float32",
+                kv_dtype="auto",
+                kv_groups=True,
+                tensor_parallel=1,
+                failed_loads=0,
                 number=number,
                 version="erratic",
                 block_size=_BLOCK,

@@ -30,10 +30,16 @@ _PROGRESS_DELAY_US = 1000
 
 
 class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
-    """NIXL's scheduler side, which can keep blocks under any name for another engine to pull."""
+    """NIXL's scheduler side, which can keep blocks under any name for another engine to pull.
+
+    Attributes:
+        manager: of the KV cache; None before it is bound.
+        failed_loads: reads of another engine's KV cache that failed, so that it was computed again.
+    """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.failed_loads = 0
         self.manager: Any = None
         self._pinned: dict[str, list[Any]] = {}
 
@@ -44,6 +50,10 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Free copies that have been read or have expired; vLLM knows of requests only."""
         super().update_connector_output(connector_output)
+        if hasattr(connector_output, "failed_recving"):  # since 0.30
+            self.failed_loads += len(connector_output.failed_recving)
+        else:
+            self.failed_loads += bool(connector_output.invalid_block_ids)
         for name in list(connector_output.finished_sending or ()):
             if name in self._pinned:
                 connector_output.finished_sending.discard(name)
@@ -115,7 +125,7 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of a request that pulls these blocks."""
         parallel = self.vllm_config.parallel_config
-        return {
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [list(block_ids[: cdiv(tokens, self.block_size)])],
@@ -123,13 +133,16 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             "remote_request_id": name,
             "remote_host": self.side_channel_host,
             "remote_port": self.side_channel_port,
-            "tp_size": self.transfer_tp_size,
+            "tp_size": getattr(self, "transfer_tp_size", parallel.tensor_parallel_size),  # 0.30
             "dcp_size": parallel.decode_context_parallel_size,
             "pp_size": parallel.pipeline_parallel_size,
             "remote_num_tokens": tokens,
             "remote_blocks_expiry_time": deadline,
             "transfer_mode": self._TRANSFER_MODE,
         }
+        if hasattr(self, "_registration_generation"):  # since 0.33
+            params["remote_registration_generation"] = self._registration_generation
+        return params
 
     def blocks(self) -> tuple[int, int]:
         """Return the blocks that requests can have, and those that none has."""

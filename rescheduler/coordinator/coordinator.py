@@ -28,8 +28,8 @@ __all__ = ["Coordinator", "CoordinatorMetrics", "Orders"]
 logger = logging.getLogger("headway.serve")
 
 _OUTCOMES = frozenset(
-    {"moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "no_answer", "gone"}
-    | {"refused"}
+    {"moved", "rolled_back", "not_copied", "not_frozen", "ended", "no_room", "unlike", "no_answer"}
+    | {"gone", "refused"}
 )
 
 

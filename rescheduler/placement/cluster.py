@@ -70,6 +70,7 @@ class Cluster(Generic[R]):
         self.telemetry: TelemetrySubscriber | None = None
         self.forecasts: LiveForecasts | None = None
         self.instances: dict[str, InstanceState] = {}
+        self._unlike = ""
         self._stack = AsyncExitStack()
         self._loops: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -83,7 +84,10 @@ class Cluster(Generic[R]):
         self._decide_by(deployment)
         self.upstream = Upstream(options, engine_key(options))
         self._stack.push_async_callback(self.upstream.close)
-        self.prober = Prober(self.upstream, self.dispatcher.wake, options, deployment.served_name)
+        served = deployment.served_name
+        self.prober = Prober(
+            self.upstream, self.dispatcher.wake, options, served, probed=self._say_unlike
+        )
 
     def _decide_by(self, deployment: Deployment) -> None:
         """Make what places requests, and plans their moves: the deployment's policies."""
@@ -126,6 +130,17 @@ class Cluster(Generic[R]):
         self.dispatcher.compile()
         if self.planner is not None:
             self.planner[0].plan(crowded_view())
+
+    def _say_unlike(self) -> None:
+        """Log which engines cannot read each other's KV cache, when that changes."""
+        groups: dict[str, list[str]] = {}
+        for instance in self.all:
+            if instance.engine is not None:
+                groups.setdefault(instance.engine.kind, []).append(instance.name)
+        said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in groups.items())
+        if len(groups) > 1 and said != self._unlike:
+            logger.error("engines that cannot read each other's KV cache: %s", said)
+        self._unlike = said if len(groups) > 1 else ""
 
     async def close(self, patience: float = 0.0) -> None:
         """End what runs in the background, and close every connection.

@@ -175,26 +175,36 @@ class Dispatcher(Generic[R]):
         """Return whether an instance is in service that has not failed or turned away a request."""
         return any(instance not in request.avoid for instance in self.usable)
 
-    def choose(self, requests: Sequence[R]) -> list[InstanceState | None]:
+    def choose(
+        self, requests: Sequence[R], source: InstanceState | None = None
+    ) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
         By the policy, or by least KV load where that may hold requests back.
+
+        Args:
+            requests: all on one instance.
+            source: where that is, and what else reads its KV cache; None: anywhere.
         """
-        if not any(instance.available for instance in self._decodes):
+        available = [one for one in self._decodes if one.available]
+        targets = [one for one in available if source is None or not source.unlike(one)]
+        if not targets:
             return [None] * len(requests)
-        chosen = self._chosen(requests, self._decides_at_once)
+        chosen = self._chosen(requests, self._decides_at_once, targets)
         found = {request: instance for request, instance, _ in chosen}
         return [found.get(request) for request in requests]
 
     def _chosen(
-        self, requests: Sequence[R], policy: GuardedPolicy
+        self,
+        requests: Sequence[R],
+        policy: GuardedPolicy,
+        usable: Sequence[InstanceState],
     ) -> Iterator[tuple[R, InstanceState | None, Decision | None]]:
         """Yield where a policy places requests, None for one that has to wait, and how it decided.
 
         A request that instances have just failed goes to another one, if there is any. Requests
         that avoid other instances are decided on after those before them have been placed.
         """
-        usable = self.usable
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
         for avoid in dict.fromkeys(request.avoid for request in requests):
@@ -259,7 +269,7 @@ class Dispatcher(Generic[R]):
         again = waiting[0] if alone and len(waiting) > 1 else None
         if again is not None:
             del waiting[1:]
-        for request, instance, decision in self._chosen(waiting, self._decides):
+        for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
                 self._dispatched += 1
                 request.place(instance, decision)

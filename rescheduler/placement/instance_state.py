@@ -135,6 +135,17 @@ class InstanceState:
             return int(UNLIMITED)
         return self.engine.num_blocks * self.engine.block_size
 
+    def unlike(self, other: "InstanceState", moves: bool = True) -> str:
+        """Return why another instance cannot read this one's KV cache; "" as far as is known.
+
+        Args:
+            other: the instance that is to read.
+            moves: whether running requests are to move, and not only prefilled ones.
+        """
+        if self.engine is None or other.engine is None:
+            return ""
+        return self.engine.unlike(other.engine, moves)
+
     def leave_out(self, purpose: str, error: Exception) -> None:
         """Note that a decision is taken without it; logged the first time."""
         if not self.left_out:

@@ -180,6 +180,13 @@ class LiveRequest(Placeable):
         self.on_its_way = True
         self._enter(Placed(instance, prefill))
 
+    def computes_prompt(self) -> Kept:
+        """Have its instance compute its prompt; return what the prefill instance keeps in vain."""
+        state = self._expect(Placed)
+        assert state.prefill is not None
+        self._enter(replace(state, prefill=None))
+        return state.prefill.kept
+
     def accepted(self) -> None:
         """Note that its instance has accepted it, and so sees to the blocks kept elsewhere."""
         state, self.on_its_way = self._state, False

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
 from rescheduler.migration import Plan
@@ -39,19 +39,24 @@ class PlannerLoop(Generic[R]):
         """Plan forever."""
         while True:
             await asyncio.sleep(self._seconds)
-            try:
-                self.plan()
-            except Exception:
-                logger.exception("planning by %s failed", self._policy.name)
+            self.plan()
 
     def plan(self) -> None:
         """Plan once, and begin the moves."""
+        refreshed = self._forecasts is None
+        for instances in _alike(one for one in self._cluster.decodes if one.available):
+            if len(instances) < 2 or not running_requests(self._cluster.placements, instances):
+                continue
+            if not refreshed and self._forecasts is not None:
+                self._forecasts.refresh()
+                refreshed = True
+            try:
+                self._plan(instances)
+            except Exception:
+                logger.exception("planning by %s failed", self._policy.name)
+
+    def _plan(self, instances: Sequence[InstanceState]) -> None:
         cluster, placements = self._cluster, self._cluster.placements
-        instances = [instance for instance in cluster.decodes if instance.available]
-        if len(instances) < 2 or not running_requests(placements, instances):
-            return
-        if self._forecasts is not None:
-            self._forecasts.refresh()
         started = time.perf_counter()
         now = asyncio.get_running_loop().time()
         instances, view = guarded_view(
@@ -78,13 +83,27 @@ class PlannerLoop(Generic[R]):
         self._said = "" if plan.migrations else plan.reason
 
 
+def _alike(instances: Iterable[InstanceState]) -> list[list[InstanceState]]:
+    """Return groups of instances that can read each other's KV cache, as far as is known."""
+    groups: list[list[InstanceState]] = []
+    for instance in instances:
+        for group in groups:
+            if not any(one.unlike(instance) for one in group):
+                group.append(instance)
+                break
+        else:
+            groups.append([instance])
+    return groups
+
+
 _DRAIN_SECONDS = 0.25
 
 
 class Drainer(Generic[R]):
     """Drains instances: nothing new goes there, and what runs there moves away.
 
-    Requests that cannot move, or for which there is no room elsewhere, end where they are.
+    Requests that cannot move, or for which there is no room on an instance that can read their KV
+    cache, end where they are.
     """
 
     def __init__(self, cluster: Cluster[R], mover: Mover[R]) -> None:
@@ -123,7 +142,7 @@ class Drainer(Generic[R]):
             for request in self.cluster.placements.on(instance)
             if request.can_move and request.id not in self._moving and not request.rests(now)
         ]
-        targets = self.cluster.dispatcher.choose(requests)
+        targets = self.cluster.dispatcher.choose(requests, instance)
         for request, target in zip(requests, targets, strict=True):
             if target is not None:
                 self._moving.add(request.id)

@@ -30,13 +30,19 @@ class Prober:
     Args:
         wake: called when an instance may have more room.
         model: name that the engines serve.
+        probed: called when an instance may say something else of its engine.
     """
 
     def __init__(
-        self, upstream: Upstream, wake: Callable[[], None], options: ProxyOptions, model: str
+        self,
+        upstream: Upstream,
+        wake: Callable[[], None],
+        options: ProxyOptions,
+        model: str,
+        probed: Callable[[], None] = lambda: None,
     ) -> None:
         self._upstream, self._wake = upstream, wake
-        self._options, self._model = options, model
+        self._options, self._model, self._probed = options, model, probed
         self._said: dict[str, str] = {}
 
     async def run(self, instance: InstanceState) -> None:
@@ -61,10 +67,9 @@ class Prober:
     async def _probe(self, instance: InstanceState) -> None:
         try:
             await self._upstream.get(instance.instance, "/health")
-            if not instance.breaker.closed:
+            returns = not instance.breaker.closed
+            if returns:
                 await self._upstream.generate_one(instance.instance, self._model)
-                instance.breaker.succeeded()
-                logger.info("%s: in service again", instance.name)
         except RequestRefusedError as error:  # nobody can be asked now
             logger.warning("%s: not probed: %s", instance.name, error)
             return
@@ -79,9 +84,15 @@ class Prober:
                 instance.engine = await instance.control.state(self._options.control_seconds)
                 self._said.pop(instance.name, None)
             except ControlError as error:
+                if returns:  # it may be another engine by now
+                    instance.engine = None
                 if self._said.get(instance.name) != str(error):  # it may say so for days
                     logger.warning("%s: %s", instance.name, error)
                 self._said[instance.name] = str(error)
+            self._probed()
+        if returns:
+            instance.breaker.succeeded()
+            logger.info("%s: in service again", instance.name)
         self._wake()
 
 

@@ -49,7 +49,7 @@ class Migrator:
 
         Returns:
             How it ended: ``moved``, ``rolled_back``, ``not_copied``, ``not_frozen``, ``ended``,
-            ``no_room``, ``no_answer``, or ``gone``; and the pause.
+            ``no_room``, ``unlike``, ``no_answer``, or ``gone``; and the pause.
         """
         source = request.instance
         if source is None or source is target or not request.can_move:
@@ -143,6 +143,8 @@ class Migrator:
             return "gone"
         if not await self._has_room(request, target):
             return "no_room"
+        if move.source.unlike(target):
+            return "unlike"
         if control is None or target.engine is None or not target.engine.prefix_caching:
             return None
         began = asyncio.get_running_loop().time()

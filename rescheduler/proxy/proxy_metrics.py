@@ -69,6 +69,11 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             "requests resumed without their KV cache, by the instance that failed",
             [INSTANCE],
         )
+        self.unlike_prefills = self._counter(
+            "headway_proxy_unlike_prefills",
+            "prefills whose KV cache the decode instance cannot read, and so computes itself",
+            ["prefill", "decode"],
+        )
         self.failures = self._counter(
             "headway_proxy_instance_failures", "failed calls to an instance", [INSTANCE]
         )
@@ -119,6 +124,12 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             "blocks of an instance's KV cache that are not free, says its control socket",
             labels=[INSTANCE, "role"],
         )
+        failed_loads = CounterMetricFamily(
+            "headway_proxy_kv_load_failures",
+            "reads of another instance's KV cache that failed, so that it was computed again, says "
+            "the control socket",
+            labels=[INSTANCE],
+        )
         left_out = CounterMetricFamily(
             "headway_proxy_instances_left_out",
             "decisions taken without an instance, since what it says of itself cannot be used",
@@ -128,9 +139,10 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             if (engine := instance.engine) is not None and instance.breaker.closed:
                 labels = [instance.name, instance.instance.role]
                 used.add_metric(labels, engine.num_blocks - engine.free_blocks)
+                failed_loads.add_metric(labels[:1], engine.failed_loads)
             for purpose in _PURPOSES:
                 left_out.add_metric([instance.name, purpose], instance.left_out[purpose])
-        yield from (used, left_out)
+        yield from (used, failed_loads, left_out)
 
 
 _SECONDS = 0.02

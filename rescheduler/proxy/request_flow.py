@@ -13,7 +13,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.prober import OutlierDetection
-from rescheduler.placement.request_state import Kept, Landing, Returned, Waiting
+from rescheduler.placement.request_state import Kept, Landing, Placed, Returned, Waiting
 from rescheduler.placement.upstream import (
     EngineFullError,
     EngineRefusedError,
@@ -104,7 +104,17 @@ class RequestFlow:
             instance = await self._dispatcher.place(request)
         if request.hop == 0:
             self._metrics.placed(request)
+        self._check_prefill(request, instance)
         return instance
+
+    def _check_prefill(self, request: LiveRequest, instance: InstanceState) -> None:
+        """Have an instance that cannot read the prefill's KV cache compute the prompt itself."""
+        if not isinstance(request.state, Placed) or request.state.prefill is None:
+            return
+        prefill = request.state.prefill.kept.instance
+        if prefill.unlike(instance, moves=False):
+            self._metrics.unlike_prefills.labels(prefill.name, instance.name).inc()
+            self.free(request, request.computes_prompt())
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""

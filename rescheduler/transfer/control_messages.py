@@ -43,7 +43,7 @@ __all__ = [
     "number_of_reply",
 ]
 
-TOPIC = b"headway-control/3"
+TOPIC = b"headway-control/4"
 """The first frame of every message: name and version of the schema."""
 
 LARGEST_COMMAND = 1 << 20
@@ -72,6 +72,7 @@ MOST_KV_TOKENS = 1 << 40
 
 _MOST_KEPT = 1 << 16
 _MOST_PARAMS = 64
+_LONGEST_PATH = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Requests = Annotated[int, msgspec.Meta(ge=0, le=MOST_REQUESTS)]
@@ -81,6 +82,8 @@ BlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MOST_TOKENS)]
 Params = Annotated[dict[str, Any], msgspec.Meta(max_length=_MOST_PARAMS)]
+Name = Annotated[str, msgspec.Meta(max_length=100)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=LONGEST_REASON)]
 
@@ -181,10 +184,15 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
 
 
 class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
-    """How full an engine is.
+    """What an engine runs, and how full it is.
 
     Attributes:
         version: of vLLM.
+        model: as vLLM was given it; NIXL takes another path of the same model for another model.
+        dtype: of the model.
+        kv_dtype: of its KV cache, as vLLM was given it.
+        kv_groups: whether layers of several kinds have KV caches of their own.
+        tensor_parallel: ranks that share each layer.
         block_size: tokens in a block of the KV cache.
         max_num_seqs: requests in a batch at most.
         max_model_len: tokens of a request at most.
@@ -194,9 +202,16 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
         running: requests in the batch.
         waiting: requests that wait to be scheduled.
         frozen: migration ids whose KV cache is kept for another engine.
+        failed_loads: reads of another engine's KV cache, since it started, that failed; what they
+            were of was computed again.
     """
 
-    version: Annotated[str, msgspec.Meta(max_length=100)]
+    version: Name
+    model: Annotated[str, msgspec.Meta(max_length=_LONGEST_PATH)]
+    dtype: Name
+    kv_dtype: Name
+    kv_groups: bool
+    tensor_parallel: Ranks
     block_size: BlockSize
     max_num_seqs: Requests
     max_model_len: Length
@@ -206,6 +221,34 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     running: Requests
     waiting: Requests
     frozen: Annotated[list[Id], msgspec.Meta(max_length=_MOST_KEPT)]
+    failed_loads: Count
+
+    @property
+    def kind(self) -> str:
+        """What is compared of it, in words."""
+        return ", ".join(f"{what} {getattr(self, name)!r}" for name, what in _COMPARED)
+
+    def unlike(self, other: "EngineState", moves: bool = True) -> str:
+        """Return in what two engines differ that cannot read each other's KV cache; "" if alike.
+
+        Args:
+            other: the engine that is to read.
+            moves: whether running requests are to move, and not only prefilled ones.
+        """
+        compared = _COMPARED if moves else _COMPARED[:-1]
+        values = ((what, getattr(self, name), getattr(other, name)) for name, what in compared)
+        return ", ".join(f"{what} {a!r} and {b!r}" for what, a, b in values if a != b)
+
+
+_COMPARED = (
+    ("version", "vLLM"),
+    ("model", "model"),
+    ("dtype", "dtype"),
+    ("kv_dtype", "KV cache dtype"),
+    ("kv_groups", "hybrid KV cache manager"),
+    ("block_size", "block size"),
+    ("tensor_parallel", "tensor-parallel size"),
+)
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):

@@ -59,7 +59,8 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Hand the cache manager on: commands need its blocks."""
-        super().bind_kv_cache_manager(kv_cache_manager)
+        if hasattr(NixlPullConnector, "bind_kv_cache_manager"):  # since vLLM 0.30
+            super().bind_kv_cache_manager(kv_cache_manager)
         self.connector_scheduler.bind(kv_cache_manager)
 
 
@@ -102,7 +103,7 @@ class MigratingScheduler(KeepingScheduler):
         self._secret = None if keys is None else shared_secret(keys, "engine")
         self._server: ControlServer | None = None
         if self._config.control is not None:
-            refuse_unsupported("moves", vllm_config, len(kv_cache_config.kv_cache_groups))
+            refuse_unsupported("moves", vllm_config, kv_cache_config.kv_cache_groups)
             rank = vllm_config.parallel_config.data_parallel_index
             self._server = ControlServer(
                 raised_port(self._config.control, rank), keys, self._answer
@@ -341,11 +342,16 @@ class MigratingScheduler(KeepingScheduler):
         if self.manager is None:
             raise ControlError("the engine is still starting")
         num_blocks, free_blocks = self.blocks()
-        live = list(self._live.values())
+        live, model = list(self._live.values()), self.vllm_config.model_config
         running = sum(requests.is_decoding(request) for request in live)
         return messages.EngineState(
             number=number,
             version=vllm_version,
+            model=f"{model.model}@{model.revision}" if model.revision else str(model.model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_dtype=str(self.vllm_config.cache_config.cache_dtype),
+            kv_groups=not self.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+            tensor_parallel=self.vllm_config.parallel_config.tensor_parallel_size,
             block_size=self.block_size,
             max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -355,6 +361,7 @@ class MigratingScheduler(KeepingScheduler):
             running=running,
             waiting=len(live) - running,
             frozen=list(self._kept),
+            failed_loads=self.failed_loads,
         )
 
     def _reply(self, asked: Asked, reply: Reply) -> None:

@@ -34,6 +34,7 @@ export function clock(snapshot, about) {
 export const OUTCOMES = {
   moved: "moved",
   no_room: "stayed: no room there",
+  unlike: "stayed: unlike engines",
   not_copied: "stayed: not copied",
   not_frozen: "stayed: not frozen",
   ended: "stayed: ended by itself",

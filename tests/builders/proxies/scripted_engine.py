@@ -388,6 +388,12 @@ class ScriptedEngine:
         if not isinstance(command, GetState) or self.deaf:
             return None
         state = EngineState(
+            model="m",
+            dtype="float32",
+            kv_dtype="auto",
+            kv_groups=True,
+            tensor_parallel=1,
+            failed_loads=0,
             number=command.number,
             version="scripted",
             block_size=_BLOCK,

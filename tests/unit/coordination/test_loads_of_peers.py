@@ -57,6 +57,12 @@ def test_a_peer_that_falls_silent_counts_no_more() -> None:
 
 
 STATE = EngineState(
+    model="m",
+    dtype="float32",
+    kv_dtype="auto",
+    kv_groups=True,
+    tensor_parallel=1,
+    failed_loads=0,
     number=0,
     version="0.32.0",
     block_size=16,

@@ -29,6 +29,11 @@ from rescheduler.transfer.control_messages import (
 from rescheduler.transfer.control_server import ControlServer
 
 STATE = EngineState(
+    model="m",
+    dtype="float32",
+    kv_dtype="auto", kv_groups=True,
+    tensor_parallel=1,
+    failed_loads=0,
     number=0, version="0.32.0", block_size=16, max_num_seqs=64, max_model_len=4096,
     prefix_caching=True, num_blocks=1000, free_blocks=900, running=2, waiting=0, frozen=["a"],
 )  # fmt: skip

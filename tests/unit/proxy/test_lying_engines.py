@@ -186,6 +186,12 @@ states = st.builds(
 )
 floats = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e308, 0.0]) | st.floats()
 HEALTHY = EngineState(
+    model="m",
+    dtype="float32",
+    kv_dtype="auto",
+    kv_groups=True,
+    tensor_parallel=1,
+    failed_loads=0,
     number=0,
     version="v",
     block_size=16,

@@ -71,6 +71,12 @@ def heard() -> Iterator[Heard]:
 
 
 ENGINE = EngineState(
+    model="m",
+    dtype="float32",
+    kv_dtype="auto",
+    kv_groups=True,
+    tensor_parallel=1,
+    failed_loads=0,
     number=0,
     version="v",
     block_size=16,
