@@ -110,6 +110,13 @@ def identify(model: str) -> ModelIdentity:
     return ModelIdentity(folder.resolve().name, f"sha256:{digest.hexdigest()[:16]}")
 
 
+NORM_WITH_LOGITS = (
+    *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step5ForCausalLM"),
+    *("StepVLForConditionalGeneration", "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+)
+"""Architectures whose final norm vLLM applies as it computes logits, after what can be captured."""
+
+
 def name_of(model: str) -> str:
     """Return a model's name, from what `resolve_model` returned; nothing is downloaded."""
     return identify(model).name if Path(model).is_dir() else model

@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -21,8 +22,15 @@ from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import Session
 from data_collection.models import identify
 from data_collection.versions import vllm_version
+from data_collection.vllm_adapter.logits import (
+    GreedyCheck,
+    processes_logits,
+    refuse_changed_states,
+    state_width,
+)
 from data_collection.vllm_adapter.steps import (
     FINISHED_ATTRIBUTE,
+    is_last_stage,
     is_recording_rank,
     note_scheduled,
     step_rows,
@@ -60,10 +68,14 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
 
     config_type: type[CaptureConfig] = CaptureConfig
     """What the ``headway`` section of ``--additional-config`` may hold."""
+    captures_states: ClassVar[bool] = True
+    """Whether there are hidden states: an emulated engine has none."""
 
     _hook: CaptureHook | None = None
     _recorder: Recorder | None = None
     _forecaster: StepForecaster | None = None
+    _check: GreedyCheck | None = None
+    _is_linear = False
     _armed = True
     _engine_steps = 0
     _hook_seconds = 0.0
@@ -84,9 +96,24 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         """Return the ids of the step's requests, and what copies their rows."""
         return step_rows(self.model_runner)
 
+    def state_width(self) -> int:
+        """Return d of the hidden states."""
+        found = self.vllm_config.model_config.get_hidden_size()
+        return state_width(self.model_runner.get_model(), found)
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then the predictor, so that vLLM's profiling counts its memory."""
+        """Load the model, then the predictor, so that vLLM's profiling counts its memory.
+
+        Raises:
+            UnlikeStatesError: what would be captured does not make the model's logits.
+        """
         super().load_model(*args, **kwargs)
+        if self.captures_states and is_last_stage():
+            model, name = self.model_runner.get_model(), self.vllm_config.model_config.model
+            kind = self.vllm_config.model_config.dtype
+            if self.vllm_config.lora_config is None:
+                refuse_changed_states(model, name, self.state_width(), self.device, kind)
+                self._is_linear = True
         if is_recording_rank():
             self._forecaster = self.make_forecaster(self._generated)
 
@@ -98,6 +125,12 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
                 self._recorder = Recorder(self._capture.record, self._session())
             consumers: tuple[RowConsumer | None, ...] = (self._recorder, self._forecaster)
             present = [consumer for consumer in consumers if consumer is not None]
+            config = self.vllm_config.model_config
+            if present and self.captures_states and not processes_logits(config):
+                model, cadence = self.model_runner.get_model(), present[0].cadence
+                alone = self.vllm_config.parallel_config.tensor_parallel_size == 1
+                self._check = GreedyCheck(model, config.model, cadence, self._is_linear, alone)
+                present.append(self._check)
             self._hook = CaptureHook(self._capture.k, present, self._generated)
         return result
 
@@ -110,6 +143,8 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         if self._hook is not None and self._armed:
             started = time.thread_time()
             note_scheduled(self._hook, scheduler_output, self._replays)
+            if self._check is not None:
+                self._check.note(scheduler_output.scheduled_new_reqs)
             finished = getattr(scheduler_output, FINISHED_ATTRIBUTE, [])
             self._hook.step_done(*self.step_rows(), finished)
             self._hook_seconds += time.thread_time() - started
@@ -118,6 +153,9 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as usual and attach the forecasts that have arrived to the output."""
         output = super().sample_tokens(*args, **kwargs)
+        rows = None if self._check is None else self._check.take()
+        if self._check is not None and rows is not None:
+            output = with_output(output, partial(self._check.compare, rows))
         if self._forecaster is None:
             return output
         return with_output(output, self._forecaster.attach_arrived)
@@ -142,6 +180,8 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             "process_seconds": time.process_time(),
             "cudagraph_mode": self.vllm_config.compilation_config.cudagraph_mode.name,
         }
+        if self._check is not None:
+            status["greedy_tokens_compared"] = self._check.compared
         for reporting in (self._recorder, self._forecaster):
             status |= reporting.status() if reporting is not None else {}
         return status
@@ -156,7 +196,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             name=f"{started:%Y%m%dT%H%M%S}-{os.getpid()}",
             model=identity.name,
             revision=identity.revision,
-            hidden_size=model.get_hidden_size(),
+            hidden_size=self.state_width(),
             dtype=capture.record.dtype,
             k=capture.k,
             engine=f"vLLM {vllm_version()}",

@@ -41,6 +41,7 @@ def record(
         "workers": config.parallel_config.world_size,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": status["cudagraph_mode"],
+        "greedy_tokens_compared": status["greedy_tokens_compared"],
         "counters": {
             metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
         },
@@ -64,6 +65,7 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    head: Any = reference.get_output_embeddings()  # type: ignore[no-untyped-call]
     vectors = torch.from_numpy(rows.vectors())
     cosines, wrong = [], 0
     for request in range(len(rows.requests)):
@@ -75,8 +77,8 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
         n = rows.generated_tokens[mine]
         with torch.inference_mode():
             # Transformers' last hidden states after the final norm, [n_tokens, d].
-            states = reference.model(torch.tensor([prompt + output])).last_hidden_state[0]
-            tokens = (vectors[mine] @ reference.lm_head.weight.T).argmax(dim=1)
+            states = reference.base_model(torch.tensor([prompt + output])).last_hidden_state[0]
+            tokens = (vectors[mine] @ head.weight.T).argmax(dim=1)
         expected = states[len(prompt) - 1 + n]
         cosines.append(torch.nn.functional.cosine_similarity(vectors[mine], expected))
         wrong += int((tokens != torch.tensor([output[i] for i in n])).sum())

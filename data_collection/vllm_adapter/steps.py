@@ -11,11 +11,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from data_collection.capture.capture_hook import CaptureHook, Gather
 from data_collection.capture.requests import replay_of
-from data_collection.vllm_adapter.requests import asked_max_tokens
+from data_collection.vllm_adapter.requests import adapter_of, asked_max_tokens
 from data_collection.vllm_adapter.support import uses_v2_runner
 
 __all__ = [
     "FINISHED_ATTRIBUTE",
+    "is_last_stage",
     "is_recording_rank",
     "note_scheduled",
     "step_rows",
@@ -33,7 +34,12 @@ def is_recording_rank() -> bool:
     Every tensor-parallel rank holds the same final hidden states, and only the last
     pipeline stage holds them at all.
     """
-    return get_tensor_model_parallel_rank() == 0 and bool(get_pp_group().is_last_rank)
+    return get_tensor_model_parallel_rank() == 0 and is_last_stage()
+
+
+def is_last_stage() -> bool:
+    """Whether this worker is of the last pipeline stage, which has the final hidden states."""
+    return bool(get_pp_group().is_last_rank)
 
 
 def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = False) -> None:
@@ -46,13 +52,15 @@ def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = F
         sampling = request.sampling_params
         max_tokens = asked_max_tokens(sampling) if sampling else 0
         replay = replay_of(sampling.extra_args) if replays and sampling else None
+        adapter = adapter_of(request)
         if replay is None:
             temperature = sampling.temperature if sampling else 1.0
-            hook.request_added(request.req_id, prompt_tokens, max_tokens, temperature)
-        else:
             hook.request_added(
-                request.req_id, replay.prompt_tokens, replay.max_tokens, is_replay=True
+                request.req_id, prompt_tokens, max_tokens, temperature, adapter=adapter
             )
+        else:
+            of = replay.prompt_tokens, replay.max_tokens
+            hook.request_added(request.req_id, *of, is_replay=True, adapter=adapter)
         hook.request_scheduled(
             request.req_id,
             request.num_computed_tokens,
@@ -131,3 +139,7 @@ class _Attaching(AsyncModelRunnerOutput):  # type: ignore[misc]
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the output and attach."""
         return with_output(self._output.get_output(), self._attach)
+
+    def get_kv_connector_output(self) -> Any:
+        """Return what vLLM 0.33 and later asks for when a step has failed."""
+        return self._output.get_kv_connector_output()

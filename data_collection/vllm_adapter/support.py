@@ -1,10 +1,14 @@
 """The versions of vLLM and the engines that Headway knows, and a refusal of all others."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from data_collection.models import NORM_WITH_LOGITS
+from data_collection.versions import is_supported_vllm, supported_vllm, vllm_version
 
 __all__ = [
     "Part",
@@ -33,12 +37,20 @@ def refuse_other_version() -> None:
         ValueError: it is another.
     """
     found = vllm_version() or "unknown"
-    if not found.startswith(SUPPORTED_VLLM):
-        raise ValueError(f"Headway reads the internals of vLLM {SUPPORTED_VLLM}x, this is {found}")
+    if not is_supported_vllm(found):
+        raise ValueError(
+            f"Headway reads the internals of vLLM {supported_vllm()}, this is {found}: install one "
+            "of those, or run this engine without Headway's classes"
+        )
 
 
-def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -> None:
+def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[Any] = ()) -> None:
     """Refuse an engine in which a part of Headway would be wrong.
+
+    Args:
+        part: of Headway.
+        vllm_config: of the engine.
+        kv_cache_groups: of the engine, where they are known.
 
     Raises:
         ValueError: the message names all that is in the way, and what to do about it.
@@ -47,6 +59,9 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -
     scheduling = vllm_config.scheduler_config
     scheduler = scheduling.scheduler_cls
     reports = getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING)
+    specs = [group.kv_cache_spec for group in kv_cache_groups]
+    of_layers = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
+    has_states = any(isinstance(spec, MambaSpec) for layers in of_layers for spec in layers)
     everywhere = ("capture", "batching", "moves")
     checks = (
         (
@@ -76,6 +91,18 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -
             ("capture",),
             not reports,
             "the scheduler does not report how requests end; add --scheduler-cls "
+            "data_collection.vllm_scheduler.HeadwayScheduler",
+        ),
+        (
+            ("capture",),
+            vllm_config.lora_config is not None
+            and any(name in NORM_WITH_LOGITS for name in model.architectures),
+            "this model's final norm comes after what can be captured; serve it without forecasts",
+        ),
+        (
+            ("moves",),
+            not reports and not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
+            "up to vLLM 0.29 the scheduler has to hand over the KV cache; add --scheduler-cls "
             "data_collection.vllm_scheduler.HeadwayScheduler",
         ),
         (
@@ -109,9 +136,15 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: int = 1) -
         ),
         (
             ("moves",),
-            kv_cache_groups != 1,
-            f"its KV cache has {kv_cache_groups} groups (hybrid attention), and only one is "
-            "supported",
+            has_states,
+            "it has layers whose state is not a KV cache (Mamba), which no other engine can read; "
+            "serve a model of attention layers",
+        ),
+        (
+            ("moves",),
+            len(specs) > 1 and not has_states,
+            f"its KV cache has {len(specs)} groups (some of its attention is of a window), and "
+            "only one is supported; give --disable-hybrid-kv-cache-manager",
         ),
     )
     found = [problem for parts, is_there, problem in checks if is_there and part in parts]

@@ -96,6 +96,7 @@ class Forecaster:
         self._publisher = publisher
         self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
         self._handing_on_seconds = 0.0
+        self._forecasts = 0
         self._pending: deque[_OnTheWay | _Ended] = deque()
         self._averages = predictor.running_averages()
         self._repetition: dict[str, tuple[float, float]] = {}
@@ -111,7 +112,14 @@ class Forecaster:
             self._capture_graphs()
 
     def on_rows(self, rows: CapturedRows) -> None:
-        """Predict for the rows of a step and start the curves' way to the host."""
+        """Predict for the rows of a step and start the curves' way to the host.
+
+        Requests with a LoRA adapter that the predictor has not learned from have no forecast.
+        """
+        rows = rows.of_adapter(self._predictor.adapter)
+        if not rows.request_ids:
+            return
+        self._forecasts += len(rows.request_ids)
         left = [
             max(1, cap - n) if cap else _UNKNOWN
             for cap, n in zip(rows.max_tokens, rows.generated_tokens, strict=True)
@@ -169,6 +177,7 @@ class Forecaster:
         """Return what forecasts and telemetry cost."""
         publisher = self._publisher
         return {
+            "forecasts": self._forecasts,
             "handing_on_seconds": self._handing_on_seconds,
             "telemetry_endpoint": publisher.endpoint if publisher else None,
             "telemetry_seconds": publisher.thread_seconds if publisher else 0.0,
@@ -224,9 +233,20 @@ class Forecaster:
 
 
 def load_forecaster(
-    config: LiveConfig, vllm_config: Any, device: torch.device, generated: dict[str, int]
+    config: LiveConfig,
+    vllm_config: Any,
+    hidden_size: int,
+    device: torch.device,
+    generated: dict[str, int],
 ) -> Forecaster | None:
     """Load what forecasts in an engine with this configuration of vLLM, if anything does.
+
+    Args:
+        config: what forecasts.
+        vllm_config: of the engine.
+        hidden_size: d of its hidden states.
+        device: the engine's.
+        generated: tokens of every running request, kept up to date.
 
     Raises:
         CheckpointError: the checkpoint is none, or no survival model.
@@ -245,12 +265,17 @@ def load_forecaster(
     model = vllm_config.model_config
     identity = identify(model.model)
     mine = (predictor.serving_model, predictor.model_revision, predictor.hidden_size)
-    served = (identity.name, identity.revision, model.get_hidden_size())
+    served = (identity.name, identity.revision, hidden_size)
     if mine != served:
         raise ModelMismatchError(
             f"{checkpoint} was trained on hidden states of {mine[0]} (revision "
             f"{mine[1]}, d = {mine[2]}); this engine serves {served[0]} (revision "
             f"{served[1]}, d = {served[2]}). Train one with `headway train fit`"
+        )
+    if predictor.adapter and vllm_config.lora_config is None:
+        raise ModelMismatchError(
+            f"{checkpoint} has learned from requests of the LoRA adapter {predictor.adapter}, and "
+            "this engine has no adapters: give --enable-lora and --lora-modules"
         )
     publisher = None
     if telemetry is not None:

@@ -19,4 +19,5 @@ class LiveHeadwayWorker(HeadwayWorker):
     def make_forecaster(self, generated: dict[str, int]) -> Forecaster | None:
         """Return the forecaster, if one is configured."""
         assert isinstance(self._capture, LiveConfig)
-        return load_forecaster(self._capture, self.vllm_config, self.device, generated)
+        width = self.state_width()
+        return load_forecaster(self._capture, self.vllm_config, width, self.device, generated)

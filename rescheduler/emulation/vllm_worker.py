@@ -27,6 +27,7 @@ _IDLE_SECONDS = 0.001
 class EmulatedWorker(HeadwayWorker):
     """Steps as slowly as the engine that is emulated, and answers what is scripted."""
 
+    captures_states = False
     _clock: StepClock | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -62,6 +62,7 @@ def recording(
     dataset, tokens = folder / "dataset", TOKENS[request.param]
     seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
     assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
+    assert seen["greedy_tokens_compared"] >= 32
     assert seen["workers"] == CASES[request.param].get("tensor_parallel_size", 1)
     return Recording(load_rows(dataset), seen["counters"])
 

@@ -1,14 +1,18 @@
 """What Headway cannot do in an engine is refused by name, from its configuration of vLLM."""
 
 import functools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forked_vllm import run_forked
+from transformers import Qwen2Config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from benchmarks.support.offline_engine import record
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
@@ -17,12 +21,17 @@ from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
 from rescheduler.batching.fair_batching import rank_path
 
+ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PARTS: dict[Part, str] = {
     "capture": "Headway cannot capture hidden states: ",
     "batching": "Headway cannot form this engine's batches: ",
     "moves": "requests of this engine cannot move: ",
 }
+
+
+def group(spec: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=spec)
 
 
 def vllm_config(model: Path, **options: Any) -> Any:
@@ -106,9 +115,26 @@ def test_all_that_is_in_the_way_is_named(smollm2: Path) -> None:
     config = vllm_config(smollm2)
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(
-        ValueError, match=r"pipeline parallelism is on.*; its KV cache has 2 groups"
+        ValueError,
+        match=r"pipeline parallelism is on.*; its KV cache has 2 groups .*; "
+        r"give --disable-hybrid-kv-cache-manager; or remove `control`",
     ):
-        refuse_unsupported("moves", config, kv_cache_groups=2)
+        refuse_unsupported("moves", config, [group(ATTENTION), group(ATTENTION)])
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("among_others", [True, False])
+def test_states_that_are_no_kv_cache_cannot_move(
+    smollm2: Path, alone: bool, among_others: bool
+) -> None:
+    """One group of Mamba layers looks like one of attention, and every move would compute anew."""
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": state})
+    groups = [group(spec if among_others else state), *([] if alone else [group(ATTENTION)])]
+    with pytest.raises(ValueError, match=r"layers whose state is not a KV cache") as refused:
+        refuse_unsupported("moves", vllm_config(smollm2), groups)
+    assert "groups" not in str(refused.value)
+    refuse_unsupported("moves", vllm_config(smollm2), [group(ATTENTION)])
 
 
 def test_the_v2_runner_of_an_xpu_is_refused(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,4 +189,29 @@ def test_an_engine_refuses_when_it_starts(smollm2: Path, tmp_path: Path) -> None
     dataset, options = tmp_path / "dataset", {"speculative_config": NGRAM}
     with pytest.raises(RuntimeError, match="cannot capture hidden states: speculative decoding"):
         run_forked(record, str(smollm2), str(dataset), options, [[1, 2, 3]], 4)
+    assert not dataset.exists()
+
+
+def test_a_model_that_normalizes_as_it_makes_logits_is_refused(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    """MiMo's forward pass returns states from before the final norm: all would be wrong."""
+    model, dataset = tmp_path / "mimo", tmp_path / "dataset"
+    model.mkdir()
+    for file in smollm2.glob("*token*.json"):
+        shutil.copy(file, model)
+    config = Qwen2Config(
+        architectures=["MiMoForCausalLM"],
+        vocab_size=49_152,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    config.save_pretrained(model)
+    options = {"load_format": "dummy", "max_model_len": 256}
+    with pytest.raises(RuntimeError, match=r"mimo: its next tokens do not come from the hidden"):
+        run_forked(record, str(model), str(dataset), options, [[1, 2, 3]], 4)
     assert not dataset.exists()

@@ -44,18 +44,22 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_source import attributes_set_in, fields_of
 
-from data_collection.versions import SUPPORTED_VLLM, vllm_version
+from data_collection.versions import is_supported_vllm, vllm_release, vllm_version
 from data_collection.vllm_adapter import requests, steps
 from data_collection.vllm_scheduler import HeadwayScheduler
 from data_collection.vllm_worker import HeadwayWorker
 from rescheduler.transfer.vllm_connector import KeepingWorker, MigratingScheduler, NixlConnector
 
+SINCE = vllm_release()
+SET_ASIDE = "kv_holding_waiting deferred_waiting" if SINCE >= (0, 31) else "skipped_waiting"
+TRANSFERS = "transfer_tp_size" if SINCE >= (0, 30) else "vllm_config"
 NIXL = "distributed.kv_transfer.kv_connector.v1.nixl"
 
 
 def test_the_installed_version_is_the_supported_one() -> None:
-    assert (vllm_version() or "").startswith(SUPPORTED_VLLM)
-    assert vllm.__version__.startswith(SUPPORTED_VLLM)
+    assert is_supported_vllm(vllm_version() or "")
+    assert is_supported_vllm(vllm.__version__)
+    assert vllm_release() == tuple(map(int, vllm.__version__.split(".")[:2]))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +115,8 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
         ("v1.request", "Request", "prompt_token_ids output_token_ids _output_token_ids"),
         ("v1.request", "Request", "structured_output_request kv_transfer_params all_token_ids"),
         ("v1.core.sched.scheduler", "Scheduler", "running waiting requests vllm_config"),
-        ("v1.core.sched.scheduler", "Scheduler", "kv_holding_waiting deferred_waiting"),
-        ("v1.core.sched.scheduler", "Scheduler", "max_num_active_reqs max_num_scheduled_tokens"),
+        ("v1.core.sched.scheduler", "Scheduler", SET_ASIDE),
+        ("v1.core.sched.scheduler", "Scheduler", "max_num_running_reqs max_num_scheduled_tokens"),
         ("v1.core.sched.scheduler", "Scheduler", "num_waiting_for_streaming_input max_model_len"),
         ("v1.core.sched.scheduler", "Scheduler", "finished_recving_kv_req_ids block_size"),
         ("v1.core.sched.scheduler", "Scheduler", "kv_cache_manager cache_config"),
@@ -123,7 +127,7 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_not_processed"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_host"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_port"),
-        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "transfer_tp_size"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", TRANSFERS),
         (f"{NIXL}.base_worker", "NixlBaseConnectorWorker", "_bidirectional_kv_xfer_enabled"),
         (f"{NIXL}.base_worker", "NixlBaseConnectorWorker", "_reqs_to_send _reqs_to_process"),
     ],
@@ -172,7 +176,7 @@ LOOKAHEAD = "request num_computed_tokens num_new_tokens"
         (BlockPool.touch, "blocks"),
         (GPUModelRunner._update_states, "scheduler_output"),
         (KVCacheManager.get_blocks, "request_id"),
-        (KVConnectorBase_V1.bind_kv_cache_manager, "kv_cache_manager"),
+        (KVConnectorBase_V1.__init__, "vllm_config role"),
         (ModelConfig.get_hidden_size, ""),
         (NixlPullConnectorScheduler._stop_heartbeat, "req_id"),
         (NixlPullConnectorScheduler.build_connector_meta, "scheduler_output"),
@@ -237,12 +241,13 @@ def test_an_engine_on_a_cpu_schedules_synchronously(smollm2: Path) -> None:
 
 
 def test_vllm_asks_for_every_request_how_many_tokens_it_gets() -> None:
-    """A running request with none sits the step out, and a waiting one ends the scan."""
+    """A running request with none sits the step out; a waiting one ends the scan, until 0.32."""
     running, asked, waiting = inspect.getsource(Scheduler.schedule).partition(
         "# Next, schedule the WAITING requests."
     )
     assert asked
-    for part, otherwise in ((running, "continue"), (waiting, "break")):
+    ends = "break" if SINCE < (0, 33) else "skip_request(request_queue)"
+    for part, otherwise in ((running, "continue"), (waiting, ends)):
         question, _, answer = part.partition("self._reserve_prefill_lookahead(")
         assert "num_new_tokens = " in question[-40:]
         assert "if num_new_tokens == 0:" in answer.partition(otherwise)[0]
@@ -251,8 +256,17 @@ def test_vllm_asks_for_every_request_how_many_tokens_it_gets() -> None:
 
 def test_a_waiting_request_that_is_passed_over_is_put_aside() -> None:
     source = inspect.getsource(Scheduler.schedule)
-    assert "self.deferred_waiting.add(request_to_skip)" in source
-    assert "self.deferred_waiting.discard(request)" in source
+    if SINCE >= (0, 31):
+        assert "self.deferred_waiting.add(" in source
+        assert "self.deferred_waiting.discard(request)" in source
+    else:
+        assert "self.skipped_waiting.prepend_requests(step_skipped_waiting)" in source
+
+
+def test_the_cache_manager_is_handed_to_the_connector() -> None:
+    """Until 0.29 only the blocks are, and our scheduler hands on the rest."""
+    assert ("connector.bind_kv_cache_manager" in inspect.getsource(Scheduler)) == (SINCE >= (0, 30))
+    assert hasattr(KVConnectorBase_V1, "bind_kv_cache_manager") == (SINCE >= (0, 30))
 
 
 def test_the_queue_can_be_put_in_order() -> None:
@@ -305,13 +319,14 @@ def test_the_runner_s_table_of_requests() -> None:
     assert "reqs_to_add.append(req_state)" in after.partition("# Update the states of")[0]
 
 
-def test_the_sampler_of_a_cpu_draws_one_integer_a_token() -> None:
+def test_what_the_sampler_of_a_cpu_draws_for_a_token() -> None:
+    """One integer; until 0.31 noise for every entry of the vocabulary."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     source = inspect.getsource(TopKTopPSampler.forward_cpu)
-    assert (
-        "torch.randint(\n                0, 2**31, (1,), generator=gen, dtype=torch.long" in source
-    )
+    integer = "torch.randint(\n                0, 2**31, (1,), generator=gen, dtype=torch.long"
+    assert (integer in source) == (SINCE >= (0, 32))
+    assert "q[i].exponential_(generator=generator)" in source or SINCE >= (0, 32)
 
 
 def test_an_engine_keeps_stepping_for_what_is_kept() -> None:
