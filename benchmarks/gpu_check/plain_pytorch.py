@@ -251,7 +251,9 @@ def _prediction_ms(device: torch.device, hidden: torch.Tensor) -> float:
     names = [str(number) for number in range(_BATCH)]
     prompts, generated, caps = [_PROMPT] * _BATCH, [0] * _BATCH, [_STEPS] * _BATCH
     warm = [1.0] * _BATCH
-    rows = CapturedRows(1, names, prompts, generated, caps, warm, hidden.to(device))
+    rows = CapturedRows(
+        1, names, prompts, generated, caps, warm, [""] * len(names), hidden.to(device)
+    )
 
     def predict() -> None:
         made.on_rows(rows)

@@ -26,6 +26,7 @@ class CapturedRows:
         generated_tokens: [n_rows] tokens generated before this step's sample.
         max_tokens: [n_rows] the cap each request asked for; 0 when unknown.
         temperatures: [n_rows] with which each request is sampled.
+        adapters: [n_rows] names of their LoRA adapters; "" for the base model.
         hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
             engine's device and in the model's dtype. A copy: it may be kept.
     """
@@ -36,7 +37,20 @@ class CapturedRows:
     generated_tokens: list[int]
     max_tokens: list[int]
     temperatures: list[float]
+    adapters: list[str]
     hidden_states: torch.Tensor
+
+    def of_adapter(self, name: str) -> "CapturedRows":
+        """Return the rows of requests with an adapter."""
+        kept = [i for i, adapter in enumerate(self.adapters) if adapter == name]
+        if len(kept) == len(self.adapters):
+            return self
+        lists = (
+            *("request_ids", "prompt_tokens", "generated_tokens", "max_tokens"),
+            *("temperatures", "adapters"),
+        )
+        columns = {column: [getattr(self, column)[i] for i in kept] for column in lists}
+        return CapturedRows(step=self.step, hidden_states=self.hidden_states[kept], **columns)
 
 
 class RowConsumer(Protocol):
@@ -71,6 +85,7 @@ class _Known:
     max_tokens: int
     temperature: float
     is_replay: bool
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +136,11 @@ class CaptureHook:
         max_tokens: int,
         temperature: float = 1.0,
         is_replay: bool = False,
+        adapter: str = "",
     ) -> None:
         """Learn of a request, before its first `request_scheduled`."""
-        self._requests[request_id] = _Known(prompt_tokens, max_tokens, temperature, is_replay)
+        known = _Known(prompt_tokens, max_tokens, temperature, is_replay, adapter)
+        self._requests[request_id] = known
 
     def request_scheduled(self, request_id: str, computed: int, scheduled: int, known: int) -> None:
         """Note a request of this step, and whether its row is due.
@@ -200,6 +217,7 @@ class CaptureHook:
             generated_tokens=[n for _, _, n in rows],
             max_tokens=[request.max_tokens for request in known],
             temperatures=[request.temperature for request in known],
+            adapters=[request.adapter for request in known],
             hidden_states=gather(
                 [i for i, _, _ in rows], [due[name].last - n for _, name, n in rows]
             ),

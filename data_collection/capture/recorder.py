@@ -260,6 +260,7 @@ class Recorder:
             "max_tokens": finished.max_tokens,
             "temperature": finished.temperature,
             "top_p": finished.top_p,
+            "adapter": finished.adapter,
             "source": source,
             "task": task,
             "rows": n_rows,

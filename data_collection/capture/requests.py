@@ -68,6 +68,7 @@ class FinishedRequest(msgspec.Struct, frozen=True):
         extra_args: what the client attached to its sampling parameters.
         temperature: with which the answer was sampled; None when unknown.
         top_p: nucleus of the sampling; None when unknown.
+        adapter: name of the LoRA adapter that answered; "" for the base model.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class FinishedRequest(msgspec.Struct, frozen=True):
     extra_args: dict[str, Any]
     temperature: float | None = None
     top_p: float | None = None
+    adapter: str = ""
 
 
 _REPLAY = "headway_replay"
@@ -145,4 +147,5 @@ def as_recorded(finished: FinishedRequest) -> FinishedRequest | None:
         extra_args=finished.extra_args,
         temperature=replay.temperature,
         top_p=replay.top_p,
+        adapter=finished.adapter,
     )

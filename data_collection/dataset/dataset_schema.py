@@ -86,6 +86,7 @@ REQUESTS_SCHEMA = pa.schema(
         "max_tokens": pa.int32(),
         "temperature": pa.float64(),
         "top_p": pa.float64(),
+        "adapter": pa.string(),
         "source": pa.string(),
         "task": pa.string(),
         "rows": pa.int32(),

@@ -32,7 +32,8 @@ def export_transcripts(dataset: Path, out: Path) -> None:
 
     The file takes a few bytes a token, where the rows take some kilobytes each;
     ``headway collect --transcripts`` makes the rows of it again. Requests whose tokens were not
-    kept are left out: those that a stop of the server cut, and private ones.
+    kept are left out: those that a stop of the server cut, and private ones; and those of LoRA
+    adapters, whose rows the base model would not make again.
 
     Args:
         dataset: folder of a dataset.
@@ -46,13 +47,15 @@ def export_transcripts(dataset: Path, out: Path) -> None:
     session = read_sessions(dataset)[-1]
     answers: Counter[str] = Counter()
     transcripts: list[dict[str, Any]] = []
-    n_without = 0
+    n_without = n_adapters = 0
     for file in requests_files(dataset):
         with open_shard(file) as shard:
             requests = shard.read().to_pylist()
         for request in requests:
             if not request["prompt_token_ids"] or not request["output_token_ids"]:
                 n_without += 1
+            elif request.get("adapter"):
+                n_adapters += 1
             else:
                 name = request["external_id"]
                 if name.startswith("cmpl-"):
@@ -60,6 +63,8 @@ def export_transcripts(dataset: Path, out: Path) -> None:
                 entry = {column: request.get(column) for column in _SHARED}
                 transcripts.append({"id": name, "sample_index": answers[name]} | entry)
                 answers[name] += 1
+    if not transcripts and n_adapters:
+        raise DatasetError(f"{dataset}: all of its requests are of LoRA adapters")
     if not transcripts:
         raise DatasetError(
             f"{dataset}: none of {n_without} requests has token ids: recorded with tokens: false, "
@@ -73,3 +78,5 @@ def export_transcripts(dataset: Path, out: Path) -> None:
     print(f"{out}: {len(transcripts):,} answers to {len(answers):,} prompts")
     if n_without:
         print(f"left out: {n_without} requests without token ids")
+    if n_adapters:
+        print(f"left out: {n_adapters} requests of LoRA adapters")

@@ -24,7 +24,7 @@ from data_collection.dataset.dataset_schema import (
 __all__ = ["validate"]
 
 _BATCH_ROWS = 4096
-_ADDED_LATER = ("temperature", "top_p")
+_ADDED_LATER = ("temperature", "top_p", "adapter")
 """Columns that datasets of earlier versions do not have."""
 
 _EXAMPLES = 3

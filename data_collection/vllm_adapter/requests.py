@@ -8,6 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 from data_collection.capture.requests import MIGRATION_PARAMS, FinishedRequest
 
 __all__ = [
+    "adapter_of",
     "asked_max_tokens",
     "client_arguments",
     "end_after_next_token",
@@ -39,7 +40,13 @@ def finished_request(request: Request) -> FinishedRequest:
         extra_args=dict(sampling.extra_args or {}) if sampling else {},
         temperature=sampling.temperature if sampling else None,
         top_p=sampling.top_p if sampling else None,
+        adapter=adapter_of(request),
     )
+
+
+def adapter_of(request: Any) -> str:
+    """Return the name of a request's LoRA adapter; "" for the base model."""
+    return request.lora_request.lora_name if request.lora_request is not None else ""
 
 
 def ended_by_itself(request: Request) -> bool:

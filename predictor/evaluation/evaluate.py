@@ -117,8 +117,8 @@ def evaluate(
         raise ValueError("--on measures a whole dataset, --part validation a part of another")
     if on is not None and on.resolve() == dataset.resolve():
         raise ValueError("--on must be another dataset: the predictor has learned from this one")
-    table = load_rows(dataset)
     predictor = load_predictor(checkpoint)
+    table = load_rows(dataset, predictor.adapter)
     predictor.refuse_other_model(table.session)
     trained = predictor.provenance
     seed = trained.get("split_seed", 0) if split_seed is None else split_seed
@@ -129,7 +129,7 @@ def evaluate(
     notes: list[str] = []
     whole = parts[part]
     if on is not None:
-        other = load_rows(on)
+        other = load_rows(on, predictor.adapter)
         predictor.refuse_other_model(other.session)
         known = _same_prompts(other, table)
         whole = other.select(~known[other.request])

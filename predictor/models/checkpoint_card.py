@@ -12,7 +12,7 @@ Reads {reads}{beside} and predicts {what}
 
 | | |
 |---|---|
-| serving model | {model}, revision `{model_revision}` |
+| serving model | {model}, revision `{model_revision}`{adapter} |
 | trained on | n = {trained_generated_tokens[0]}–{trained_generated_tokens[1]} generated tokens, \
 {trained_remaining_tokens[0]}–{trained_remaining_tokens[1]} remaining, every k = {k} tokens |
 {provenance}
@@ -76,6 +76,9 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     sizes = (config["hidden_size"] + len(inputs), *config["widths"], outputs)
     what = (_SURVIVAL if survival else _REGRESSION).format(shape="→".join(map(str, sizes)))
     fields = {key: value for key, value in config.items() if key != "provenance"}
+    if adapter := config.get("adapter", ""):
+        adapter = f", LoRA adapter {adapter}"
+    fields["adapter"] = adapter
     prompt = config["layer"] == "prompt"
     return _CARD.format(
         front_matter=front_matter("length-prediction", "llm-serving"),

@@ -117,6 +117,7 @@ class HiddenStateMLP(
         trained_generated_tokens: Sequence[int] = (0, 0),
         trained_remaining_tokens: Sequence[int] = (0, 0),
         provenance: dict[str, Any] | None = None,
+        adapter: str = "",
     ) -> None:
         super().__init__()
         for name in inputs:
@@ -128,6 +129,7 @@ class HiddenStateMLP(
         self.hidden_size = hidden_size
         self.k = k
         self.layer = layer
+        self.adapter = adapter
         self.inputs = tuple(inputs)
         self.provenance = dict(provenance or {})
         sizes = [hidden_size + len(self.inputs), *widths]

@@ -72,7 +72,7 @@ class PredictorTraining(L.LightningModule, ABC):
         if self.predictor is None:
             data: RowsDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
             train = data.parts["train"]
-            predictor = self.build(data, self._shared(train))
+            predictor = self.build(data, self._shared(train) | {"adapter": data.adapter})
             step = max(1, len(train) // _STATISTICS_ROWS)
             with torch.no_grad():
                 predictor.standardise(request_rows(train.select(np.arange(0, len(train), step))))

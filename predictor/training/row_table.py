@@ -167,8 +167,12 @@ class RowTable:
         return self.hidden_states.take(self.vector)
 
 
-def load_rows(dataset: Path) -> RowTable:
+def load_rows(dataset: Path, adapter: str = "") -> RowTable:
     """Load a dataset recorded by Headway; vectors stay on the disk.
+
+    Args:
+        dataset: its folder.
+        adapter: the LoRA adapter whose rows are loaded; "": the base model's.
 
     Raises:
         DatasetError: the folder is no dataset, has no rows, or a shard is damaged.
@@ -184,7 +188,8 @@ def load_rows(dataset: Path) -> RowTable:
     try:
         rows = read_shards(shards["rows"])
         requests = read_shards(shards["requests"], REQUESTS_SCHEMA)
-        return _joined(dataset, session, rows, requests)
+        table = _joined(dataset, session, rows, requests)
+        return _of_adapter(dataset, adapter, table, requests)
     except DatasetError:
         raise
     except Exception as error:  # a damaged page, or other columns: there are many kinds
@@ -207,6 +212,18 @@ def read_shards(files: Sequence[Path], schema: Any = None) -> Any:
         features=None if schema is None else Features.from_arrow_schema(schema),
         split="train",
     ).data
+
+
+def _of_adapter(dataset: Path, adapter: str, table: RowTable, requests: Any) -> RowTable:
+    adapters = np.array([name or "" for name in requests.column("adapter").to_pylist()])
+    selected = table.select((adapters == adapter)[table.request])
+    if len(table) and not len(selected):
+        found = ", ".join(sorted({name or "the base model" for name in adapters.tolist()}))
+        wanted = f"adapter {adapter}" if adapter else "the base model"
+        raise DatasetError(
+            f"{dataset}: no rows of {wanted}, but of {found}: choose by --data.adapter NAME"
+        )
+    return selected
 
 
 def _joined(dataset: Path, session: Session, rows: Any, requests: Any) -> RowTable:

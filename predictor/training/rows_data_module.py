@@ -47,6 +47,7 @@ class RowsDataModule(L.LightningDataModule):
             ``censor``: as "longer than this", which only a likelihood can use.
         reads: ``hidden_states`` of running requests; or ``prompts``, a row each, to forecast
             before prefill. Then ``dataset`` may also be transcripts, a file or a pattern.
+        adapter: learn from the requests of this LoRA adapter, by its name; "": the base model's.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RowsDataModule(L.LightningDataModule):
         train_requests: int | None = None,
         cut_requests: Literal["leave_out", "as_ended", "censor"] = "leave_out",
         reads: Literal["hidden_states", "prompts"] = "hidden_states",
+        adapter: str = "",
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -67,6 +69,7 @@ class RowsDataModule(L.LightningDataModule):
         self.train_requests = train_requests
         self.cut_requests = cut_requests
         self.reads = reads
+        self.adapter = adapter
         self.embedding: PromptEmbedding | None = None
         self.parts: dict[SplitName, RowTable] = {}
         self.censored_rows = 0
@@ -79,14 +82,17 @@ class RowsDataModule(L.LightningDataModule):
         """
         if self.parts:
             return
+        if self.reads == "prompts" and self.adapter:
+            raise DatasetError("--data.adapter: of prompts alone only the base model's are learned")
         if self.reads == "prompts":
             table, self.embedding = load_prompt_rows(self.dataset, self.split_seed)
         else:
-            table = load_rows(self.dataset)
+            table = load_rows(self.dataset, self.adapter)
         self.censored_rows = int(table.censored.sum())
         for name, requests in split_requests(table.requests.group, self.split_seed).items():
             if name == "train" and self.train_requests is not None:
-                drawn = np.random.default_rng(self.split_seed).permutation(requests)
+                mine = requests[np.isin(requests, table.request)]
+                drawn = np.random.default_rng(self.split_seed).permutation(mine)
                 requests = drawn[: self.train_requests]
             part = table.select(np.isin(table.request, requests))
             ended = part.uncensored()

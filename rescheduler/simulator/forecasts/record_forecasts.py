@@ -101,7 +101,7 @@ def record_forecasts(
         ValueError: no request can be recorded.
     """
     predictor = load_predictor(checkpoint)
-    table = load_rows(dataset)
+    table = load_rows(dataset, predictor.adapter)
     predictor.refuse_other_model(table.session)
     prompts = None if prompt_checkpoint is None else PromptPredictor.load(prompt_checkpoint)
     if prompts is not None:

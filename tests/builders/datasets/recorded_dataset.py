@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from msgspec import structs
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.capture_hook import CapturedRows
@@ -51,6 +52,7 @@ def step_rows(
         generated_tokens=list(generated.values()),
         max_tokens=[100] * len(generated),
         temperatures=[1.0] * len(generated),
+        adapters=[""] * len(generated),
         hidden_states=torch.from_numpy(hidden.astype(np.float32)),
     )
 
@@ -76,6 +78,7 @@ def record(
     session: Session | None = None,
     prefix: str = "a",
     finish_reason: str | None = None,
+    adapter: str = "",
 ) -> None:
     """Record 20 requests of 1 to 100 tokens, those of 100 cut, in several shards."""
     session = session or new_session()
@@ -86,7 +89,7 @@ def record(
         for n in range(0, total, session.k):
             recorder.on_rows(step_rows(1000 * i + n, {name: n}))
         reason = finish_reason or ("length" if total == 100 else "stop")
-        recorder.on_finished([ended(name, total, reason)])
+        recorder.on_finished([structs.replace(ended(name, total, reason), adapter=adapter)])
     recorder.close()
 
 

@@ -92,6 +92,20 @@ def test_requests_without_token_ids_are_not_exported(
     assert "left out: 1 requests without token ids" in capsys.readouterr().out
 
 
+def test_answers_of_adapters_are_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base model would compute other rows from them."""
+    record(tmp_path / "d")
+    record(tmp_path / "d", new_session("20250102T000000-2"), prefix="b", adapter="poet")
+    export_transcripts(tmp_path / "d", tmp_path / "mine.parquet")
+    assert "20 answers" in (said := capsys.readouterr().out)
+    assert "left out: 20 requests of LoRA adapters" in said
+    record(tmp_path / "only", adapter="poet")
+    with pytest.raises(DatasetError, match="all of its requests are of LoRA adapters"):
+        export_transcripts(tmp_path / "only", tmp_path / "mine.parquet")
+
+
 def test_a_dataset_without_token_ids_cannot_be_exported(tmp_path: Path) -> None:
     config = RecordConfig(path=str(tmp_path / "d"), dtype="float32", tokens=False)
     recorder = Recorder(config, new_session())

@@ -37,7 +37,14 @@ def forecasts(quality: ForecastQuality, lengths: npt.NDArray[np.int64], n: int) 
     forecaster = ScriptedForecaster(LAW, quality, answers, None)
     count = len(names)
     rows = CapturedRows(
-        3, names, [10] * count, [n] * count, [4_000] * count, [0.0] * count, torch.zeros(count, 1)
+        3,
+        names,
+        [10] * count,
+        [n] * count,
+        [4_000] * count,
+        [0.0] * count,
+        [""] * count,
+        torch.zeros(count, 1),
     )
     forecaster.on_rows(rows)
     output = _Output()

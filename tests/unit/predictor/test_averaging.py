@@ -138,6 +138,18 @@ def offline(name: str, places: Sequence[int]) -> npt.NDArray[Any]:
     return predictor().forecast(RequestRows(hidden, counts, request)).survival
 
 
+def test_requests_of_an_adapter_that_is_not_known_have_no_forecast() -> None:
+    engine = Engine(k=2)
+    for name, adapter in {"a": "", "b": "poet", "c": ""}.items():
+        engine.hook.request_added(name, PROMPT, CAP, adapter=adapter)
+    engine.step({"b": (0, PROMPT, 0)})
+    assert not engine.made
+    engine.step({"a": (0, PROMPT, 0), "b": (PROMPT, 1, 1), "c": (0, PROMPT, 0)})
+    assert [made.request_ids for made in engine.made] == [["a", "c"]]
+    for name in ("a", "c"):
+        np.testing.assert_allclose(engine.curve(name, 0), offline(name, [0])[-1], atol=1e-6)
+
+
 def test_the_engine_averages_as_an_offline_pass_over_the_same_rows() -> None:
     engine = Engine(k=2)
     for name in ("a", "b"):

@@ -15,7 +15,9 @@ from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
 from data_collection.dataset.dataset_schema import DatasetError, requests_files
 from data_collection.dataset.merge_datasets import merge
+from data_collection.dataset.validate_dataset import validate
 from predictor import RequestRows, SurvivalMLP, load_predictor
+from predictor.evaluation.evaluate import evaluate
 from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import Recalibration
 from predictor.models.hidden_state_mlp import INPUTS
@@ -309,3 +311,28 @@ def test_a_dataset_of_cut_requests_only_cannot_be_trained_on(tmp_path: Path) -> 
     data = RowsDataModule(tmp_path / "cut")
     with pytest.raises(DatasetError, match="no row with a known remaining length"):
         data.setup("fit")
+
+
+def test_a_predictor_learns_from_one_adapter_s_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The states of a LoRA adapter's requests are of another model in all but name."""
+    dataset = tmp_path / "dataset"
+    for number, adapter in enumerate(["", "poet"]):
+        session = new_session(f"2025010{1 + number}T000000-{number}")
+        record(dataset, session, prefix="ab"[number], adapter=adapter)
+    assert len(load_rows(dataset)) == len(load_rows(dataset, "poet")) > 0
+    assert not set(load_rows(dataset).request) & set(load_rows(dataset, "poet").request)
+    validate(dataset)
+    out = fit("star", dataset, tmp_path / "out", *TRAINED, "--data.adapter", "poet")
+    assert load_predictor(str(out)).adapter == "poet"
+    assert "`abc123`, LoRA adapter poet |" in (out / "README.md").read_text()
+    evaluate(dataset, str(out), tmp_path / "evaluation")
+    with pytest.raises(DatasetError, match=r"no rows of adapter pet, but of poet, the base model"):
+        load_rows(dataset, "pet")
+    only = tmp_path / "only"
+    record(only, adapter="poet")
+    arguments = ["train", "fit", "--config", str(CONFIGS / "star.yaml"), *QUIET]
+    assert main([*arguments, "--data.dataset", str(only), "--out", str(tmp_path / "none")]) == 1
+    said = capsys.readouterr().err
+    assert "no rows of the base model, but of poet: choose by --data.adapter NAME" in said
