@@ -1,6 +1,8 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
 # make nightly  the commands of the pages that take minutes, and every benchmark (hours)
+# make versions  every supported version of vLLM (about 10 minutes)
+# make models  models of many architectures (about 20 minutes)
 # make unit   the unit tests, in two processes
 # make test   every test, with a real vLLM
 # make browser  the page in Chromium: apt-get install chromium
@@ -21,11 +23,14 @@ TORCH_BACKEND ?= cpu
 TORCH := torch==2.13.0+cpu
 RUN := runs/demo
 
+COMPATIBILITY := --json benchmarks/results/compatibility.json --page docs/compatibility.md
+MODELS := llama llama-tied qwen2 qwen3 qwen3-moe mistral gemma2 gemma3 phi4 granite gpt2 opt granite-4 olmo2 cohere2 mimo
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test nightly unit browser fuzz lint docs notebook install clean
+.PHONY: demo test nightly versions models unit browser fuzz lint docs notebook install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -36,10 +41,16 @@ demo: $(INSTALLED)
 	$(BIN)/headway demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration tests/unit
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration tests/models tests/unit
 
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest tests/nightly
+
+versions: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compatibility --versions 0.29 0.30 0.31 0.32 0.33 $(COMPATIBILITY)
+
+models: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compatibility --models $(MODELS) $(COMPATIBILITY)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit

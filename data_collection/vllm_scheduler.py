@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from data_collection.capture.requests import FinishedRequest
 from data_collection.vllm_adapter.requests import finished_request
+from data_collection.vllm_adapter.scheduling import bind_cache_manager
 from data_collection.vllm_adapter.steps import FINISHED_ATTRIBUTE
 
 __all__ = ["HeadwayScheduler", "SchedulerPart"]
@@ -75,6 +76,7 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        bind_cache_manager(self)
         self._ended: list[FinishedRequest] = []
         self._parts = [part(self) for part in self.part_types]
         limits = SchedulerPart.most_tokens

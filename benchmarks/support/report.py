@@ -41,6 +41,7 @@ def write_report(
     quiet: bool = False,
     **further: Any,
 ) -> None:
+    """Write figures with what they depend on, those that are not known (NaN) as null."""
     if out is None:
         return
     document = {
@@ -48,7 +49,7 @@ def write_report(
         "commit": source_commit(),
         "machine": machine(),
         "versions": versions(),
-        "figures": figures,
+        "figures": {name: None if value != value else value for name, value in figures.items()},
         **further,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

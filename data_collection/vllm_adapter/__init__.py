@@ -1,4 +1,4 @@
-"""All that Headway reads and changes inside vLLM, a module a concern; written against vLLM 0.32.
+"""All that Headway reads and changes inside vLLM 0.29 to 0.33, a module a concern.
 
 `tests/integration/test_vllm_contract.py` names everything that is used here, so that another
 version fails there and says which one moved.

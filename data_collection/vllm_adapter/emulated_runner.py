@@ -18,6 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from data_collection.versions import vllm_release
 from data_collection.vllm_adapter.nixl import TAILS
 
 __all__ = [
@@ -189,6 +190,7 @@ def refuse_unemulated(config: VllmConfig) -> None:
     """
     parallel = config.parallel_config
     checks = (
+        (vllm_release() != (0, 32), "vLLM 0.32"),
         (config.device_config.device_type != "cpu", "vLLM's CPU build"),
         (config.use_v2_model_runner, "the V1 runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
         (parallel.world_size > 1, "a single worker: drop --tensor-parallel-size and the like"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from data_collection.versions import vllm_release
+
 __all__ = ["restore_request", "restores_runner_state", "watch_runner"]
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,8 @@ def watch_runner(tails_of: str) -> None:
         tails = getattr(scheduler_output.kv_connector_metadata, tails_of, None)
         if tails:
             if not isinstance(self.requests, _RestoringRequests):
-                self.requests = _RestoringRequests(self.requests)
+                vocabulary = self.model_config.get_vocab_size()
+                self.requests = _RestoringRequests(self.requests, vocabulary)
             self.requests.tails = tails
         return original(self, scheduler_output)
 
@@ -74,8 +77,9 @@ def watch_runner(tails_of: str) -> None:
 class _RestoringRequests(dict[str, Any]):
     """The runner's requests; one that has moved here starts with its output."""
 
-    def __init__(self, requests: dict[str, Any]) -> None:
+    def __init__(self, requests: dict[str, Any], vocabulary: int) -> None:
         super().__init__(requests)
+        self.vocabulary = vocabulary
         self.tails: dict[str, list[int]] = {}
 
     def __setitem__(self, request_id: str, state: Any) -> None:
@@ -83,11 +87,18 @@ class _RestoringRequests(dict[str, Any]):
         if tail is not None:
             state.output_token_ids.extend(tail)
             if state.generator is not None:
-                _advance(state.generator, len(tail))
+                _advance(state.generator, len(tail), self.vocabulary)
         super().__setitem__(request_id, state)
 
 
-def _advance(generator: torch.Generator, tokens: int) -> None:
-    """Draw what the CPU's sampler has drawn for so many tokens: one integer each."""
+def _advance(generator: torch.Generator, tokens: int, vocabulary: int) -> None:
+    """Draw what the CPU's sampler has drawn for so many tokens.
+
+    One integer each; until vLLM 0.31 noise for every entry of the vocabulary.
+    """
+    noise = torch.empty(vocabulary)
     for _ in range(tokens):
-        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        if vllm_release() >= (0, 32):
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        else:
+            noise.exponential_(generator=generator)

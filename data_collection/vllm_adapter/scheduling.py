@@ -1,10 +1,11 @@
 """vLLM's scheduler: the requests it holds, the order of its queue, its room, and its answers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
@@ -14,6 +15,7 @@ __all__ = [
     "HeldRequest",
     "QueuedRequest",
     "add_output",
+    "bind_cache_manager",
     "fullness",
     "held_requests",
     "move_to_front",
@@ -25,11 +27,55 @@ __all__ = [
 ]
 
 
+def bind_cache_manager(scheduler: Any) -> None:
+    """Hand our connector the cache manager, as vLLM does itself since 0.30."""
+    connector = scheduler.connector
+    if hasattr(connector, "bind_kv_cache_manager") and not hasattr(
+        KVConnectorBase_V1, "bind_kv_cache_manager"
+    ):
+        connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+
+
+def _holding_cache(scheduler: Any) -> Sequence[Request]:
+    """Return the waiting requests that hold blocks of the KV cache.
+
+    Until vLLM 0.30 they are in one queue with all that were passed over.
+    """
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return list(scheduler.kv_holding_waiting)
+    remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return [one for one in scheduler.skipped_waiting if one.status == remote]
+
+
+def _without_cache(scheduler: Any) -> list[Request]:
+    """Return the waiting requests that hold none."""
+    waiting = list(scheduler.waiting)
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return waiting
+    holding = set(_holding_cache(scheduler))
+    return [*(one for one in scheduler.skipped_waiting if one not in holding), *waiting]
+
+
+def _passed_over(scheduler: Any) -> Collection[Request]:
+    """Return the waiting requests that the last step passed over, but for want of room."""
+    if hasattr(scheduler, "deferred_waiting"):
+        deferred: set[Request] = scheduler.deferred_waiting
+        return deferred
+    return set(scheduler.skipped_waiting)
+
+
+def _most_running(scheduler: Any) -> int:
+    """Return how many requests may run before others begin."""
+    until_0_30: int = scheduler.max_num_running_reqs
+    most: int = getattr(scheduler, "max_num_active_reqs", until_0_30)
+    return most
+
+
 def fullness(scheduler: Any) -> dict[str, Any]:
     """Return the gauges of an engine."""
     return {
         "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
+        "waiting": len(_without_cache(scheduler)),
         "kv_usage": float(scheduler.kv_cache_manager.usage),
         "kv_capacity_tokens": int(scheduler.cache_config.num_gpu_blocks)
         * int(scheduler.block_size),
@@ -111,8 +157,8 @@ def held_requests(scheduler: Any, admits: bool) -> list[HeldRequest]:
     slots = slots_to_begin(scheduler)
     return [
         *(held for held in running if held is not None),
-        *_waiting(scheduler, scheduler.kv_holding_waiting, True, may_begin=slots > 0),
-        *_waiting(scheduler, scheduler.waiting, False, may_begin=slots > 0 and admits),
+        *_waiting(scheduler, _holding_cache(scheduler), True, may_begin=slots > 0),
+        *_waiting(scheduler, _without_cache(scheduler), False, may_begin=slots > 0 and admits),
     ]
 
 
@@ -177,7 +223,7 @@ def _is_ready(scheduler: Any, request: Request, holds_cache: bool) -> bool:
 def room(scheduler: Any) -> tuple[int, int]:
     """Return what a waiting request needs: free blocks of the KV cache, and slots."""
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return free, scheduler.max_num_active_reqs - len(scheduler.running)
+    return free, _most_running(scheduler) - len(scheduler.running)
 
 
 def slots_to_begin(scheduler: Any) -> int:
@@ -192,8 +238,8 @@ def no_room_for(scheduler: Any, names: Sequence[str]) -> bool:
     vLLM puts those aside that it passed over for other reasons, and begins none while one that
     holds a cache cannot continue.
     """
-    aside = scheduler.deferred_waiting
-    if any(request not in aside for request in scheduler.kv_holding_waiting):
+    aside = _passed_over(scheduler)
+    if any(request not in aside for request in _holding_cache(scheduler)):
         return False
     waiting = {request.request_id: request for request in scheduler.waiting}
     return any(name in waiting and waiting[name] not in aside for name in names)
@@ -202,11 +248,17 @@ def no_room_for(scheduler: Any, names: Sequence[str]) -> bool:
 def move_to_front(scheduler: Any, names: Sequence[str]) -> None:
     """Let these waiting requests be looked at first, in this order; others keep theirs.
 
-    vLLM stops at the first waiting request that it gives no tokens.
+    Until 0.32 vLLM stops at the first waiting request that it gives no tokens.
     """
     queue = scheduler.waiting
+    skipped = list(getattr(scheduler, "skipped_waiting", ()))
+    if skipped:  # until 0.30 these come first, and the first without tokens stops the others
+        scheduler.skipped_waiting.remove_requests(skipped)
+        queue.prepend_requests(reversed(skipped))
     by_name = {request.request_id: request for request in queue}
     chosen = [by_name[name] for name in names if name in by_name]
+    if hasattr(scheduler, "deferred_waiting"):  # else one passed over once would always be
+        scheduler.deferred_waiting.difference_update(chosen)
     if any(a is not b for a, b in zip(queue, chosen, strict=False)):
         queue.remove_requests(chosen)
         queue.prepend_requests(reversed(chosen))

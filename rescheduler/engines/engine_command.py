@@ -12,7 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_collection.capture.capture_config import SECTION
-from data_collection.versions import SUPPORTED_VLLM, installed_version, vllm_version
+from data_collection.versions import (
+    SUPPORTED_VLLM,
+    installed_version,
+    is_supported_vllm,
+    supported_vllm,
+    vllm_release,
+    vllm_version,
+)
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.emulation.emulate_options import EMULATE_SECTION
 from rescheduler.engines import emulated_deployment
@@ -48,6 +55,7 @@ docs/deploy.md.
 """
 
 _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
+_BARE_SCHEDULER = "data_collection.vllm_scheduler.HeadwayScheduler"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 _ORDERED_SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
@@ -125,6 +133,8 @@ def engine_command(
         arguments += ["--scheduler-cls", _ORDERED_SCHEDULER]
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]
+    elif instance.control is not None and (0, 0) < vllm_release() < (0, 30):
+        arguments += ["--scheduler-cls", _BARE_SCHEDULER]  # hands over the KV cache
     if section:
         additional = {SECTION: section}
         if emulate is not None:
@@ -296,10 +306,10 @@ def check_versions() -> None:
             "vLLM is not installed. On GPUs: pip install 'headway[vllm,nixl]'; on a CPU: "
             "make install. `headway launch --print` shows the commands for another machine"
         )
-    if not found.startswith(SUPPORTED_VLLM):
+    if not is_supported_vllm(found):
         raise LaunchError(
-            f"vLLM {found} is installed; Headway supports {SUPPORTED_VLLM}x: "
-            f"pip install 'vllm=={SUPPORTED_VLLM}0'"
+            f"vLLM {found} is installed; Headway supports {supported_vllm()}: "
+            f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.0'"
         )
     if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
         raise LaunchError("NIXL, which moves the KV caches, is not installed: pip install nixl")

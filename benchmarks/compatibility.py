@@ -1,0 +1,148 @@
+"""Which parts of Headway work on which version of vLLM, and with which models, by running them.
+
+    python -m benchmarks.compatibility [--versions 0.31 0.33 ...] [--models qwen3 ...]
+        [--json OUT] [--page PAGE]
+
+Each version is downloaded once into a folder of its own, and runs the contract tests and
+`tests/versions`: capture, forecasts, batches by deadlines and moves, on two layers of SmolLM2 and
+real engines. Versions without a CPU wheel run their own Python on the compiled part of the
+installed one. Models have random weights, and run `tests/models` on the installed version.
+
+What is not asked for is kept as the file has it. With ``--page`` the tables in that page are
+replaced.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.report import arguments, write_report
+from benchmarks.support.tiny_models import TINY_MODELS
+from benchmarks.support.vllm_versions import environment_of
+from data_collection.atomic_file import write_text_atomically
+from data_collection.versions import NEWEST_CPU_VLLM, SUPPORTED_VLLM
+from rescheduler.simulator.results.report import markdown_table
+
+_ROOT = Path(__file__).parents[1]
+PARTS = ("contract", "capture", "forecasts", "batching", "moves")
+MODEL_PARTS = ("capture", "forecasts", "moves")
+_CONTRACT = "tests/integration/test_vllm_contract.py"
+
+
+def main() -> None:
+    parser = arguments("which parts work on which version of vLLM, with which models", quick=False)
+    choose: dict[str, Any] = {"nargs": "*", "default": []}
+    parser.add_argument("--versions", choices=SUPPORTED_VLLM, **choose)
+    parser.add_argument("--models", choices=list(TINY_MODELS), **choose)
+    parser.add_argument("--all", action="store_true", help="all versions and models")
+    parser.add_argument("--page", type=Path, help="replace the tables in this page")
+    options = parser.parse_args()
+    if options.all:
+        options.versions, options.models = list(SUPPORTED_VLLM), list(TINY_MODELS)
+    figures: dict[str, str] = {}
+    if options.json is not None and options.json.is_file():
+        figures = json.loads(options.json.read_text())["figures"]
+    for version in options.versions:
+        found = run(version, [_CONTRACT, "tests/versions"])
+        figures |= said(f"vLLM {version}", {f"{part}_{version}": found[part] for part in PARTS})
+    for model in options.models:
+        found = run(NEWEST_CPU_VLLM, ["tests/models"], model)
+        made = TINY_MODELS[model]
+        refused = {"capture": not made.captured, "moves": not made.moves}
+        how = {
+            f"{part}_{model}": "refused"
+            if refused.get(part) and found[part] == "passed"
+            else found[part]
+            for part in MODEL_PARTS
+        }
+        figures |= said(model, how)
+        flags = " ".join(f"`{flag}`" for flag in made.flags)
+        figures |= {f"flags_{model}": flags} if flags else {}
+        write_report("compatibility", figures, options.json, quiet=True)
+    columns = {"versions": (PARTS, SUPPORTED_VLLM), "models": (MODEL_PARTS, TINY_MODELS)}
+    tables = {name: table(*of, figures) for name, of in columns.items()}
+    print("\n\n".join(tables.values()))
+    write_report("compatibility", figures, options.json, tables=list(tables.values()))
+    if options.page is not None:
+        write_text_atomically(options.page, with_tables(options.page.read_text(), tables))
+    if any(how in ("failed", "not run") for how in figures.values()):
+        sys.exit(1)
+
+
+def said(what: str, outcomes: dict[str, str]) -> dict[str, str]:
+    parts = ", ".join(f"{name.rsplit('_', 1)[0]} {how}" for name, how in outcomes.items())
+    print(f"{what}: {parts}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def table(parts: Sequence[str], names: Iterable[str], figures: Mapping[str, str]) -> str:
+    """Return a table, with a row for each version or model that has run."""
+    rows = []
+    for name in names:
+        if f"{parts[0]}_{name}" not in figures:
+            continue
+        cells = [str(figures.get(f"{part}_{name}", "")) for part in parts]
+        if flags := figures.get(f"flags_{name}"):
+            cells[-1] += f" with {flags}"
+        rows.append([name, *cells])
+    return "\n".join(markdown_table(["", *parts], rows))
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page with its tables replaced, each between two comments."""
+    for name, made in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"the page has no {begin} with its end")
+        page = f"{before}{begin}\n{made}\n{end}{after}"
+    return page
+
+
+def run(version: str, tests: Sequence[str], model: str | None = None) -> dict[str, str]:
+    """Return how each part fared: ``passed``, ``failed`` or ``not run``."""
+    environment = environment_of(version)
+    if model is not None:
+        environment["HEADWAY_TEST_MODELS"] = model
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *tests, f"--junit-xml={report}"],
+            env=environment,
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not report.is_file():
+            print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+            return dict.fromkeys(PARTS, "not run")
+        return outcomes_of(report, done.stdout)
+
+
+def outcomes_of(report: Path, printed: str) -> dict[str, str]:
+    """Return how each part fared, by pytest's report; print what failed."""
+    found: dict[str, list[bool]] = {part: [] for part in PARTS}
+    for case in ElementTree.parse(report).iter("testcase"):
+        contract = "test_vllm_contract" in case.get("classname", "")
+        name = case.get("name", "").removeprefix("test_")
+        part = "contract" if contract else next((p for p in PARTS if name.startswith(p)), None)
+        went_well = case.find("failure") is None and case.find("error") is None
+        if case.find("skipped") is not None:  # no model of this kind was asked for
+            continue
+        for one in [part] if part else PARTS[1:]:  # the version itself is all parts' concern
+            found[one].append(went_well)
+    if not all(all(cases) for cases in found.values()):
+        print(printed[-3000:])
+    states = {True: "passed", False: "failed"}
+    return {part: states[all(cases)] if cases else "not run" for part, cases in found.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Engines with every part of Headway, for any version of vLLM and any model."""
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from batching_profile import profile_of
+from forecast_messages import write_all_reading
+from listening import Listener, listener
+from metrics import metric
+from move_cases import CASES
+from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
+from msgspec.structs import replace
+from recorded_requests import wait_until_recorded
+from running_deployment import ENGINE
+
+from predictor.training.row_table import RowTable, load_rows
+from rescheduler.engines.deployment import Deployment, Instance
+from rescheduler.engines.engine_command import engine_command
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.step_time.profile import BatchTime
+
+__all__ = ["MOVED", "PartsEngines", "parts_engines"]
+
+_NAMES = (
+    *("greedy", "seed", "top-p-top-k", "repetition-penalty", "other-penalties"),
+    *("seed-and-penalties", "logprobs", "bad-words", "logit-bias"),
+)
+_LONG = {"prompt": STORY * 8}
+"""Shorter ones are sooner computed again than read."""
+MOVED = {name: dataclasses.replace(CASES[name], body=CASES[name].body | _LONG) for name in _NAMES}
+_TIMES = BatchTime(constant=0.05, per_new=0.001, per_context=1e-6)
+_BATCHED_TOKENS, _REQUESTS, _GENERATED = 64, 6, 28
+_WHOLE_PROMPTS = ["--max-num-batched-tokens", "512"]
+_WHOLE_PROMPTS += ["--scheduler-cls", "predictor.live.vllm_scheduler.LiveHeadwayScheduler"]
+"""Of engines between which requests move: part of a seeded prompt ends vLLM's on a CPU."""
+
+
+@dataclass(frozen=True)
+class PartsEngines:
+    """One engine that records, forecasts and forms batches, and two that requests move between."""
+
+    deployment: Deployment
+    folder: Path
+    heard: Listener
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "predictor"
+
+    def on_both(self) -> Run:
+        """Return what runs a coroutine on the two engines between which requests move."""
+        return runner_on(self.deployment.decode[1:])
+
+    def printed(self) -> str:
+        return "".join(log.read_text() for log in sorted((self.folder / "logs").iterdir()))
+
+    def recorded(self) -> RowTable:
+        """Return rows of prompts in parts, in batches formed by deadlines, with preemption."""
+
+        async def work(engine: list[Engine]) -> str:
+            async def generate(i: int) -> Generation:
+                prompt = [(1000 + 37 * i + 11 * j) % 20_000 for j in range(150)]
+                body = {"prompt": prompt, "max_tokens": _GENERATED, "temperature": 0}
+                return await moved(engine, body | {"ignore_eos": True}, [])
+
+            answers = await asyncio.gather(*map(generate, range(_REQUESTS)))
+            assert all(len(one.tokens) == _GENERATED for one in answers)
+            async with engine[0].session.get(engine[0].url + "/metrics") as response:
+                return await response.text()
+
+        first = self.deployment.decode[:1]
+        metrics = asyncio.run(_alone(first[0], work)) if first[0].control is None else None
+        metrics = metrics or runner_on(first)(work)
+        assert metric(metrics, "vllm:num_preemptions_total") > 0
+        dataset = self.folder / "decode-0-dataset"
+        wait_until_recorded(dataset, _REQUESTS)
+        return load_rows(dataset)
+
+    def read_by_a_move(self) -> tuple[float, Generation]:
+        """Move a request of a prompt that is cached nowhere; return how many tokens were read."""
+        source = "external_kv_transfer"
+
+        async def work(both: list[Engine]) -> tuple[float, Generation]:
+            before = await both[1].prompt_tokens()
+            body = GREEDY | {"prompt": "A new one. " + STORY * 8}
+            generation = await moved(both, body, [24])
+            after = await both[1].prompt_tokens()
+            return after[source] - before.get(source, 0), generation
+
+        read: tuple[float, Generation] = self.on_both()(work)
+        return read
+
+
+@contextmanager
+def parts_engines(
+    model: Path, folder: Path, flags: Sequence[str] = (), moves: bool = True
+) -> Iterator[PartsEngines]:
+    """Run engines of a model.
+
+    Args:
+        model: its folder.
+        folder: for all they write.
+        flags: that its engines need.
+        moves: whether its requests can move; else only the first engine runs, without a control
+            socket.
+    """
+    options = replace(
+        ENGINE,
+        checkpoint=str(write_all_reading(folder / "predictor", model)),
+        max_model_len=512,
+        kv_blocks=24,
+        k=1,
+        batching={
+            "profile": str(profile_of(model, folder / "profile.yaml", _TIMES)),
+            "recalibrate": False,
+        },
+        arguments=["--max-num-batched-tokens", str(_BATCHED_TOKENS), *flags],
+    )
+    with listener() as heard:
+        described = local_deployment(
+            str(model), options, 3 if moves else 1, 0, routing={"name": "pab"}
+        )
+        first, *others = described.instances
+        if not moves:
+            first = replace(first, control=None)
+            described = replace(described, instances=[first])
+        first = replace(first, arguments=_additional(described, first, folder, heard.endpoint))
+        instances = [first, *(replace(one, arguments=_WHOLE_PROMPTS) for one in others)]
+        deployment = replace(described, instances=instances, served_model_name="smollm2")
+        with launched(deployment, folder / "logs"):
+            yield PartsEngines(deployment, folder, heard)
+
+
+def _additional(deployment: Deployment, one: Instance, folder: Path, listens: str) -> list[str]:
+    """Return the engine's configuration with a recorder, and with telemetry to us."""
+    command = engine_command(deployment, one, deployment.model, sys.executable)
+    given = command.arguments[command.arguments.index("--additional-config") + 1]
+    section: dict[str, Any] = json.loads(given)["headway"]
+    dataset = str(folder / f"{one.name}-dataset")
+    section["record"] = {"path": dataset, "dtype": "float32", "flush_seconds": 1}
+    section["forecast"]["telemetry"]["connect"] = [listens]
+    return ["--additional-config", json.dumps({"headway": section})]
+
+
+async def _alone(instance: Instance, work: Any) -> Any:
+    """Run a coroutine on an engine that has no control socket."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as session:
+        engine: Any = Engine(instance.url, None, session)  # type: ignore[arg-type]
+        return await work([engine])

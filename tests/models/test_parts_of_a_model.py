@@ -1,0 +1,81 @@
+"""Capture, forecasts and moves of models with random weights, of many architectures.
+
+`make models` runs all of them, and `make test` four that differ most.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from captured_rows import assert_rows_are_whole, assert_vectors_equal
+from forecast_messages import assert_forecasts_equal
+from move_cases import assert_unchanged, there_and_back
+from msgspec.structs import replace
+from parts_engines import MOVED, PartsEngines, parts_engines
+from running_deployment import ENGINE
+
+from benchmarks.support.tiny_models import TINY_MODELS, tiny_model
+from predictor.training.row_table import RowTable
+from rescheduler.engines.engine_command import LaunchError
+from rescheduler.engines.launch_engines import launched
+from rescheduler.engines.launch_local import local_deployment
+
+NAMES = os.environ.get("HEADWAY_TEST_MODELS", "qwen3 gemma3 gpt2 opt mimo").split()
+SERVED = [name for name in NAMES if TINY_MODELS[name].captured]
+REFUSED = [name for name in NAMES if not TINY_MODELS[name].captured]
+
+
+class Served(NamedTuple):
+    name: str
+    model: Path
+    engines: PartsEngines
+    rows: RowTable
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder, made = tmp_path_factory.mktemp("model"), TINY_MODELS[request.param]
+    model = tiny_model(request.param, smollm2, folder / request.param)
+    with parts_engines(model, folder, made.flags, made.moves) as engines:
+        yield Served(request.param, model, engines, engines.recorded())
+
+
+def test_capture(served: Served) -> None:
+    assert_rows_are_whole(served.rows)
+    assert_vectors_equal(served.rows, served.model)
+
+
+def test_forecasts(served: Served) -> None:
+    heard, checkpoint = served.engines.heard.messages, served.engines.checkpoint
+    assert_forecasts_equal(heard, served.rows, checkpoint, repeats=False)  # of random weights
+
+
+def test_moves(served: Served) -> None:
+    if not TINY_MODELS[served.name].moves:
+        assert_refused(served.model, served.engines.folder / "refused", "layers whose state is not")
+        return
+    compared = served.engines.on_both()(lambda both: there_and_back(both, MOVED))
+    for name, case in MOVED.items():
+        assert_unchanged(compared, name, case)
+    read, generation = served.engines.read_by_a_move()
+    assert generation.hops == 1
+    assert read >= len(generation.prompt) + 20
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_capture_refused(name: str, smollm2: Path, tmp_path: Path) -> None:
+    model = tiny_model(name, smollm2, tmp_path / name)
+    assert_refused(model, tmp_path, "its next tokens do not come from the hidden states")
+
+
+def assert_refused(model: Path, folder: Path, why: str) -> None:
+    """Assert that an engine that can be moved between does not start, and says why."""
+    options = replace(ENGINE, checkpoint=None, max_model_len=512)
+    deployment = local_deployment(str(model), options, 1, 0)
+    with pytest.raises(LaunchError), launched(deployment, folder / "logs"):
+        pass
+    assert why in (folder / "logs" / "decode-0.log").read_text()
