@@ -19,11 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.emulated_fleet import ARMS, BLOCK, KV_TOKENS, LAW, PROFILE, PROMPTS, REPLICAS
+from benchmarks.emulated_fleet import (
+    ARMS,
+    BLOCK,
+    KV_TOKENS,
+    LAW,
+    MOST_EXCESS,
+    PROFILE,
+    PROMPTS,
+    REPLICAS,
+)
 from benchmarks.support.emulated_load import TPOT_S, TTFT_S, EmulatedRequest, drawn_load
 from benchmarks.support.report import arguments, write_report
 from rescheduler.emulation.emulate_options import read_machine
-from rescheduler.emulation.step_clock import MOST_EXCESS
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
