@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from captured_rows import assert_rows_are_whole, assert_vectors_equal
-from forecast_messages import assert_forecasts_equal
+from forecast_messages import assert_forecasts_equal, write_all_reading
 from move_cases import assert_unchanged, there_and_back
 from msgspec.structs import replace
 from parts_engines import MOVED, PartsEngines, parts_engines
@@ -69,12 +69,13 @@ def test_moves(served: Served) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_capture_refused(name: str, smollm2: Path, tmp_path: Path) -> None:
     model = tiny_model(name, smollm2, tmp_path / name)
-    assert_refused(model, tmp_path, "its next tokens do not come from the hidden states")
+    checkpoint = str(write_all_reading(tmp_path / "predictor", model))
+    assert_refused(model, tmp_path, "its next tokens do not come from the hidden", checkpoint)
 
 
-def assert_refused(model: Path, folder: Path, why: str) -> None:
-    """Assert that an engine that can be moved between does not start, and says why."""
-    options = replace(ENGINE, checkpoint=None, max_model_len=512)
+def assert_refused(model: Path, folder: Path, why: str, checkpoint: str | None = None) -> None:
+    """Assert that an engine does not start that forecasts, or requests move from; and says why."""
+    options = replace(ENGINE, checkpoint=checkpoint, max_model_len=512)
     deployment = local_deployment(str(model), options, 1, 0)
     with pytest.raises(LaunchError), launched(deployment, folder / "logs"):
         pass
