@@ -82,6 +82,7 @@ TINY_MODELS = {
             **_FOUR,
         },
         moves=False,
+        flags=("--no-enable-prefix-caching",),
     ),
     "olmo2": TinyModel("Olmo2Config"),
     "cohere2": TinyModel("Cohere2Config", _WINDOWS, flags=_ONE_GROUP),
