@@ -31,7 +31,7 @@ from rescheduler.simulator.results.report import markdown_table
 _ROOT = Path(__file__).parents[1]
 PARTS = ("contract", "capture", "forecasts", "batching", "moves")
 MODEL_PARTS = ("capture", "forecasts", "moves")
-_CONTRACT = "tests/integration/test_vllm_contract.py"
+VERSION_TESTS = ("tests/integration/test_vllm_contract.py", "tests/versions")
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     if options.json is not None and options.json.is_file():
         figures = json.loads(options.json.read_text())["figures"]
     for version in options.versions:
-        found = run(version, [_CONTRACT, "tests/versions"])
+        found = run(version, VERSION_TESTS)
         figures |= said(f"vLLM {version}", {f"{part}_{version}": found[part] for part in PARTS})
     for model in options.models:
         found = run(NEWEST_CPU_VLLM, ["tests/models"], model)

@@ -108,12 +108,12 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             UnlikeStatesError: what would be captured does not make the model's logits.
         """
         super().load_model(*args, **kwargs)
-        if self.captures_states and is_last_stage():
-            model, name = self.model_runner.get_model(), self.vllm_config.model_config.model
-            kind = self.vllm_config.model_config.dtype
-            if self.vllm_config.lora_config is None:
-                refuse_changed_states(model, name, self.state_width(), self.device, kind)
-                self._is_linear = True
+        config = self.vllm_config
+        if self.captures_states and is_last_stage() and config.lora_config is None:
+            model, name = self.model_runner.get_model(), config.model_config.model
+            width, dtype = self.state_width(), config.model_config.dtype
+            refuse_changed_states(model, name, width, self.device, dtype)
+            self._is_linear = True
         if is_recording_rank():
             self._forecaster = self.make_forecaster(self._generated)
 

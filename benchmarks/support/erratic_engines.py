@@ -21,6 +21,7 @@ from aiohttp import web
 
 import predictor.live.telemetry_messages as telemetry
 import rescheduler.transfer.control_messages as control
+from benchmarks.support.engine_states import engine_state
 
 MODEL = "smollm2"
 FAULTS = ("error 500", "error 429", "error event", "prefill 500", "breaks", "too long")
@@ -227,13 +228,7 @@ class _Engine:
         """Return the answer to a command, unless it comes later."""
         number = command.number
         if isinstance(command, control.GetState):
-            return control.EngineState(
-                model="m",
-                dtype="float32",
-                kv_dtype="auto",
-                kv_groups=True,
-                tensor_parallel=1,
-                failed_loads=0,
+            return engine_state(
                 number=number,
                 version="erratic",
                 block_size=_BLOCK,
@@ -243,7 +238,6 @@ class _Engine:
                 num_blocks=_BLOCKS,
                 free_blocks=_BLOCKS - 8 * len(self.running),
                 running=len(self.running),
-                waiting=0,
                 frozen=list(self.kept),
             )
         if isinstance(command, control.Release):

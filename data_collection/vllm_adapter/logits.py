@@ -148,8 +148,8 @@ class GreedyCheck:
         """Find which tokens greedy requests may get, until their step's tokens are there."""
         if self.done:
             return
-        greedy = [i for i, name in enumerate(rows.request_ids) if name in self._plain]
-        greedy = greedy[:_ROWS]
+        names = rows.request_ids
+        greedy = [i for i, name in enumerate(names) if name in self._plain][:_ROWS]
         if not greedy:
             return
         states, head = rows.hidden_states[greedy], self._head
@@ -161,7 +161,7 @@ class GreedyCheck:
             if self._computes:
                 of_model = _likely(self._model.compute_logits(states), 0)  # type: ignore[operator]
                 likely = [a | b for a, b in zip(likely, of_model, strict=True)]
-        self._rows = _Rows([rows.request_ids[i] for i in greedy], likely)
+        self._rows = _Rows([names[i] for i in greedy], likely)
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
         """Forget requests."""
@@ -201,8 +201,9 @@ class GreedyCheck:
 
 def _likely(logits: torch.Tensor, first: int) -> list[set[int]]:
     """Return, for each row, the tokens with the largest logit, up to ties."""
-    values, tokens = logits.float().topk(min(_MOST_TIED, logits.shape[1]), dim=1)
-    tie = values[:, 0] - _TIE * (values[:, 0] - logits.float().amin(dim=1))
+    logits = logits.float()
+    values, tokens = logits.topk(min(_MOST_TIED, logits.shape[1]), dim=1)
+    tie = values[:, 0] - _TIE * (values[:, 0] - logits.amin(dim=1))
     near, tokens = (values >= tie[:, None]).cpu(), (tokens + first).cpu()
     return [set(row[kept].tolist()) for row, kept in zip(tokens, near, strict=True)]
 

@@ -17,6 +17,8 @@ __all__ = ["restore_request", "restores_runner_state", "watch_runner"]
 logger = logging.getLogger(__name__)
 
 _WATCHED = "_headway_restores"
+_DRAWS_INTEGERS = vllm_release() >= (0, 32)
+"""Whether a token takes one integer; until vLLM 0.31, noise for every entry of the vocabulary."""
 
 
 def restore_request(request: Any, generated: int) -> list[int]:
@@ -92,13 +94,9 @@ class _RestoringRequests(dict[str, Any]):
 
 
 def _advance(generator: torch.Generator, tokens: int, vocabulary: int) -> None:
-    """Draw what the CPU's sampler has drawn for so many tokens.
-
-    One integer each; until vLLM 0.31 noise for every entry of the vocabulary.
-    """
-    noise = torch.empty(vocabulary)
+    """Draw what the CPU's sampler has drawn for so many tokens."""
     for _ in range(tokens):
-        if vllm_release() >= (0, 32):
+        if _DRAWS_INTEGERS:
             torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
         else:
-            noise.exponential_(generator=generator)
+            torch.empty(vocabulary).exponential_(generator=generator)

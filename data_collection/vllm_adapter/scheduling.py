@@ -5,11 +5,12 @@ from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+
+from data_collection.vllm_adapter.support import BINDS_CACHE_MANAGER
 
 __all__ = [
     "HeldRequest",
@@ -30,30 +31,29 @@ __all__ = [
 def bind_cache_manager(scheduler: Any) -> None:
     """Hand our connector the cache manager, as vLLM does itself since 0.30."""
     connector = scheduler.connector
-    if hasattr(connector, "bind_kv_cache_manager") and not hasattr(
-        KVConnectorBase_V1, "bind_kv_cache_manager"
-    ):
+    if not BINDS_CACHE_MANAGER and hasattr(connector, "bind_kv_cache_manager"):
         connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
 
 
-def _holding_cache(scheduler: Any) -> Sequence[Request]:
+def _holding_cache(scheduler: Any) -> Collection[Request]:
     """Return the waiting requests that hold blocks of the KV cache.
 
     Until vLLM 0.30 they are in one queue with all that were passed over.
     """
     if hasattr(scheduler, "kv_holding_waiting"):
-        return list(scheduler.kv_holding_waiting)
+        holding: Collection[Request] = scheduler.kv_holding_waiting
+        return holding
     remote = RequestStatus.WAITING_FOR_REMOTE_KVS
     return [one for one in scheduler.skipped_waiting if one.status == remote]
 
 
-def _without_cache(scheduler: Any) -> list[Request]:
+def _without_cache(scheduler: Any) -> Collection[Request]:
     """Return the waiting requests that hold none."""
-    waiting = list(scheduler.waiting)
+    waiting: Collection[Request] = scheduler.waiting
     if hasattr(scheduler, "kv_holding_waiting"):
         return waiting
-    holding = set(_holding_cache(scheduler))
-    return [*(one for one in scheduler.skipped_waiting if one not in holding), *waiting]
+    remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return [*(one for one in scheduler.skipped_waiting if one.status != remote), *waiting]
 
 
 def _passed_over(scheduler: Any) -> Collection[Request]:

@@ -11,12 +11,16 @@ from data_collection.models import NORM_WITH_LOGITS
 from data_collection.versions import is_supported_vllm, supported_vllm, vllm_version
 
 __all__ = [
+    "BINDS_CACHE_MANAGER",
     "Part",
     "refuse_other_version",
     "refuse_unsupported",
     "runner_and_platform",
     "uses_v2_runner",
 ]
+
+BINDS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
+"""Whether vLLM hands a connector the cache manager: since 0.30. Else our scheduler does."""
 
 Part = Literal["capture", "batching", "moves"]
 
@@ -101,7 +105,7 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[A
         ),
         (
             ("moves",),
-            not reports and not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
+            not reports and not BINDS_CACHE_MANAGER,
             "up to vLLM 0.29 the scheduler has to hand over the KV cache; add --scheduler-cls "
             "data_collection.vllm_scheduler.HeadwayScheduler",
         ),

@@ -76,9 +76,8 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     sizes = (config["hidden_size"] + len(inputs), *config["widths"], outputs)
     what = (_SURVIVAL if survival else _REGRESSION).format(shape="→".join(map(str, sizes)))
     fields = {key: value for key, value in config.items() if key != "provenance"}
-    if adapter := config.get("adapter", ""):
-        adapter = f", LoRA adapter {adapter}"
-    fields["adapter"] = adapter
+    adapter = config.get("adapter")
+    fields["adapter"] = f", LoRA adapter {adapter}" if adapter else ""
     prompt = config["layer"] == "prompt"
     return _CARD.format(
         front_matter=front_matter("length-prediction", "llm-serving"),

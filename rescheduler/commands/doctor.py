@@ -12,8 +12,7 @@ from data_collection.versions import (
     supported_vllm,
     vllm_version,
 )
-from rescheduler.commands.findings import Finding
-from rescheduler.commands.model_findings import model_findings
+from rescheduler.commands.model_findings import Finding, model_findings
 
 __all__ = ["doctor", "examine"]
 

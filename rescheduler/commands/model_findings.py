@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from data_collection.models import NORM_WITH_LOGITS, resolve_model
 from data_collection.text_file import read_text
-from rescheduler.commands.findings import Finding
 
-__all__ = ["model_findings"]
+__all__ = ["Finding", "model_findings"]
 
 _STATES = ("linear_attention", "mamba", "conv", "recurrent")
 _WINDOWS = ("sliding_attention", "chunked_attention")
@@ -17,6 +16,23 @@ _INNER = ("text_config", "thinker_config", "llm_config")
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration")
 _UNUSUAL = ("mamba", "ssm", "conv_l", "linear_attn", "attn_layer_period", "full_attention_interval")
 """What names of keys contain where some layers have a state in place of a KV cache."""
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        what: its name.
+        state: ``ok``; ``note`` where only a part of Headway is missing; ``problem`` where what
+            is there does not work.
+        found: what was found.
+        remedy: what to do about it; empty when ``ok``.
+    """
+
+    what: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    remedy: str = ""
 
 
 def model_findings(model: str) -> list[Finding]:
@@ -104,7 +120,7 @@ def _filled(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "model_type" not in config:
         return {}
     try:
-        known = AutoConfig.from_pretrained(folder)
+        known = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = known.get_text_config()
         return {key: getattr(text, key) for key in _PATTERNS if getattr(text, key, None)}
     except Exception:  # of a model that transformers does not know, the file has to say all

@@ -26,6 +26,7 @@ from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import KIND
 
 __all__ = ["Cluster"]
 
@@ -70,7 +71,6 @@ class Cluster(Generic[R]):
         self.telemetry: TelemetrySubscriber | None = None
         self.forecasts: LiveForecasts | None = None
         self.instances: dict[str, InstanceState] = {}
-        self._unlike = ""
         self._stack = AsyncExitStack()
         self._loops: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -86,7 +86,7 @@ class Cluster(Generic[R]):
         self._stack.push_async_callback(self.upstream.close)
         served = deployment.served_name
         self.prober = Prober(
-            self.upstream, self.dispatcher.wake, options, served, probed=self._say_unlike
+            self.upstream, self.dispatcher.wake, options, served, changed=self._say_unlike
         )
 
     def _decide_by(self, deployment: Deployment) -> None:
@@ -122,6 +122,7 @@ class Cluster(Generic[R]):
         """Ask every instance how it is, and go on asking."""
         await asyncio.to_thread(self.compile)
         await asyncio.gather(*map(self.prober.probe, self.all))
+        self._say_unlike()
         for instance in self.all:
             self.forever(self.prober.run(instance))
 
@@ -132,15 +133,19 @@ class Cluster(Generic[R]):
             self.planner[0].plan(crowded_view())
 
     def _say_unlike(self) -> None:
-        """Log which engines cannot read each other's KV cache, when that changes."""
+        """Log which engines cannot read each other's KV cache; prefills may have other ranks."""
         groups: dict[str, list[str]] = {}
-        for instance in self.all:
-            if instance.engine is not None:
-                groups.setdefault(instance.engine.kind, []).append(instance.name)
-        said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in groups.items())
-        if len(groups) > 1 and said != self._unlike:
+        ranks = {one.kind[-1:] for one in self.decodes if one.kind is not None}
+        for one in self.all:
+            if one.kind is not None:
+                only_read = one.instance.role == "prefill" or len(ranks) == 1
+                compared = one.kind[:-1] if only_read else one.kind
+                values = zip(KIND.values(), compared, strict=False)
+                words = ", ".join(f"{what} {value!r}" for what, value in values)
+                groups.setdefault(words, []).append(one.name)
+        if len(groups) > 1:
+            said = "; ".join(f"{', '.join(names)}: {words}" for words, names in groups.items())
             logger.error("engines that cannot read each other's KV cache: %s", said)
-        self._unlike = said if len(groups) > 1 else ""
 
     async def close(self, patience: float = 0.0) -> None:
         """End what runs in the background, and close every connection.

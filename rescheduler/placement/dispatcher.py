@@ -175,19 +175,17 @@ class Dispatcher(Generic[R]):
         """Return whether an instance is in service that has not failed or turned away a request."""
         return any(instance not in request.avoid for instance in self.usable)
 
-    def choose(
-        self, requests: Sequence[R], source: InstanceState | None = None
-    ) -> list[InstanceState | None]:
+    def choose(self, requests: Sequence[R], source: InstanceState) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
         By the policy, or by least KV load where that may hold requests back.
 
         Args:
             requests: all on one instance.
-            source: where that is, and what else reads its KV cache; None: anywhere.
+            source: which that is; what cannot read its KV cache is left out.
         """
         available = [one for one in self._decodes if one.available]
-        targets = [one for one in available if source is None or not source.unlike(one)]
+        targets = [one for one in available if not source.is_unlike(one)]
         if not targets:
             return [None] * len(requests)
         chosen = self._chosen(requests, self._decides_at_once, targets)

@@ -135,16 +135,20 @@ class InstanceState:
             return int(UNLIMITED)
         return self.engine.num_blocks * self.engine.block_size
 
-    def unlike(self, other: "InstanceState", moves: bool = True) -> str:
-        """Return why another instance cannot read this one's KV cache; "" as far as is known.
+    @property
+    def kind(self) -> tuple[object, ...] | None:
+        """What another engine must have in common to read its KV cache; None: not known yet."""
+        return self.engine.kind if self.engine is not None else None
+
+    def is_unlike(self, other: "InstanceState", moves: bool = True) -> bool:
+        """Return whether another instance cannot read this one's KV cache, as far as is known.
 
         Args:
             other: the instance that is to read.
             moves: whether running requests are to move, and not only prefilled ones.
         """
-        if self.engine is None or other.engine is None:
-            return ""
-        return self.engine.unlike(other.engine, moves)
+        mine, theirs, end = self.kind, other.kind, None if moves else -1
+        return mine is not None and theirs is not None and mine[:end] != theirs[:end]
 
     def leave_out(self, purpose: str, error: Exception) -> None:
         """Note that a decision is taken without it; logged the first time."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from rescheduler.migration import Plan
@@ -43,13 +43,7 @@ class PlannerLoop(Generic[R]):
 
     def plan(self) -> None:
         """Plan once, and begin the moves."""
-        refreshed = self._forecasts is None
-        for instances in _alike(one for one in self._cluster.decodes if one.available):
-            if len(instances) < 2 or not running_requests(self._cluster.placements, instances):
-                continue
-            if not refreshed and self._forecasts is not None:
-                self._forecasts.refresh()
-                refreshed = True
+        for instances in _alike([one for one in self._cluster.decodes if one.available]):
             try:
                 self._plan(instances)
             except Exception:
@@ -57,6 +51,10 @@ class PlannerLoop(Generic[R]):
 
     def _plan(self, instances: Sequence[InstanceState]) -> None:
         cluster, placements = self._cluster, self._cluster.placements
+        if len(instances) < 2 or not running_requests(placements, instances):
+            return
+        if self._forecasts is not None:
+            self._forecasts.refresh()
         started = time.perf_counter()
         now = asyncio.get_running_loop().time()
         instances, view = guarded_view(
@@ -83,17 +81,13 @@ class PlannerLoop(Generic[R]):
         self._said = "" if plan.migrations else plan.reason
 
 
-def _alike(instances: Iterable[InstanceState]) -> list[list[InstanceState]]:
-    """Return groups of instances that can read each other's KV cache, as far as is known."""
-    groups: list[list[InstanceState]] = []
-    for instance in instances:
-        for group in groups:
-            if not any(one.unlike(instance) for one in group):
-                group.append(instance)
-                break
-        else:
-            groups.append([instance])
-    return groups
+def _alike(instances: Sequence[InstanceState]) -> list[list[InstanceState]]:
+    """Return groups that can read each other's KV cache; what is not known is as the first."""
+    first = next((one.kind for one in instances if one.kind is not None), None)
+    groups: dict[tuple[object, ...] | None, list[InstanceState]] = {}
+    for one in instances:
+        groups.setdefault(one.kind or first, []).append(one)
+    return list(groups.values())
 
 
 _DRAIN_SECONDS = 0.25

@@ -30,7 +30,7 @@ class Prober:
     Args:
         wake: called when an instance may have more room.
         model: name that the engines serve.
-        probed: called when an instance may say something else of its engine.
+        changed: called when an instance has become of another kind.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Prober:
         wake: Callable[[], None],
         options: ProxyOptions,
         model: str,
-        probed: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._upstream, self._wake = upstream, wake
-        self._options, self._model, self._probed = options, model, probed
+        self._options, self._model, self._changed = options, model, changed
         self._said: dict[str, str] = {}
 
     async def run(self, instance: InstanceState) -> None:
@@ -50,7 +50,10 @@ class Prober:
         loop = asyncio.get_running_loop()
         while True:
             if instance.breaker.closed or instance.breaker.probe_due(loop.time()):
+                before = instance.kind
                 await self.probe(instance)
+                if instance.kind != before:
+                    self._changed()
             wait = self._options.probe_seconds
             if not instance.breaker.closed:
                 wait = min(wait, instance.breaker.seconds_to_probe(loop.time()))
@@ -89,7 +92,6 @@ class Prober:
                 if self._said.get(instance.name) != str(error):  # it may say so for days
                     logger.warning("%s: %s", instance.name, error)
                 self._said[instance.name] = str(error)
-            self._probed()
         if returns:
             instance.breaker.succeeded()
             logger.info("%s: in service again", instance.name)

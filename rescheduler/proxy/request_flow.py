@@ -112,7 +112,7 @@ class RequestFlow:
         if not isinstance(request.state, Placed) or request.state.prefill is None:
             return
         prefill = request.state.prefill.kept.instance
-        if prefill.unlike(instance, moves=False):
+        if prefill.is_unlike(instance, moves=False):
             self._metrics.unlike_prefills.labels(prefill.name, instance.name).inc()
             self.free(request, request.computes_prompt())
 

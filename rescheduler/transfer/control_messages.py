@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 __all__ = [
+    "KIND",
     "LARGEST_COMMAND",
     "LARGEST_PARAMS",
     "LARGEST_REPLY",
@@ -224,31 +225,24 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     failed_loads: Count
 
     @property
-    def kind(self) -> str:
-        """What is compared of it, in words."""
-        return ", ".join(f"{what} {getattr(self, name)!r}" for name, what in _COMPARED)
+    def kind(self) -> tuple[object, ...]:
+        """What two engines must have in common to read each other's KV cache.
 
-    def unlike(self, other: "EngineState", moves: bool = True) -> str:
-        """Return in what two engines differ that cannot read each other's KV cache; "" if alike.
-
-        Args:
-            other: the engine that is to read.
-            moves: whether running requests are to move, and not only prefilled ones.
+        The values of `KIND`; of a prefill instance the last one may be another.
         """
-        compared = _COMPARED if moves else _COMPARED[:-1]
-        values = ((what, getattr(self, name), getattr(other, name)) for name, what in compared)
-        return ", ".join(f"{what} {a!r} and {b!r}" for what, a, b in values if a != b)
+        return tuple(getattr(self, name) for name in KIND)
 
 
-_COMPARED = (
-    ("version", "vLLM"),
-    ("model", "model"),
-    ("dtype", "dtype"),
-    ("kv_dtype", "KV cache dtype"),
-    ("kv_groups", "hybrid KV cache manager"),
-    ("block_size", "block size"),
-    ("tensor_parallel", "tensor-parallel size"),
-)
+KIND = {
+    "version": "vLLM",
+    "model": "model",
+    "dtype": "dtype",
+    "kv_dtype": "KV cache dtype",
+    "kv_groups": "hybrid KV cache manager",
+    "block_size": "block size",
+    "tensor_parallel": "tensor-parallel size",
+}
+"""What is compared of engines, in words."""
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):

@@ -19,7 +19,11 @@ from data_collection.capture.requests import MIGRATION_PARAMS
 from data_collection.vllm_adapter import requests
 from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler, KeepingWorker
 from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
-from data_collection.vllm_adapter.support import refuse_other_version, refuse_unsupported
+from data_collection.vllm_adapter.support import (
+    BINDS_CACHE_MANAGER,
+    refuse_other_version,
+    refuse_unsupported,
+)
 from predictor.live.zmq_sockets import raised_port, shared_secret
 from rescheduler.transfer import control_messages as messages
 from rescheduler.transfer.control_messages import Command, ControlError, NotFrozen, Reply
@@ -59,7 +63,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Hand the cache manager on: commands need its blocks."""
-        if hasattr(NixlPullConnector, "bind_kv_cache_manager"):  # since vLLM 0.30
+        if BINDS_CACHE_MANAGER:
             super().bind_kv_cache_manager(kv_cache_manager)
         self.connector_scheduler.bind(kv_cache_manager)
 

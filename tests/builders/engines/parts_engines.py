@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +17,10 @@ from move_cases import CASES
 from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
 from msgspec.structs import replace
 from recorded_requests import wait_until_recorded
-from running_deployment import ENGINE
+from running_deployment import ENGINE, recording
 
 from predictor.training.row_table import RowTable, load_rows
 from rescheduler.engines.deployment import Deployment, Instance
-from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
@@ -133,22 +130,13 @@ def parts_engines(
         if not moves:
             first = replace(first, control=None)
             described = replace(described, instances=[first])
-        first = replace(first, arguments=_additional(described, first, folder, heard.endpoint))
+        dataset = folder / f"{first.name}-dataset"
+        arguments = recording(described, first, dataset, heard.endpoint)
+        first = replace(first, arguments=arguments)
         instances = [first, *(replace(one, arguments=_WHOLE_PROMPTS) for one in others)]
         deployment = replace(described, instances=instances, served_model_name="smollm2")
         with launched(deployment, folder / "logs"):
             yield PartsEngines(deployment, folder, heard)
-
-
-def _additional(deployment: Deployment, one: Instance, folder: Path, listens: str) -> list[str]:
-    """Return the engine's configuration with a recorder, and with telemetry to us."""
-    command = engine_command(deployment, one, deployment.model, sys.executable)
-    given = command.arguments[command.arguments.index("--additional-config") + 1]
-    section: dict[str, Any] = json.loads(given)["headway"]
-    dataset = str(folder / f"{one.name}-dataset")
-    section["record"] = {"path": dataset, "dtype": "float32", "flush_seconds": 1}
-    section["forecast"]["telemetry"]["connect"] = [listens]
-    return ["--additional-config", json.dumps({"headway": section})]
 
 
 async def _alone(instance: Instance, work: Any) -> Any:

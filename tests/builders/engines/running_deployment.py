@@ -1,6 +1,7 @@
 """What the session's deployment is, for the tests that use it."""
 
 import json
+import sys
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 from forecast_messages import CHECKPOINT
 
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
+from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import Launched
 
-__all__ = ["ENGINE", "PATIENT", "RunningDeployment", "complete"]
+__all__ = ["ENGINE", "PATIENT", "RunningDeployment", "complete", "recording"]
 
 
 ENGINE = EngineOptions(
@@ -63,3 +65,13 @@ def complete(instance: Instance, **fields: Any) -> Any:
     )
     with urllib.request.urlopen(request) as response:
         return json.load(response)
+
+
+def recording(deployment: Deployment, one: Instance, dataset: Path, listens: str) -> list[str]:
+    """Return the flag with which an engine also records, and sends its telemetry to a listener."""
+    command = engine_command(deployment, one, deployment.model, sys.executable)
+    given = command.arguments[command.arguments.index("--additional-config") + 1]
+    section: dict[str, Any] = json.loads(given)["headway"]
+    section["record"] = {"path": str(dataset), "dtype": "float32", "flush_seconds": 1}
+    section["forecast"]["telemetry"]["connect"] = [listens]
+    return ["--additional-config", json.dumps({"headway": section})]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any
 from batching_profile import profile_of
 from forecast_messages import write_all_reading
 from msgspec.structs import replace
-from running_deployment import ENGINE
+from running_deployment import ENGINE, recording
 
 from data_collection.models import resolve_model
 from rescheduler.engines.deployment import Deployment, Instance
-from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
@@ -120,22 +118,9 @@ def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
     deployment = local_deployment("smollm2", options, prefill=0, routing={"name": "pab"})
     engines = V2Engines(deployment, folder)
     instances = [
-        replace(one, arguments=_additional(engines, one, listens)) for one in engines.instances
+        replace(one, arguments=recording(deployment, one, engines.dataset(one), listens))
+        for one in engines.instances
     ]
     engines = V2Engines(replace(deployment, instances=instances), folder)
     with launched(engines.deployment, folder / "logs"):
         yield engines
-
-
-def _additional(engines: V2Engines, instance: Instance, listens: str) -> list[str]:
-    """Return the engine's configuration with a recorder, and with telemetry to us."""
-    command = engine_command(engines.deployment, instance, "smollm2", sys.executable)
-    given = command.arguments[command.arguments.index("--additional-config") + 1]
-    section: dict[str, Any] = json.loads(given)["headway"]
-    section["record"] = {
-        "path": str(engines.dataset(instance)),
-        "dtype": "float32",
-        "flush_seconds": 1,
-    }
-    section["forecast"]["telemetry"]["connect"] = [listens]
-    return ["--additional-config", json.dumps({"headway": section})]

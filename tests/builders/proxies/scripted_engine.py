@@ -22,10 +22,10 @@ from msgspec import structs
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from benchmarks.support.engine_states import engine_state
 from rescheduler.engines.deployment import Instance
 from rescheduler.openai.openai_request import FORWARDED
 from rescheduler.transfer.control_messages import (
-    EngineState,
     Freeze,
     Frozen,
     GetState,
@@ -387,23 +387,15 @@ class ScriptedEngine:
     def _answer(self, command: Any) -> Reply | None:
         if not isinstance(command, GetState) or self.deaf:
             return None
-        state = EngineState(
-            model="m",
-            dtype="float32",
-            kv_dtype="auto",
-            kv_groups=True,
-            tensor_parallel=1,
-            failed_loads=0,
+        state = engine_state(
             number=command.number,
             version="scripted",
             block_size=_BLOCK,
-            max_num_seqs=64,
             max_model_len=100_000,
             prefix_caching=self.prefix_caching,
             num_blocks=_BLOCKS,
             free_blocks=0 if self.full else _BLOCKS - len(self.running),
             running=len(self.running),
-            waiting=0,
             frozen=list(self.kept),
         )
         return structs.replace(state, **self.says)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.engine_states import engine_state
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.messages import (
     MOST,
@@ -18,7 +19,6 @@ from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
-from rescheduler.transfer.control_messages import EngineState
 
 LOST = 10.0
 
@@ -56,25 +56,7 @@ def test_a_peer_that_falls_silent_counts_no_more() -> None:
     assert len(counted.on(instance)) == 0
 
 
-STATE = EngineState(
-    model="m",
-    dtype="float32",
-    kv_dtype="auto",
-    kv_groups=True,
-    tensor_parallel=1,
-    failed_loads=0,
-    number=0,
-    version="0.32.0",
-    block_size=16,
-    max_num_seqs=64,
-    max_model_len=4096,
-    prefix_caching=True,
-    num_blocks=1000,
-    free_blocks=900,
-    running=2,
-    waiting=0,
-    frozen=[],
-)
+STATE = engine_state()
 LOADS = st.builds(
     lambda requests, tokens: Load([requests], [tokens]),
     st.integers(0, MOST_REQUESTS),

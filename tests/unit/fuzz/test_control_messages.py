@@ -11,6 +11,7 @@ from fuzzing import damaged_frames, fuzzed, structs
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.support.engine_states import engine_state
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import (
     TOPIC,
@@ -28,15 +29,7 @@ from rescheduler.transfer.control_messages import (
 )
 from rescheduler.transfer.control_server import ControlServer
 
-STATE = EngineState(
-    model="m",
-    dtype="float32",
-    kv_dtype="auto", kv_groups=True,
-    tensor_parallel=1,
-    failed_loads=0,
-    number=0, version="0.32.0", block_size=16, max_num_seqs=64, max_model_len=4096,
-    prefix_caching=True, num_blocks=1000, free_blocks=900, running=2, waiting=0, frozen=["a"],
-)  # fmt: skip
+STATE = engine_state(frozen=["a"])
 NEAR = {"number": st.integers(0, 1), "params": st.just({"remote_block_ids": [[4, 7]]})}
 COMMANDS = damaged_frames(TOPIC, structs(Command, **NEAR))
 REPLIES = damaged_frames(TOPIC, structs(Reply, **NEAR))

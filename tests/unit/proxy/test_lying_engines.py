@@ -15,6 +15,7 @@ from published_telemetry import Engine, frames, publisher
 from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from tokenizers import Tokenizer
 
+from benchmarks.support.engine_states import engine_state
 from predictor.live.telemetry_messages import Gauges
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
@@ -185,25 +186,7 @@ states = st.builds(
     frozen=st.just([]),
 )
 floats = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e308, 0.0]) | st.floats()
-HEALTHY = EngineState(
-    model="m",
-    dtype="float32",
-    kv_dtype="auto",
-    kv_groups=True,
-    tensor_parallel=1,
-    failed_loads=0,
-    number=0,
-    version="v",
-    block_size=16,
-    max_num_seqs=64,
-    max_model_len=4096,
-    prefix_caching=True,
-    num_blocks=10_000,
-    free_blocks=10_000,
-    running=0,
-    waiting=0,
-    frozen=[],
-)
+HEALTHY = engine_state(num_blocks=10_000, free_blocks=10_000, running=0)
 OVERFLOWING = msgspec.structs.replace(HEALTHY, max_num_seqs=2**63)
 
 
@@ -257,7 +240,7 @@ async def test_placing_on_the_healthy_never_stops(
         request.prompt_tokens = prompt
         async with asyncio.timeout(60):
             await dispatcher.place(request)
-    assert dispatcher.choose([]) == []
+    assert dispatcher.choose([], instances[0]) == []
 
 
 async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(

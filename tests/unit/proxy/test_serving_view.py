@@ -14,6 +14,7 @@ import zmq
 from published_telemetry import frames, snapshot
 from tokenizers import Tokenizer
 
+from benchmarks.support.engine_states import engine_state
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.telemetry_messages import (
     Finished,
@@ -36,7 +37,6 @@ from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
-from rescheduler.transfer.control_messages import EngineState
 
 EDGES = [0, 10, 100, 1000]
 
@@ -70,25 +70,7 @@ def heard() -> Iterator[Heard]:
         yield Heard(telemetry, LiveForecasts(telemetry))
 
 
-ENGINE = EngineState(
-    model="m",
-    dtype="float32",
-    kv_dtype="auto",
-    kv_groups=True,
-    tensor_parallel=1,
-    failed_loads=0,
-    number=0,
-    version="v",
-    block_size=16,
-    max_num_seqs=8,
-    max_model_len=512,
-    prefix_caching=True,
-    num_blocks=100,
-    free_blocks=90,
-    running=2,
-    waiting=0,
-    frozen=[],
-)
+ENGINE = engine_state(max_num_seqs=8, max_model_len=512, num_blocks=100, free_blocks=90)
 
 
 def instance(name: str, control: Any = "a client") -> InstanceState:

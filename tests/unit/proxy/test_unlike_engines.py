@@ -76,7 +76,7 @@ async def test_a_prompt_prefilled_by_an_unlike_engine_is_computed_again(
         await until(lambda: it.proxy.cluster.instances["prefill-0"].engine.version == "scripted")
         await until(lambda: not prefill.says)
         instance = it.proxy.cluster.instances
-        await until(lambda: not instance["prefill-0"].unlike(instance["decode-0"]))
+        await until(lambda: not instance["prefill-0"].is_unlike(instance["decode-0"]))
         await it.stream({"prompt": PROMPT, "max_tokens": 20})
         assert decode.pulled == 1
 
