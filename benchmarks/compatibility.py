@@ -31,6 +31,8 @@ from rescheduler.simulator.results.report import markdown_table
 _ROOT = Path(__file__).parents[1]
 PARTS = ("contract", "capture", "forecasts", "batching", "moves")
 MODEL_PARTS = ("capture", "forecasts", "moves")
+TABLES = {"versions": (PARTS, SUPPORTED_VLLM), "models": (MODEL_PARTS, TINY_MODELS)}
+"""Of the page: columns, and rows as far as they have run."""
 VERSION_TESTS = ("tests/integration/test_vllm_contract.py", "tests/versions")
 
 
@@ -44,6 +46,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.all:
         options.versions, options.models = list(SUPPORTED_VLLM), list(TINY_MODELS)
+    if not (options.versions or options.models or options.page):
+        parser.error("nothing to do: give --versions, --models, --all or --page")
+    page = options.page.read_text() if options.page is not None and options.page.is_file() else ""
+    if options.page is not None and not all(f"<!-- {one}: begin -->" in page for one in TABLES):
+        parser.error(f"--page {options.page}: it has no place for the tables")
     figures: dict[str, str] = {}
     if options.json is not None and options.json.is_file():
         figures = json.loads(options.json.read_text())["figures"]
@@ -64,8 +71,7 @@ def main() -> None:
         flags = " ".join(f"`{flag}`" for flag in made.flags)
         figures |= {f"flags_{model}": flags} if flags else {}
         write_report("compatibility", figures, options.json, quiet=True)
-    columns = {"versions": (PARTS, SUPPORTED_VLLM), "models": (MODEL_PARTS, TINY_MODELS)}
-    tables = {name: table(*of, figures) for name, of in columns.items()}
+    tables = {name: table(*of, figures) for name, of in TABLES.items()}
     print("\n\n".join(tables.values()))
     write_report("compatibility", figures, options.json, tables=list(tables.values()))
     if options.page is not None:

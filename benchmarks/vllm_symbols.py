@@ -11,7 +11,7 @@ import difflib
 from pathlib import Path
 
 from benchmarks.support.report import arguments
-from benchmarks.support.vllm_versions import files_of
+from benchmarks.support.vllm_versions import files_of, minor_version
 
 NIXL = "distributed.kv_transfer.kv_connector.v1.nixl"
 SYMBOLS = {
@@ -68,8 +68,8 @@ SYMBOLS = {
 
 def main() -> None:
     parser = arguments("what has changed of the parts of vLLM that Headway touches", quick=False)
-    parser.add_argument("old", help="a version, such as 0.32")
-    parser.add_argument("new", help="another one")
+    parser.add_argument("old", type=minor_version, help="a version, such as 0.32")
+    parser.add_argument("new", type=minor_version, help="another one")
     parser.add_argument("--diff", action="store_true", help="show how")
     options = parser.parse_args()
     old, new = files_of(options.old), files_of(options.new)

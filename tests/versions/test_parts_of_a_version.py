@@ -66,7 +66,5 @@ def test_moves(compared: Compared, name: str) -> None:
 
 
 def test_moves_are_read_and_not_computed_again(engines: PartsEngines) -> None:
-    read, generation = engines.read_by_a_move()
-    assert generation.hops == 1
-    assert read >= len(generation.prompt) + 20
+    assert engines.read_by_a_move() > 0.9
     assert "Traceback" not in engines.printed()
