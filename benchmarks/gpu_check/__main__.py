@@ -1,6 +1,6 @@
 """Everything that a machine with a GPU should verify, before anybody trusts it with Headway.
 
-    python -m benchmarks.gpu_check [--only PART ...] [--device {cuda,cpu}] [--json OUT]
+    python -m benchmarks.gpu_check [--only PART ...] [--at-once N] [--device {cuda,cpu}] [--json OUT]
 
 The parts, in this order; each runs in a process of its own, in a bounded time:
 
@@ -25,13 +25,14 @@ if one failed. What they print is kept under runs/gpu_check. Those without vLLM 
 import platform
 import subprocess
 import sys
+from contextlib import closing
 
 import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_check.parts import PARTS, Outcome, run_part
+from benchmarks.gpu_check.parts import PARTS, Outcome, run_parts
 from benchmarks.support.report import arguments, write_report
 from rescheduler.commands.event_loop import ending_signals_raised
 
@@ -48,9 +49,18 @@ def main() -> int:
         metavar="PART",
         help="run these; default: all",
     )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run up to N parts at the same time: faster, but times are no longer of one alone",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, if there is one")
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.at_once < 1:
+        parser.error(f"--at-once must be 1 or more, not {options.at_once}")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here; --device cpu runs what a CPU can show")
     console = Console(markup=False)  # reasons may hold brackets
@@ -68,12 +78,16 @@ def main() -> int:
         parser.error(f"--json: {error}")
     try:
         with ending_signals_raised():
-            for name in options.only:
-                with console.status(f"{name}, at most {PARTS[name].seconds:.0f} s"):
-                    outcomes[name] = outcome = run_part(name, device)
-                reason = outcome.reason and f": {outcome.reason}"
-                console.print(f"{name}: {outcome.status}{reason}")
-                write(quiet=True)
+            names = list(dict.fromkeys(options.only))
+            with (
+                closing(run_parts(names, device, options.at_once)) as ended,
+                console.status(f"{len(names)} parts, at most {_most_seconds(names):.0f} s"),
+            ):
+                for done, (name, outcome) in enumerate(ended, start=1):
+                    outcomes[name] = outcome
+                    reason = outcome.reason and f": {outcome.reason}"
+                    console.print(f"{done}/{len(names)} {name}: {outcome.status}{reason}")
+                    write(quiet=True)
     except KeyboardInterrupt:
         console.print("interrupted")
     table = Table("part", "", "measured")
@@ -82,6 +96,10 @@ def main() -> int:
     console.print(table)
     write(quiet=False)
     return int(any(outcome.status == "failed" for outcome in outcomes.values()))
+
+
+def _most_seconds(names: list[str]) -> float:
+    return sum(PARTS[name].seconds for name in names)
 
 
 def _in_words(outcome: Outcome) -> str:

@@ -30,7 +30,9 @@ from predictor.training.rows_data_module import request_rows
 MODEL = "smollm2"
 _REQUESTS, _PROMPT, _GENERATED = 12, 40, 48
 _LONG_PROMPT = 200
-_CHAOS_SECONDS = 180.0
+_CHAOS_SECONDS, _MOVES = 60.0, 100
+_MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+"""A KV cache of a fixed size: engines that measure what is free disturb each other."""
 STRESS = {
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
@@ -66,7 +68,7 @@ def captured_vectors(
         _need_vllm(here)
         dataset, model = here.folder / "dataset", _model()
         prompts = _prompts(_LONG_PROMPT if stressed else _PROMPT)
-        own = {"dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.5}
+        own = {"dtype": "float32", "max_model_len": 512, **_MEMORY}
         seen = record(model, str(dataset), own | dict(arguments), prompts, _GENERATED)
         rows = load_rows(dataset)
         compared = compare_vectors(rows, Path(model))
@@ -159,7 +161,7 @@ def fair_batching(findings: Findings, here: Here) -> None:
     _write_profile(plain.llm_engine.vllm_config, profile)
     plain.llm_engine.engine_core.shutdown()
     del plain
-    gc.collect()  # memory that is freed while the next engine profiles it would fail that
+    gc.collect()
     if here.device == "cuda":
         torch.cuda.empty_cache()
     engine = _engine(
@@ -201,17 +203,21 @@ def migration(findings: Findings, here: Here) -> None:
         max_model_len=1024,
         max_num_seqs=8,
         kv_blocks=192,
-        arguments=["--gpu-memory-utilization", "0.25"],
+        arguments=[
+            *("--gpu-memory-utilization", str(_MEMORY["gpu_memory_utilization"])),
+            *("--kv-cache-memory-bytes", str(_MEMORY["kv_cache_memory_bytes"])),
+        ],
         environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,sm,self"},
     )
     deployment = local_deployment(MODEL, options)
-    with launched(deployment, here.folder, at_once=1) as engines:
-        ledger = asyncio.run(chaos(engines, deployment, _CHAOS_SECONDS, ("restart", "kill_decode")))
+    with launched(deployment, here.folder) as engines:
+        harm, at_least = ("restart", "kill_decode"), {"moves": _MOVES, "kills": 1}
+        ledger = asyncio.run(chaos(engines, deployment, _CHAOS_SECONDS, harm, at_least=at_least))
     logs = here.folder.glob("*.log")
     printed = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     counts = ledger.counts
     findings.note(requests=counts["requests"], kills=counts["kills"])
-    findings.require_at_least("moved", counts["moves"], 100)
+    findings.require_at_least("moved", counts["moves"], _MOVES)
     findings.require_at_most("requests_lost", counts["lost"], 0)
     findings.require_at_most("requests_with_other_tokens", counts["tokens_changed"], 0)
     findings.require_at_most("leaked_blocks", counts["blocks_leaked"], 0)
@@ -264,7 +270,7 @@ def _engine(**arguments: Any) -> Any:
         dtype="float32",
         max_model_len=512,
         max_num_seqs=16,
-        gpu_memory_utilization=0.4,
+        **_MEMORY,
         **arguments,
     )
 

@@ -1,15 +1,17 @@
-"""The parts in their order, and how one is run: apart from the others, in a bounded time."""
+"""The parts in their order, and how they run: apart from each other, in a bounded time."""
 
 import os
 import shutil
 import signal
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess, SpawnProcess
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -62,28 +64,58 @@ _LOGS = Path("runs/gpu_check")
 _PROCESS = {"spawn": SpawnProcess, "fork": ForkProcess}
 
 
-def run_part(name: str, device: str, context: Literal["spawn", "fork"] = "spawn") -> Outcome:
-    """Run a part in a process group of its own, of which nothing is left afterwards.
+def run_parts(
+    names: Sequence[str],
+    device: str,
+    at_once: int = 1,
+    context: Literal["spawn", "fork"] = "spawn",
+) -> Generator[tuple[str, Outcome]]:
+    """Run parts in their order, up to ``at_once`` at a time; yield each as it ends.
 
-    A CUDA device needs the context ``spawn``.
+    Each has a process group of its own, of which nothing is left afterwards. A CUDA device
+    needs the context ``spawn``.
     """
-    part = PARTS[name]
-    if device == "cpu" and not part.on_cpu:
-        return Outcome("not run", "needs a CUDA device")
+    waiting, running = list(names), dict[str, _Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                if device == "cpu" and not PARTS[name].on_cpu:
+                    yield name, Outcome("not run", "needs a CUDA device")
+                else:
+                    running[name] = _start(name, device, context)
+            left = min((one.deadline for one in running.values()), default=0.0) - time.monotonic()
+            wait([one.process.sentinel for one in running.values()], timeout=max(0.0, left))
+            for name, one in list(running.items()):
+                late = one.process.is_alive()
+                if late and time.monotonic() < one.deadline:
+                    continue
+                _end(one.process)
+                del running[name]
+                yield name, _outcome(name, one.process, late)
+    finally:
+        for one in running.values():
+            _end(one.process)
+
+
+class _Running(NamedTuple):
+    process: SpawnProcess | ForkProcess
+    deadline: float
+
+
+def _start(name: str, device: str, context: Literal["spawn", "fork"]) -> _Running:
     folder = _LOGS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     process = _PROCESS[context](target=_check, args=(name, device))
     process.start()
-    assert process.pid is not None
-    try:
-        process.join(part.seconds)
-        late = process.is_alive()
-    finally:
-        _end(process)
-    result, log = folder / "outcome.json", folder / "printed.log"
+    return _Running(process, time.monotonic() + PARTS[name].seconds)
+
+
+def _outcome(name: str, process: SpawnProcess | ForkProcess, late: bool) -> Outcome:
+    result, log = _LOGS / name / "outcome.json", _LOGS / name / "printed.log"
     if late:
-        return Outcome("failed", f"took more than {part.seconds:.0f} s; see {log}")
+        return Outcome("failed", f"took more than {PARTS[name].seconds:.0f} s; see {log}")
     if result.exists():
         return msgspec.json.decode(result.read_bytes(), type=Outcome)
     return Outcome("failed", f"ended with status {process.exitcode}; see {log}")

@@ -45,7 +45,8 @@ def test_what_a_cpu_can_show_passes_and_the_rest_is_not_run(tmp_path: Path) -> N
 def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, part: parts.Part) -> parts.Outcome:
     monkeypatch.chdir(folder)
     monkeypatch.setitem(parts.PARTS, "own", part)
-    return parts.run_part("own", "cpu", context="fork")
+    ((_, outcome),) = parts.run_parts(["own"], "cpu", context="fork")
+    return outcome
 
 
 def test_a_part_that_cannot_hold_is_failed_with_its_figure(
