@@ -73,7 +73,8 @@ def profile(
     max_num_batched_tokens: int = 2048,
     kv_cache_gb: int = 1,
     threads: int = 1,
-    enforce_eager: bool = True,
+    enforce_eager: bool | None = None,
+    arguments: list[str] | None = None,
     url: str | None = None,
     steps: Path | None = None,
     quick: bool = False,
@@ -93,7 +94,10 @@ def profile(
         max_num_batched_tokens: most tokens in a step.
         kv_cache_gb: memory of the KV cache on a CPU, GiB.
         threads: CPU threads of the engine.
-        enforce_eager: do not compile.
+        enforce_eager: neither compile nor record CUDA graphs; default: on a CPU only, where it
+            takes minutes and a profile is of an engine that does not.
+        arguments: further flags of `vllm serve`, such as
+            `["--load-format", "dummy"]` for weights that are drawn, not loaded.
         url: of a running server, in place of one that is started.
         steps: file that this server writes its steps to (`headway.batching.steps`).
         quick: a coarse grid.
@@ -113,8 +117,8 @@ def profile(
         max_num_seqs=max_num_seqs,
         kv_cache_gb=kv_cache_gb,
         threads=threads,
-        enforce_eager=enforce_eager,
-        arguments=["--max-num-batched-tokens", str(max_num_batched_tokens)],
+        enforce_eager=cpu_interpreter() is not None if enforce_eager is None else enforce_eager,
+        arguments=["--max-num-batched-tokens", str(max_num_batched_tokens), *(arguments or [])],
     )
     with ExitStack() as stack:
         if url is None or steps is None:
