@@ -59,6 +59,8 @@ def part(
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         ),
         waiting=queue,
+        skipped_waiting=[],
+        kv_holding_waiting=[],
         running=[],
         part=lambda kind: _Forecasts(forecasts or {}),
         kv_cache_manager=SimpleNamespace(usage=0.5),
