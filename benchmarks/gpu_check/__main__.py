@@ -1,6 +1,6 @@
 """Everything that a machine with a GPU should verify, before anybody trusts it with Headway.
 
-    python -m benchmarks.gpu_check [--only PART ...] [--at-once N] [--device {cuda,cpu}] [--json OUT]
+    python -m benchmarks.gpu_check [--only PART ...] [--at-once N] [--device cpu] [--json OUT]
 
 The parts, in this order; each runs in a process of its own, in a bounded time:
 

@@ -288,7 +288,8 @@ def _serve(engine: Any, look: Callable[[], None]) -> dict[str, list[int]]:
     )
     for number, prompt in enumerate(_prompts(_PROMPT)):
         core.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-    while core.has_unfinished_requests():
+    # The step after the last tells the workers which requests ended.
+    while core.has_unfinished_requests() or _scheduler(engine).has_requests():
         for output in core.step():
             answers[output.request_id] = list(output.outputs[0].token_ids)
         look()
