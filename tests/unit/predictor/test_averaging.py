@@ -42,6 +42,8 @@ def test_an_average_is_a_survival_curve_between_its_parts(
     SurvivalForecast.new(EDGES, found)  # starts at 1 and never rises, or it is refused
     assert (found >= np.minimum(aged, current) - 1e-12).all()
     assert (found <= np.maximum(aged, current) + 1e-12).all()
+    only_aged = averaged(EDGES, earlier, np.array(since), current, half_life=1e18)
+    np.testing.assert_allclose(only_aged, aged, rtol=1e-12, atol=1e-12)
 
 
 def test_an_earlier_forecast_counts_half_after_the_half_life() -> None:
