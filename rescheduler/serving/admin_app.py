@@ -16,7 +16,11 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import R
 from rescheduler.placement.planner import Drainer
-from rescheduler.serving.admin_client import admin_token_place, create_admin_token
+from rescheduler.serving.admin_client import (
+    admin_token_place,
+    create_admin_token,
+    forget_admin_token,
+)
 from rescheduler.serving.connection import (
     answer_errors,
     cannot_listen,
@@ -144,6 +148,7 @@ class AdminListener(Generic[R]):
         except OSError as error:
             listening.close()
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
+        self._stack.callback(forget_admin_token, port, self.token)
         app = admin_app(self._drainer, self.token, self._feed)
         await self._stack.enter_async_context(operators_server(app, sock=listening))
         self.url = url_of(_HOST, port)

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "create_admin_token",
     "drain",
     "drain_instance",
+    "forget_admin_token",
     "listed_instances",
     "undrain_instance",
 ]
@@ -63,6 +65,14 @@ def create_admin_token(port: int) -> str:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
     return token
+
+
+def forget_admin_token(port: int, token: str) -> None:
+    """Remove a token that was written here, unless another proxy has written its own since."""
+    path = _path(port)
+    with suppress(OSError, ValueError):
+        if read_text(path).strip() == token:
+            path.unlink()
 
 
 def admin_token_place(port: int) -> str:

@@ -54,7 +54,10 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     with running(headway_command, "serve", config) as process:
         assert next_line(process) == f"serving on http://127.0.0.1:{port}\n"
         page = f"see it live: {read_deployment(config).admin_url}/ui (its token: "
-        assert next_line(process).startswith(page), "the token itself is not for logs"
+        said = next_line(process)
+        assert said.startswith(page), "the token itself is not for logs"
+        token = Path(said.removeprefix(page).strip().removesuffix(")"))
+        assert token.stat().st_mode & 0o077 == 0
         url = f"http://127.0.0.1:{port}"
         statuses = [answer(f"{url}/{path}")[0] for path in ("health", "ready", "nowhere")]
         assert statuses == [200, 503, 404]
@@ -77,6 +80,7 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
         _, errors = process.communicate()
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
+        assert not token.exists()
 
 
 @pytest.mark.parametrize(
