@@ -19,6 +19,7 @@ from data_collection.dataset.dataset_schema import (
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version
 from data_collection.workload.arrivals import Arrivals
+from data_collection.workload.disk_space import hidden_size, room_on_disk
 from data_collection.workload.engine_log import engine_output_to, last_lines
 from data_collection.workload.engine_options import (
     ID_PREFIX,
@@ -108,6 +109,11 @@ def collect(
     _refuse_other_dataset(out, identify(folder), record)
     arguments = engine_arguments(folder, capture, options)
     earlier = _recorded_answers(out)
+    width = None if replays else hidden_size(folder)
+    if width is not None:
+        answers = work.n_left * sampling.n
+        room = room_on_disk(_existing(out), width, answers, sampling.max_tokens, record)
+        print(room, file=sys.stderr)
     log = None if verbose else out / _LOG
     print(
         f"starting the engine for {work.n_left} {work.what}"
@@ -130,6 +136,11 @@ def collect(
             "shards written so far are a valid dataset. Fix the cause and run the same command "
             f"again to resume{last_lines(log)}"
         )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the one that it will be made in."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
 
 
 class _Work(NamedTuple):
