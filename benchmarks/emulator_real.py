@@ -6,6 +6,7 @@ An engine of SmolLM2 on this machine's CPU is measured with `headway profile`. T
 whose answers have given lengths, with so small a KV cache that requests are preempted; an engine
 that emulates it, by that profile and in real time, serves the same requests at the same times.
 
+The profile and every round are kept under --out, and an interrupted measurement goes on there.
 Prints latencies, preemptions and steps of both, and by how much they differ in percent: what is
 left out of the emulation, and the error of a step time that is linear in tokens.
 """
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load, load_figures, serve_load
-from benchmarks.support.report import arguments, mean_of, write_report
+from benchmarks.support.report import Cells, arguments, mean_of, write_report
 from rescheduler.demo.demo_load import preemptions
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
@@ -41,11 +42,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/emulator_real"))
     options = parser.parse_args()
     rounds, requests = (1, 20) if options.quick else (options.rounds, 80)
-    options.out.mkdir(parents=True, exist_ok=True)
-    measured = options.out / "profile.yaml"
+    out = options.out / ("quick" if options.quick else "full")
+    out.mkdir(parents=True, exist_ok=True)
+    measured = out / "profile.yaml"
     if not measured.is_file():
         profile(
-            options.out,
+            out,
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=SEQS,
@@ -61,8 +63,9 @@ def main() -> None:
     )
     most = SEQS * MAX_MODEL_LEN  # as `headway launch` has it for engines on a CPU
     emulate = EmulateOptions(profile=str(measured), max_num_batched_tokens=most, forecast=None)
+    settings = {"requests": requests, "rate": RATE, "profile": measured.read_text()}
     runs = {
-        name: asyncio.run(served(engine, options.out / name, rounds, requests))
+        name: asyncio.run(served(engine, Cells(out / name, settings), out / name, rounds, requests))
         for name, engine in (("real", real), ("emulated", replace(real, emulate=emulate)))
     }
     figures: dict[str, float] = {}
@@ -82,14 +85,22 @@ def main() -> None:
 
 
 async def served(
-    engine: EngineOptions, folder: Path, rounds: int, requests: int
+    engine: EngineOptions, cells: Cells, folder: Path, rounds: int, requests: int
 ) -> list[dict[str, float]]:
-    """Return the figures of each round, of an engine that is started for all of them."""
+    """Return the figures of each round, of an engine that is started for all that are missing."""
+    missing = [number for number in range(rounds) if cells.read(str(number)) is None]
+    if missing:
+        await _serve(engine, cells, folder, missing, requests)
+    return [cells.read(str(number)) for number in range(rounds)]
+
+
+async def _serve(
+    engine: EngineOptions, cells: Cells, folder: Path, rounds: list[int], requests: int
+) -> None:
     deployment: Deployment = patient(local_deployment("smollm2", engine, decode=1, prefill=0))
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
     with engines(deployment, folder), proxy(deployment, folder):
-        for number in range(-1, rounds):  # the first one warms up
+        for number in (-1, *rounds):  # the first one warms up
             load = drawn_load(number + 1, requests if number >= 0 else 4, RATE, PROMPTS, LAW)
             before = await asyncio.to_thread(preemptions, deployment)
             url, name = deployment.proxy_url, deployment.served_name
@@ -97,8 +108,9 @@ async def served(
             await until_idle(deployment, 60.0)
             after = await asyncio.to_thread(preemptions, deployment)
             if number >= 0:
-                found.append(load_figures(answers, 1.0) | {"preemptions": after - before})
-    return found
+                figures = load_figures(answers, 1.0) | {"preemptions": after - before}
+                cells.write(str(number), figures)
+                print(f"{folder.name}, round {number}: {figures['latency']:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def hidden_size(model: str) -> int | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         return None  # the engine says what is wrong with it
     # OPT projects its states before the output matrix.
