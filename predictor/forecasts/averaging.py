@@ -92,11 +92,14 @@ class RunningAverages:
     def __init__(self, edges: npt.NDArray[Any], half_life: float) -> None:
         self._edges = edges
         self._half_life = half_life
-        self._latest: dict[str, tuple[int, FloatArray]] = {}
+        self._row: dict[str, int] = {}
+        self._free: list[int] = []
+        self._curves = np.empty((0, len(edges)))
+        self._generated = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of requests that are kept."""
-        return len(self._latest)
+        return len(self._row)
 
     def take(
         self, request_ids: Sequence[str], generated: Sequence[int], curves: FloatArray
@@ -106,20 +109,34 @@ class RunningAverages:
         A request that is new here, also one that has moved from another engine, starts with
         what its state says.
         """
-        found = curves.copy()
-        known = [i for i, name in enumerate(request_ids) if name in self._latest]
-        if known:
-            before = [self._latest[request_ids[i]] for i in known]
-            since = [max(0, generated[i] - n) for i, (n, _) in zip(known, before, strict=True)]
-            earlier = np.stack([curve for _, curve in before])
+        known = np.array([name in self._row for name in request_ids], dtype=bool)
+        rows = np.array([self._row_of(name) for name in request_ids], dtype=np.int64)
+        now, found = np.asarray(generated, dtype=np.int64), curves.copy()
+        if known.any():
+            before = rows[known]
+            since = np.maximum(now[known] - self._generated[before], 0)
             found[known] = averaged(
-                self._edges, earlier, np.array(since), curves[known], self._half_life
+                self._edges, self._curves[before], since, curves[known], self._half_life
             )
-        for i, name in enumerate(request_ids):
-            self._latest[name] = (generated[i], found[i])
+        self._curves[rows], self._generated[rows] = found, now
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended, known or not."""
         for name in request_ids:
-            self._latest.pop(name, None)
+            row = self._row.pop(name, None)
+            if row is not None:
+                self._free.append(row)
+
+    def _row_of(self, name: str) -> int:
+        """Return a request's row; a new one's is free, or the first of as many again."""
+        row = self._row.get(name)
+        if row is None:
+            if not self._free:
+                taken = len(self._curves)
+                more = max(16, taken)
+                self._curves = np.concatenate([self._curves, np.empty((more, len(self._edges)))])
+                self._generated = np.append(self._generated, np.zeros(more, dtype=np.int64))
+                self._free = list(range(taken, taken + more))
+            row = self._row[name] = self._free.pop()
+        return row
