@@ -329,7 +329,8 @@ def test_a_preempted_request_can_be_frozen_or_says_why_not(on_engines: Run) -> N
         plain = [await moved(engines, body, []) for body in bodies]
         before = await engines[0].preemptions()
         generations = await asyncio.gather(
-            *(moved(engines, body, [50 + 10 * n]) for n, body in enumerate(bodies))
+            # None leaves before the cache has overflowed.
+            *(moved(engines, body, [75 + 4 * n]) for n, body in enumerate(bodies))
         )
         assert await engines[0].preemptions() > before
         for generation, expected in zip(generations, plain, strict=True):
