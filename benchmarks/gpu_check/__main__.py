@@ -54,7 +54,7 @@ def main() -> int:
         type=int,
         default=1,
         metavar="N",
-        help="run up to N parts at the same time: faster, but times are no longer of one alone",
+        help="run up to N parts at a time: faster, but they slow each other's measured times",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, if there is one")
     options = parser.parse_args()
@@ -79,9 +79,10 @@ def main() -> int:
     try:
         with ending_signals_raised():
             names = list(dict.fromkeys(options.only))
+            most = sum(PARTS[name].seconds for name in names)
             with (
                 closing(run_parts(names, device, options.at_once)) as ended,
-                console.status(f"{len(names)} parts, at most {_most_seconds(names):.0f} s"),
+                console.status(f"{len(names)} parts, at most {most:.0f} s"),
             ):
                 for done, (name, outcome) in enumerate(ended, start=1):
                     outcomes[name] = outcome
@@ -96,10 +97,6 @@ def main() -> int:
     console.print(table)
     write(quiet=False)
     return int(any(outcome.status == "failed" for outcome in outcomes.values()))
-
-
-def _most_seconds(names: list[str]) -> float:
-    return sum(PARTS[name].seconds for name in names)
 
 
 def _in_words(outcome: Outcome) -> str:

@@ -33,12 +33,13 @@ def room_on_disk(out: Path, d: int, answers: int, max_tokens: int, record: Recor
     .. math:: \text{answers} \cdot \lceil \text{max\_tokens} / k \rceil \cdot d \cdot
         \text{bytes of a number}
 
-    Answers that end by themselves take less; tokens and counts are a few percent of it.
+    Answers that end by themselves take less, prompts with a ``max_tokens`` of their own perhaps
+    more; tokens and counts are a few percent of it.
     """
     rows = answers * -(-max_tokens // record.k)
     most, free = rows * d * np.dtype(record.dtype).itemsize, shutil.disk_usage(out).free
     said = (
-        f"at most {most / 1e9:.1f} GB of hidden states ({answers:,} answers of up to "
+        f"up to about {most / 1e9:.1f} GB of hidden states ({answers:,} answers of up to "
         f"{max_tokens:,} tokens, {d:,} numbers of {record.dtype} every {record.k}); "
         f"{free / 1e9:.1f} GB are free"
     )

@@ -11,28 +11,19 @@ from data_collection.workload.disk_space import hidden_size, room_on_disk
 from data_collection.workload.engine_options import RecordOptions
 
 
-def free(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
-    usage = SimpleNamespace(free=int(gigabytes * 1e9))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-
-
 def test_it_is_what_the_longest_answers_would_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    free(monkeypatch, 50)
-    said = room_on_disk(tmp_path, 4096, 10_000, 1024, RecordOptions(k=20, dtype="float16"))
+    def said(gigabytes: float) -> str:
+        usage = SimpleNamespace(free=int(gigabytes * 1e9))
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        return room_on_disk(tmp_path, 4096, 10_000, 1024, RecordOptions(k=20, dtype="float16"))
+
     # 10,000 answers · 52 rows · 4,096 numbers · 2 bytes
-    assert said.startswith("at most 4.3 GB of hidden states (10,000 answers of up to 1,024 tokens")
-    assert said.endswith("50.0 GB are free")
-
-
-def test_a_disk_that_may_not_hold_it_is_a_warning_and_says_what_helps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    free(monkeypatch, 4)
-    said = room_on_disk(tmp_path, 4096, 10_000, 1024, RecordOptions(k=20, dtype="float16"))
-    assert said.startswith("warning: at most 4.3 GB")
-    assert "--record.k" in said
+    assert said(50).startswith("up to about 4.3 GB of hidden states (10,000 answers of up to 1,024")
+    assert said(50).endswith("50.0 GB are free")
+    assert said(4).startswith("warning: up to about 4.3 GB")
+    assert "--record.k" in said(4)
 
 
 @pytest.mark.parametrize(
