@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from predictor.forecasts.forecast import SurvivalForecast
+
 __all__ = ["RunningAverages", "average_requests", "averaged"]
 
 FloatArray = npt.NDArray[np.float64]
@@ -40,26 +42,12 @@ def averaged(
     aged = np.empty_like(current)
     for tokens in np.unique(since):  # k, for all but the newest
         rows = since == tokens
-        aged[rows] = _aged(np.asarray(edges, dtype=np.float64), earlier[rows], tokens)
+        fresh = SurvivalForecast.new(edges, earlier[rows])
+        aged[rows] = fresh.aged(tokens).at(edges)
     share = 0.5 ** (since / half_life)[:, None]
     curves: FloatArray = share * aged + (1 - share) * current
     curves[:, 0] = 1.0  # the shares need not sum to 1 exactly
     return curves
-
-
-def _aged(edges: FloatArray, curves: FloatArray, since: float) -> FloatArray:
-    """Return what `SurvivalForecast.aged` does, of curves that are all as old."""
-    at = since + edges
-    right = np.clip(np.searchsorted(edges, at, "right"), 1, len(edges) - 1)
-    part = np.clip((at - edges[right - 1]) / (edges[right] - edges[right - 1]), 0.0, 1.0)
-    low = curves[:, right - 1]
-    later: FloatArray = low + part * (curves[:, right] - low)
-    alive = later[:, :1].copy()
-    np.divide(later, alive, out=later, where=alive > 0)
-    later[alive[:, 0] <= 0] = 0.0
-    later[:, edges >= max(edges[-1] - since, 1.0)] = 0.0
-    later[:, 0] = 1.0
-    return later
 
 
 def average_requests(

@@ -260,8 +260,10 @@ class SurvivalForecast(Forecast):
 
     def _conditional(self, h: FloatArray) -> FloatArray:
         """S(h | alive at age), for [1 or n_requests, n_h] tokens."""
-        alive = self._curve(self.age[:, None])
-        later = self._curve(self.age[:, None] + h)
+        alike = len(self) > 0 and bool((self.age == self.age[0]).all())
+        age = self.age[:1] if alike else self.age  # the grid is then searched once for all
+        alive = self._curve(age[:, None])
+        later = self._curve(age[:, None] + h)
         survival = np.divide(later, alive, out=np.zeros_like(later), where=alive > 0)
         survival[np.broadcast_to(h >= self._left()[:, None], survival.shape)] = 0.0
         survival[np.broadcast_to(h == 0, survival.shape)] = 1.0
@@ -272,12 +274,15 @@ class SurvivalForecast(Forecast):
         return np.asarray(np.maximum(np.minimum(self.limit, self.edges[-1]) - self.age, 1.0))
 
     def _curve(self, tokens: FloatArray) -> FloatArray:
-        """The curve as predicted, at [n_requests, n] tokens."""
+        """The curve as predicted, at [n_requests, n] tokens, or [1, n] that all share."""
         right = np.clip(np.searchsorted(self.edges, tokens, "right"), 1, len(self.edges) - 1)
         left = self.edges[right - 1]
         part = np.clip((tokens - left) / (self.edges[right] - left), 0.0, 1.0)
-        low = np.take_along_axis(self.survival, right - 1, axis=1)
-        high = np.take_along_axis(self.survival, right, axis=1)
+        if len(tokens) == 1:
+            low, high = self.survival[:, right[0] - 1], self.survival[:, right[0]]
+        else:
+            low = np.take_along_axis(self.survival, right - 1, axis=1)
+            high = np.take_along_axis(self.survival, right, axis=1)
         reached: FloatArray = low + part * (high.astype(np.float64) - low)
         return reached
 
