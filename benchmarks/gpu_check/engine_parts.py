@@ -201,8 +201,8 @@ def migration(findings: Findings, here: Here) -> None:
     options = EngineOptions(
         dtype="float32",
         max_model_len=1024,
-        max_num_seqs=8,
-        kv_blocks=192,
+        max_num_seqs=16,  # one engine holds all requests while the other drains or starts again
+        kv_blocks=384,
         arguments=[
             *("--gpu-memory-utilization", str(_MEMORY["gpu_memory_utilization"])),
             *("--kv-cache-memory-bytes", str(_MEMORY["kv_cache_memory_bytes"])),

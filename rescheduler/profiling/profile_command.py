@@ -154,7 +154,7 @@ def profiled_engine(model: str, options: EngineOptions, steps: Path, logs: Path)
     Raises:
         LaunchError: vLLM is missing or of another version, or the engine does not start.
     """
-    check_versions()
+    check_versions(moves=False)
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     section = {"headway": {"batching": {"formation": "vllm", "steps": str(steps.resolve())}}}
