@@ -4,7 +4,8 @@
 # make versions  every supported version of vLLM (about 10 minutes)
 # make models  models of many architectures (about 20 minutes)
 # make unit   the unit tests, in two processes
-# make test   every test, with a real vLLM
+# make test   the unit tests and those with a real vLLM, but for the slow ones
+# make slow   the tests that take a minute or more: deaths, restarts, full disks, other versions of vLLM
 # make browser  the page in Chromium: apt-get install chromium
 # make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
@@ -22,6 +23,7 @@ VENV ?= .venv
 TORCH_BACKEND ?= cpu
 TORCH := torch==2.13.0+cpu
 RUN := runs/demo
+TESTS := tests/e2e tests/integration tests/models tests/unit
 
 COMPATIBILITY := --json benchmarks/results/compatibility.json --page docs/compatibility.md
 MODELS := llama llama-tied qwen2 qwen3 qwen3-moe mistral gemma2 gemma3 phi4 granite gpt2 opt granite-4 olmo2 cohere2 mimo
@@ -30,7 +32,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test nightly versions models unit browser fuzz lint docs notebook install clean
+.PHONY: demo test slow nightly versions models unit browser fuzz lint docs notebook install clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway model smollm2
@@ -41,7 +43,10 @@ demo: $(INSTALLED)
 	$(BIN)/headway demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/e2e tests/integration tests/models tests/unit
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m "not slow" $(TESTS)
+
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m slow $(TESTS)
 
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest tests/nightly
@@ -53,7 +58,7 @@ models: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compatibility --models $(MODELS) $(COMPATIBILITY)
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
 
 browser: $(INSTALLED)
 	command -v chromium || command -v chromium-browser || ( echo "make browser needs Chromium: apt-get install chromium" >&2; exit 1 )

@@ -81,6 +81,7 @@ def driven(dataset: Path) -> Counter[str]:
     return names
 
 
+@pytest.mark.slow
 def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     dataset = folder / "dataset"
     # One at a time: the others take many times as long as the first few, which are waited for.
@@ -194,6 +195,7 @@ def answers(dataset: Path) -> dict[str, dict[str, object]]:
     }
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_collection_and_leaves_a_valid_dataset(
     headway_command: list[str], folder: Path, tmp_path: Path
 ) -> None:

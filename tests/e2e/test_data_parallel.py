@@ -88,6 +88,7 @@ def ask(url: str) -> list[int]:
         return list(json.load(response)["choices"][0]["token_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_pages_ranks_are_one_group_and_answer_as_one_model(tmp_path: Path) -> None:
     model = write_moe_model(tmp_path / "model")

@@ -40,6 +40,7 @@ def read_until(process: Any, words: str) -> str:
     raise AssertionError(f"{words!r} was not printed:\n{printed}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_engines_and_proxy_serve_until_one_dies_and_sigterm_stops_the_rest(
     headway_command: list[str], tmp_path: Path
@@ -71,6 +72,7 @@ def test_engines_and_proxy_serve_until_one_dies_and_sigterm_stops_the_rest(
         assert [processes_in(group) for group in groups] == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_an_engine_that_cannot_start_says_why(headway_command: list[str], tmp_path: Path) -> None:
     described = local_deployment("smollm2", replace(ENGINE, kv_blocks=8))

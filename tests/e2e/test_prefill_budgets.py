@@ -17,6 +17,8 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.step_time.profile import BatchTime
 
+pytestmark = pytest.mark.slow
+
 TIMES = BatchTime(constant=0.03, per_new=0.001, per_context=1e-6)
 LONG = list(range(1000, 1400))  # 0.4 s, says the profile
 HURRIED = {"ttft_s": 0.05, "tpot_s": 0.2}

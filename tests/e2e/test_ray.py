@@ -202,6 +202,7 @@ def stranger(address: str) -> Iterator[str]:
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_what_others_run_in_its_namespace_is_left_alone(
     address: str, headway_command: list[str], tmp_path: Path, stranger: str
 ) -> None:
@@ -215,6 +216,7 @@ def test_what_others_run_in_its_namespace_is_left_alone(
     assert "no deployment runs" in on_ray.run("status")[1]
 
 
+@pytest.mark.slow
 def test_a_launch_that_is_stopped_while_engines_load_leaves_nothing(
     address: str, headway_command: list[str], tmp_path: Path
 ) -> None:
@@ -233,6 +235,7 @@ def test_a_launch_that_is_stopped_while_engines_load_leaves_nothing(
     assert on_ray.groups() == {}
 
 
+@pytest.mark.slow
 def test_a_deployment_outlives_deaths_and_restarts(
     address: str, headway_command: list[str], tmp_path: Path
 ) -> None:

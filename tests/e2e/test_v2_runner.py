@@ -68,6 +68,7 @@ def compared(engines: V2Engines) -> Compared:
     return run(lambda both: there_and_back(both))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_transcripts_are_replayed_as_prefills(
     smollm2: Path, headway_command: list[str], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from forecast_messages import write_all_reading
 from forked_vllm import run_forked
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from data_collection.workload.engine_options import engine_arguments
 from predictor.models.checkpoint import load_predictor
 from predictor.training.row_table import load_rows
+
+pytestmark = pytest.mark.slow
 
 ADAPTER = "poet"
 RANK, LAYERS, WIDTH = 4, 30, 576

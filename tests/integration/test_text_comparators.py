@@ -15,6 +15,8 @@ from rescheduler.papers.comparators.auxiliary_models import AuxiliaryCausalLM, A
 from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport
 from rescheduler.papers.comparators.text_regressor import TextRegressor
 
+pytestmark = pytest.mark.slow
+
 CONVERSATIONS = [
     ("Say yes.", "Yes.", 2),
     ("What is the capital of France?", "The capital of France is Paris.", 8),

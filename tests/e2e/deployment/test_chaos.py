@@ -9,6 +9,8 @@ from running_deployment import RunningDeployment
 from benchmarks.chaos.chaos import chaos
 from rescheduler.engines.deployment import ProxyOptions
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 KINDS = ("garbage", "restart", "kill_decode", "stop")
 AT_LEAST = {"requests": 8, "moves": 2, "garbage": 1, "proxy_restarts": 1, "kills": 1}

@@ -67,6 +67,7 @@ async def drain_busy(client: Client) -> None:
         await client.admin("undrain", name)
 
 
+@pytest.mark.slow
 def test_streams_outlive_the_coordinator_and_another_proxy(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from running_deployment import RunningDeployment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(1200)
 def test_the_demonstration_moves_requests_and_loses_none(

@@ -13,7 +13,7 @@ from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import Difference, compare
 from benchmarks.equality.reasons import explained
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 FOUND = Path(__file__).parents[3] / "benchmarks" / "results" / "equality.json"
 

@@ -38,6 +38,7 @@ async def answers_of(
     return [one["choices"][0]["text"] for _, one, _ in answers], most
 
 
+@pytest.mark.slow
 def test_a_learned_router_routes_real_requests(
     deployment: RunningDeployment, router: Path, tmp_path: Path
 ) -> None:

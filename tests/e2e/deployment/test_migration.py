@@ -315,6 +315,7 @@ def test_a_client_that_leaves_during_a_freeze_frees_everything(on_engines: Run) 
     on_engines(work)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_can_be_frozen_or_says_why_not(on_engines: Run) -> None:
     """More contexts than the cache holds: some are preempted while others are being frozen."""
 

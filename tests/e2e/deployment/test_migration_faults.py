@@ -38,6 +38,7 @@ async def hangs(
     raise AssertionError("the stream ended without a token")
 
 
+@pytest.mark.slow
 def test_a_full_target_is_given_up_and_the_source_goes_on(on_engines: Run) -> None:
     """The request would wait there, and its heartbeats keep the source's blocks."""
 
@@ -83,6 +84,7 @@ def test_a_source_that_hangs_is_given_up(on_engines: Run, deployment: RunningDep
     on_engines(work)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_costs_a_computation_at_most(
     on_engines: Run, deployment: RunningDeployment
 ) -> None:

@@ -238,6 +238,7 @@ def test_models_health_and_metrics(proxy: Served) -> None:
     proxy.run(work)
 
 
+@pytest.mark.slow
 def test_headway_drain_empties_an_instance_while_streams_go_on(
     proxy: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +282,7 @@ def impatient_proxy(
         yield running
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_loses_no_token(
     deployment: RunningDeployment, impatient_proxy: Served
 ) -> None:

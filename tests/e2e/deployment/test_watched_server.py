@@ -36,6 +36,7 @@ def answer(port: int, prompts: list[str], tokens: int) -> None:
         json.load(response)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_killed_engine_leaves_nothing_and_its_forecasts_are_scored_after_its_restart(
     deployment: RunningDeployment, headway_command: list[str], tmp_path: Path
