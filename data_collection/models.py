@@ -65,9 +65,6 @@ class ModelIdentity:
 def resolve_model(model: str) -> str:
     """Return what vLLM and transformers load: an embedded model is prepared first.
 
-    Args:
-        model: ``smollm2``, a Hugging Face id, or a folder.
-
     Raises:
         ValueError: a path that does not exist, or a folder without ``config.json``.
     """
@@ -174,11 +171,9 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: dict[str, Any] = {"gguf_file": gguf.name}
+    dequantized = GgufConfig(dequantize=True)
     language_model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-        **source,
+        gguf.parent, dtype=torch.float32, quantization_config=dequantized, **source
     )
     language_model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)

@@ -25,9 +25,7 @@ def find_shipped(path: Path | str) -> Path:
 def find_config(name: str) -> Path:
     """Return the file of that path, or the shipped configuration of that name.
 
-    Args:
-        name: a path, or the last parts of a shipped configuration's, with or without its suffix:
-            ``local-pd``, ``serve/local-pd``.
+    A name is the last parts of its path, with or without suffix: ``local-pd``, ``serve/local-pd``.
 
     Raises:
         ValueError: there is neither, or several configurations have this name.

@@ -36,7 +36,7 @@ class ParquetFileError(ValueError):
     """A Parquet file is no text."""
 
 
-def read_text(path: Path, largest: int = _LARGEST_TEXT) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a small file, such as a configuration; line ends become newlines.
 
     Raises:
@@ -45,8 +45,8 @@ def read_text(path: Path, largest: int = _LARGEST_TEXT) -> str:
     lines, size = [], 0
     for line in text_lines(path):
         size += len(line)
-        if size > largest:
-            raise ValueError(f"{path}: over {largest >> 20} MiB, too large for such a file")
+        if size > _LARGEST_TEXT:
+            raise ValueError(f"{path}: over {_LARGEST_TEXT >> 20} MiB, too large for such a file")
         lines.append(line)
     return "".join(lines).replace("\r\n", "\n").replace("\r", "\n")
 

@@ -55,12 +55,7 @@ class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_capture_config(additional_config: Mapping[str, Any], config_type: type[Config]) -> Config:
-    """Validate the ``headway`` section of vLLM's additional configuration.
-
-    Args:
-        additional_config: what was given to vLLM.
-        config_type: what the section is read as: `CaptureConfig`, or more for a worker that
-            can do more.
+    """Validate the ``headway`` section of vLLM's additional configuration, for one kind of worker.
 
     Raises:
         ValueError: the section is missing, a key is unknown (the message names the known

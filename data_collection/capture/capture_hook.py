@@ -1,7 +1,7 @@
 """Which rows of a step to capture, and who receives them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
 import torch
@@ -21,12 +21,10 @@ class CapturedRows:
 
     Attributes:
         step: number of the engine step since the worker was armed.
-        request_ids: [n_rows] ids inside the engine.
-        prompt_tokens: [n_rows] prompt lengths.
-        generated_tokens: [n_rows] tokens generated before this step's sample.
-        max_tokens: [n_rows] the cap each request asked for; 0 when unknown.
-        temperatures: [n_rows] with which each request is sampled.
-        adapters: [n_rows] names of their LoRA adapters; "" for the base model.
+        request_ids: [n_rows] ids inside the engine; the other lists are as long.
+        generated_tokens: before this step's sample.
+        max_tokens: the cap each request asked for; 0 when unknown.
+        adapters: names of their LoRA adapters; "" for the base model.
         hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
             engine's device and in the model's dtype. A copy: it may be kept.
     """
@@ -45,12 +43,12 @@ class CapturedRows:
         kept = [i for i, adapter in enumerate(self.adapters) if adapter == name]
         if len(kept) == len(self.adapters):
             return self
-        lists = (
-            *("request_ids", "prompt_tokens", "generated_tokens", "max_tokens"),
-            *("temperatures", "adapters"),
-        )
-        columns = {column: [getattr(self, column)[i] for i in kept] for column in lists}
-        return CapturedRows(step=self.step, hidden_states=self.hidden_states[kept], **columns)
+        lists = {
+            field.name: [getattr(self, field.name)[i] for i in kept]
+            for field in fields(self)
+            if field.name not in ("step", "hidden_states")
+        }
+        return CapturedRows(step=self.step, hidden_states=self.hidden_states[kept], **lists)
 
 
 class RowConsumer(Protocol):
@@ -58,8 +56,6 @@ class RowConsumer(Protocol):
 
     Its methods are called on the engine's thread and must return at once.
 
-    Attributes:
-        cadence: which rows it wants.
     """
 
     cadence: Cadence
@@ -146,7 +142,7 @@ class CaptureHook:
         """Note a request of this step, and whether its row is due.
 
         Args:
-            request_id: a request learnt of by `request_added`.
+            request_id: learnt of by `request_added`.
             computed: tokens whose KV was there before the step.
             scheduled: tokens of this step.
             known: generated tokens that existed when the step was scheduled.
@@ -154,7 +150,10 @@ class CaptureHook:
         request = self._requests[request_id]
         n = computed + scheduled - request.prompt_tokens
         if request.is_replay:
-            self._replay_scheduled(request_id, n - scheduled + 1, n)
+            first = max(n - scheduled + 1, 0)
+            multiples = range(-(-first // self.k) * self.k, n + 1, self.k)
+            if multiples and "request" in self._due:
+                self._due["request"][request_id] = _Due(multiples, n)
             return
         if n < known or n < 0:
             return
@@ -164,24 +163,13 @@ class CaptureHook:
             if n == 0 or count % self.k == 0:
                 due[request_id] = _Due(range(n, n + 1), n)
 
-    def _replay_scheduled(self, request_id: str, first: int, last: int) -> None:
-        multiples = range(-(-max(first, 0) // self.k) * self.k, last + 1, self.k)
-        if multiples and "request" in self._due:
-            self._due["request"][request_id] = _Due(multiples, last)
-
     def step_done(
         self,
         batch_request_ids: Sequence[str],
         gather: Gather,
         finished: list[FinishedRequest],
     ) -> None:
-        """Hand on what the step brought.
-
-        Args:
-            batch_request_ids: [n_reqs] ids in the order of the batch.
-            gather: copies the rows that are due.
-            finished: requests that ended before this step was scheduled.
-        """
+        """Hand on the due rows of a batch, and the requests that ended before its step."""
         self.steps += 1
         if finished:
             for consumer in self.consumers:

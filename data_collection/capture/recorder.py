@@ -243,51 +243,40 @@ class Recorder:
         latest = {n: i for i, n in enumerate(request.generated) if n < finished.total_tokens}
         order = [latest[n] for n in sorted(latest)]
         generated = np.array([request.generated[i] for i in order], dtype=np.int32)
-        censored = finished.finish_reason != "stop"
-        source = str(finished.extra_args.get("headway_source", "live"))
-        task = str(finished.extra_args.get("headway_task", ""))
-        name = parse_request_id(finished.request_id)
-        n_rows = len(order)
-        entry = {
+        vectors = np.array([request.vectors[i] for i in order], dtype=self._session.dtype)
+        shared = {
             "request_id": finished.request_id,
-            "external_id": name.external_id,
-            "prompt_index": name.prompt_index,
-            "sample_index": name.sample_index,
             "prompt_tokens": finished.prompt_tokens,
-            "total_tokens": finished.total_tokens,
-            "censored": censored,
+            "censored": finished.finish_reason != "stop",
             "finish_reason": finished.finish_reason,
             "max_tokens": finished.max_tokens,
-            "temperature": finished.temperature,
-            "top_p": finished.top_p,
-            "adapter": finished.adapter,
-            "source": source,
-            "task": task,
-            "rows": n_rows,
-            "prompt_token_ids": finished.prompt_token_ids if self._config.tokens else None,
-            "output_token_ids": finished.output_token_ids if self._config.tokens else None,
+            "source": str(finished.extra_args.get("headway_source", "live")),
+            "task": str(finished.extra_args.get("headway_task", "")),
         }
-        vectors = np.array([request.vectors[i] for i in order], dtype=self._session.dtype)
-        columns = [
-            pa.array([finished.request_id] * n_rows, pa.string()),
-            pa.array([request.steps[i] for i in order], pa.int64()),
-            pa.array(np.full(n_rows, finished.prompt_tokens, dtype=np.int32)),
-            pa.array(generated),
-            pa.FixedSizeListArray.from_arrays(
+        columns = {name: [value] * len(order) for name, value in shared.items()} | {
+            "step_index": [request.steps[i] for i in order],
+            "generated_tokens": generated,
+            "remaining_tokens": finished.total_tokens - generated,
+            "hidden_state": pa.FixedSizeListArray.from_arrays(
                 pa.array(vectors.reshape(-1)),
                 type=vector_type(self._session.hidden_size, self._session.dtype),
             ),
-            pa.array(finished.total_tokens - generated),
-            pa.array(np.full(n_rows, censored)),
-            pa.array([finished.finish_reason] * n_rows, pa.string()),
-            pa.array(np.full(n_rows, finished.max_tokens, dtype=np.int32)),
-            pa.array([source] * n_rows, pa.string()),
-            pa.array([task] * n_rows, pa.string()),
-        ]
+        }
+        entry = {
+            **shared,
+            **parse_request_id(finished.request_id)._asdict(),
+            "total_tokens": finished.total_tokens,
+            "temperature": finished.temperature,
+            "top_p": finished.top_p,
+            "adapter": finished.adapter,
+            "rows": len(order),
+            "prompt_token_ids": finished.prompt_token_ids if self._config.tokens else None,
+            "output_token_ids": finished.output_token_ids if self._config.tokens else None,
+        }
         if not self._ready:
             self._first_ready = time.monotonic()
-        self._ready.append((entry, pa.RecordBatch.from_arrays(columns, schema=self._schema)))
-        self._n_ready += n_rows
+        self._ready.append((entry, pa.RecordBatch.from_pydict(columns, self._schema)))
+        self._n_ready += len(order)
 
     def _censor_open_requests(self) -> None:
         """Label requests that still run: all we know is that n tokens were not the end.

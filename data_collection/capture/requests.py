@@ -60,14 +60,11 @@ class FinishedRequest(msgspec.Struct, frozen=True):
         request_id: id inside the engine.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``repetition``, or ``moved`` if
             another engine continues it.
-        prompt_tokens: length of the prompt.
         total_tokens: tokens generated, the end-of-sequence token included.
         max_tokens: the cap the request asked for.
         prompt_token_ids: the prompt, or None when it came as embeddings.
-        output_token_ids: [total_tokens] the answer.
         extra_args: what the client attached to its sampling parameters.
-        temperature: with which the answer was sampled; None when unknown.
-        top_p: nucleus of the sampling; None when unknown.
+        temperature: None when unknown, as ``top_p``.
         adapter: name of the LoRA adapter that answered; "" for the base model.
     """
 
@@ -99,10 +96,6 @@ class Replay(msgspec.Struct, frozen=True):
     Attributes:
         prompt_tokens: p.
         last_token: the answer's last token.
-        max_tokens: the cap that the request asked for.
-        finish_reason: how it ended.
-        temperature: with which it was sampled; None when unknown.
-        top_p: nucleus of the sampling; None when unknown.
     """
 
     prompt_tokens: int
@@ -136,16 +129,14 @@ def as_recorded(finished: FinishedRequest) -> FinishedRequest | None:
         return None
     p = replay.prompt_tokens
     answer = [*finished.prompt_token_ids[p:], replay.last_token]
-    return FinishedRequest(
-        request_id=finished.request_id,
+    return msgspec.structs.replace(
+        finished,
         finish_reason=replay.finish_reason,
         prompt_tokens=p,
         total_tokens=len(answer),
         max_tokens=replay.max_tokens,
         prompt_token_ids=finished.prompt_token_ids[:p],
         output_token_ids=answer,
-        extra_args=finished.extra_args,
         temperature=replay.temperature,
         top_p=replay.top_p,
-        adapter=finished.adapter,
     )

@@ -102,20 +102,12 @@ class Session:
 
     Attributes:
         name: start time and process, unique within the dataset.
-        hidden_size: d.
-        normalisation: what was applied to it.
-        dtype: type the vectors are stored in.
+        dtype: type the vectors are stored in; ``model_dtype`` is the one the model computed in.
         k: tokens between two rows of a request.
-        runner: the model runner that was read.
-        model_dtype: type the model computed in.
-        started: ISO time.
         closed: ISO time of an orderly end, or None while running or when killed.
-        rows: rows written.
-        requests: requests written.
         dropped_rows: rows lost because the writer could not follow.
         refused_rows: rows refused for a value outside dtype's range.
-        sampling: sampling parameters of a driven collection.
-        workload: how prompts were driven (arrivals, concurrency, prompts).
+        sampling: of a driven collection; so is ``workload`` (arrivals, concurrency, prompts).
     """
 
     name: str
@@ -219,29 +211,23 @@ def requests_files(dataset: Path) -> list[Path]:
     return sorted((dataset / "data").glob("requests-*.parquet"))
 
 
-def split_requests(
-    group: IntArray, seed: int, fractions: tuple[float, float, float] = (0.70, 0.15, 0.15)
-) -> dict[SplitName, IntArray]:
-    """Split requests at random so that no client's request is in two parts (STAR §4.4).
+def split_requests(group: IntArray, seed: int) -> dict[SplitName, IntArray]:
+    """Split requests at random, 70:15:15, no client's request into two parts (STAR §4.4).
 
     Args:
         group: [n_requests] requests with the same number stay together.
         seed: the same seed gives the same split.
-        fractions: of train, validation and test; they sum to 1.
 
     Returns:
         For each part the indices of its requests, ascending.
 
     Raises:
         DatasetError: there are too few requests to fill every part.
-        ValueError: the fractions are not positive or do not sum to 1.
     """
-    if min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-9:
-        raise ValueError(f"split fractions must be positive and sum to 1, not {fractions}")
     groups = np.unique(group)
     order = np.random.default_rng(seed).permutation(groups)
-    first = round(fractions[0] * len(groups))
-    second = first + max(1, round(fractions[1] * len(groups)))
+    first = round(0.70 * len(groups))
+    second = first + max(1, round(0.15 * len(groups)))
     parts: dict[SplitName, IntArray] = {
         "train": order[:first],
         "validation": order[first:second],

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from data_collection.atomic_file import replace_file
 from data_collection.dataset.dataset_schema import (
     DatasetError,
+    IntArray,
     Session,
     read_columns,
     read_sessions,
@@ -26,8 +28,8 @@ __all__ = ["inspect"]
 _MOST = 15
 _BINS = 40
 _ENDED, _CUT, _LINE, _MUTED = "#2a6f97", "#f4a259", "#1b3a4b", "#6c757d"
+_BARS: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
 
-IntArray = npt.NDArray[np.int64]
 Row = Sequence[str | int | float]
 
 
@@ -136,32 +138,25 @@ def _draw(
         axes.grid(axis="y", color="#e3e6e8")
         axes.set_axisbelow(True)
         axes.set_xlim(0, 1.02 * edges[-1])
-    _draw_lengths(lengths, total, censored, edges)
-    _draw_ecdf(cumulated, total, censored)
-    # Bars as wide as a multiple of k: others would hold more multiples of k by turns.
-    width = session.k * max(1, round(float(edges[1]) / session.k))
-    steps = np.arange(0, edges[-1] + width, width)
-    progress.hist(generated, bins=list(steps), color=_LINE, edgecolor="white", linewidth=0.4)
-    progress.set(title="Where rows were captured", xlabel="generated tokens", ylabel="rows")
-    return figure
-
-
-def _draw_lengths(
-    axes: Axes, total: IntArray, censored: npt.NDArray[np.bool_], edges: npt.NDArray[np.float64]
-) -> None:
-    axes.hist(
+    lengths.hist(
         [total[~censored], total[censored]],
         bins=list(edges),
         weights=[np.full(int(part.sum()), 1 / len(total)) for part in (~censored, censored)],
         stacked=True,
         color=[_ENDED, _CUT],
-        edgecolor="white",
-        linewidth=0.4,
         label=["ended on its own", "cut (lower bound)"],
+        **_BARS,
     )
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set(title="Output length", xlabel="output tokens", ylabel="share of requests")
-    axes.legend(frameon=False)
+    lengths.yaxis.set_major_formatter(PercentFormatter(1))
+    lengths.set(title="Output length", xlabel="output tokens", ylabel="share of requests")
+    lengths.legend(frameon=False)
+    _draw_ecdf(cumulated, total, censored)
+    # Bars as wide as a multiple of k: others would hold more multiples of k by turns.
+    width = session.k * max(1, round(float(edges[1]) / session.k))
+    steps = np.arange(0, edges[-1] + width, width)
+    progress.hist(generated, bins=list(steps), color=_LINE, **_BARS)
+    progress.set(title="Where rows were captured", xlabel="generated tokens", ylabel="rows")
+    return figure
 
 
 def _draw_ecdf(axes: Axes, total: IntArray, censored: npt.NDArray[np.bool_]) -> None:
@@ -180,11 +175,7 @@ def _draw_ecdf(axes: Axes, total: IntArray, censored: npt.NDArray[np.bool_]) -> 
             horizontalalignment="right" if late else "left",
             color=_MUTED,
         )
-    axes.set(
-        title="Cumulative distribution",
-        xlabel="output tokens",
-        ylabel="share of requests",
-        ylim=(0, 1),
-    )
+    axes.set(title="Cumulative distribution", xlabel="output tokens", ylabel="share of requests")
+    axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(frameon=False, loc="lower right")

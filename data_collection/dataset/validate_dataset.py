@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
     DatasetError,
+    IntArray,
     Session,
     open_shard,
     read_sessions,
@@ -28,8 +28,6 @@ _ADDED_LATER = ("temperature", "top_p", "adapter")
 """Columns that datasets of earlier versions do not have."""
 
 _EXAMPLES = 3
-
-IntArray = npt.NDArray[np.int64]
 
 
 def validate(dataset: Path) -> None:

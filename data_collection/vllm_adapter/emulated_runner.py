@@ -55,8 +55,6 @@ class StepSize(NamedTuple):
     """What a step computes.
 
     Attributes:
-        requests: in it.
-        new_tokens: computed.
         context_tokens: read, those computed included.
         goes_on: whether a request of the step before is in it.
     """

@@ -58,12 +58,7 @@ def refuse_changed_states(
 ) -> None:
     """Refuse a model whose logits are the same of h and 2 h: it normalizes states as it makes them.
 
-    Args:
-        model: that can ``compute_logits``; every tensor-parallel rank has to ask at once.
-        name: for the message.
-        width: d of its states.
-        device: of its states.
-        dtype: of its states.
+    Every tensor-parallel rank has to ask at once; states are of the width, device and dtype.
 
     Raises:
         UnlikeStatesError: it is one.
@@ -110,7 +105,7 @@ class GreedyCheck:
 
     Args:
         model: whose states are captured.
-        name: for the message.
+        name: of the model.
         cadence: of the rows that are captured anyway.
         is_linear: whether `refuse_changed_states` has accepted the model.
         is_alone: whether this is the only tensor-parallel rank.

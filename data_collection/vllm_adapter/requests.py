@@ -148,23 +148,17 @@ def why_not_ended(request: Request, max_model_len: int, keeps_generators: bool) 
 
 
 def end_after_next_token(request: Request) -> int:
-    """Let a request end by its cap after its next token; return the cap that it had."""
+    """Let a request that a proxy sent end by its cap after its next token; return its cap."""
     cap: int = request.max_tokens
     request.max_tokens = request.num_output_tokens + 1
-    _entry_of_ours(request)["frozen"] = True
+    request.kv_transfer_params[MIGRATION_PARAMS]["frozen"] = True
     return cap
 
 
 def go_on(request: Request, max_tokens: int) -> None:
     """Take back `end_after_next_token`."""
     request.max_tokens = max_tokens
-    del _entry_of_ours(request)["frozen"]
-
-
-def _entry_of_ours(request: Request) -> dict[str, Any]:
-    entry = migration_entry(request)
-    assert entry is not None, "only what a proxy sent can be frozen"
-    return entry
+    del request.kv_transfer_params[MIGRATION_PARAMS]["frozen"]
 
 
 def ended_at_its_cap(request: Request) -> bool:

@@ -86,7 +86,6 @@ class QueuedRequest(NamedTuple):
     """A request that waits to be begun, or was preempted.
 
     Attributes:
-        request: vLLM's.
         arrived: when it came, seconds since 1970.
         context: tokens of its prompt, and of those generated before it was preempted.
         prompt: its token ids; None if the prompt was given as embeddings.
@@ -124,7 +123,6 @@ class HeldRequest(NamedTuple):
     """A request that could be in the next step, or will be later.
 
     Attributes:
-        request: vLLM's.
         runs: whether it is in the running batch.
         holds_cache: whether it has blocks of the KV cache, running or not.
         ready: whether vLLM would compute it now, if its cache had room.

@@ -49,12 +49,7 @@ def refuse_other_version() -> None:
 
 
 def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[Any] = ()) -> None:
-    """Refuse an engine in which a part of Headway would be wrong.
-
-    Args:
-        part: of Headway.
-        vllm_config: of the engine.
-        kv_cache_groups: of the engine, where they are known.
+    """Refuse an engine in which a part of Headway would be wrong; its cache groups may be unknown.
 
     Raises:
         ValueError: the message names all that is in the way, and what to do about it.

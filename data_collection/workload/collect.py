@@ -1,10 +1,13 @@
 """`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
 
+import shutil
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.requests import RequestName, parse_request_id
@@ -19,7 +22,6 @@ from data_collection.dataset.dataset_schema import (
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version
 from data_collection.workload.arrivals import Arrivals
-from data_collection.workload.disk_space import hidden_size, room_on_disk
 from data_collection.workload.engine_log import engine_output_to, last_lines
 from data_collection.workload.engine_options import (
     ID_PREFIX,
@@ -35,7 +37,7 @@ from data_collection.workload.engine_requests import (
 )
 from data_collection.workload.prompts import PromptError, load_prompts, load_transcripts
 
-__all__ = ["collect", "done_prompts"]
+__all__ = ["collect", "hidden_size", "room_on_disk"]
 
 _LOG = "engine.log"
 _ENDED = ("stop", "length", "repetition")
@@ -138,6 +140,40 @@ def collect(
         )
 
 
+def hidden_size(model: str) -> int | None:
+    """Return the width d of a resolved model's captured states, by its configuration."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        return None  # the engine says what is wrong with it
+    # OPT projects its states before the output matrix.
+    width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
+    return width if isinstance(width, int) else None
+
+
+def room_on_disk(out: Path, d: int, answers: int, max_tokens: int, record: RecordOptions) -> str:
+    r"""Return in words how much the hidden states can take, and how much is free.
+
+    .. math:: \text{answers} \cdot \lceil \text{max\_tokens} / k \rceil \cdot d \cdot
+        \text{bytes of a number}
+
+    Answers that end by themselves take less, prompts with a ``max_tokens`` of their own perhaps
+    more; tokens and counts are a few percent of it.
+    """
+    rows = answers * -(-max_tokens // record.k)
+    most, free = rows * d * np.dtype(record.dtype).itemsize, shutil.disk_usage(out).free
+    said = (
+        f"up to about {most / 1e9:.1f} GB of hidden states ({answers:,} answers of up to "
+        f"{max_tokens:,} tokens, {d:,} numbers of {record.dtype} every {record.k}); "
+        f"{free / 1e9:.1f} GB are free"
+    )
+    if most < free:
+        return said
+    return f"warning: {said}. A larger --record.k or a smaller --limit needs less"
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or the one that it will be made in."""
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
@@ -154,7 +190,7 @@ class _Work(NamedTuple):
 
 def _prompts(out: Path, prompts: str, limit: int | None, sampling: Sampling) -> _Work:
     everything = load_prompts(prompts, limit)
-    done = done_prompts(out, sampling.n)
+    done = _done_prompts(out, sampling.n)
     left = [prompt for prompt in everything if prompt.id not in done]
     n_done = len(everything) - len(left)
     return _Work(prompt_requests(left, sampling), "prompts", len(left), n_done)
@@ -199,7 +235,7 @@ def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOpt
         wanted.refuse_mixing(earlier)
 
 
-def done_prompts(dataset: Path, n: int) -> set[str]:
+def _done_prompts(dataset: Path, n: int) -> set[str]:
     """Return the ids of prompts whose n answers are all in the dataset.
 
     Answers cut by a stop of the server or by a leaving client do not count.

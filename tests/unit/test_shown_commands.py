@@ -13,7 +13,7 @@ import torch
 from checked_commands import UNCHECKED, check_mention, check_words, programs_of
 from desk import laid
 from recorded_dataset import record
-from shown_commands import PAGES, PYTHON, ROOT, Block, How, read_page, spans_in
+from shown_commands import PAGES, PYTHON, ROOT, How, read_page, spans_in
 
 from rescheduler.commands.command_line import _MOVED, _USAGE
 
@@ -125,21 +125,6 @@ def test_the_commands_in_the_text_of_a_file(
     for span in spans_in(text.replace("\n#", "\n")):
         for words in programs_of(span, tmp_path):
             check_mention(words)
-
-
-@pytest.mark.parametrize(
-    ("text", "hows", "says"),
-    [
-        ("headway doctor\n", (), "docs/x.md, block 3: say how it is tested"),
-        ("headway doctor\n", (How("run", ""), How("run", "")), "of 2 commands.*has 1"),
-        ("echo 'never ends\n", (How("run", ""),), "has no end"),
-    ],
-)
-def test_a_block_that_does_not_say_how_it_is_tested_is_named(
-    text: str, hows: tuple[How, ...], says: str
-) -> None:
-    with pytest.raises(AssertionError, match=says):
-        print(Block("docs/x.md, block 3", "", text, hows).commands)
 
 
 @pytest.mark.parametrize(

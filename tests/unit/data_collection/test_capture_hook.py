@@ -35,50 +35,29 @@ class Listener:
         ]
 
 
-def run(hook: CaptureHook, steps: list[dict[str, int]], prompts: dict[str, int]) -> None:
-    """Run decode steps: request id -> n in that step, each after a whole prefill."""
-    for step in steps:
-        for name, n in step.items():
-            if n == 0:
-                hook.request_added(name, prompts[name], max_tokens=50)
-                hook.request_scheduled(name, 0, prompts[name], 0)
-            else:
-                hook.request_scheduled(name, prompts[name] + n - 1, 1, n)
-        hook.step_done(list(step), lambda positions, behind: torch.zeros(len(positions), 2), [])
+def nothing(positions: list[int], behind: list[int]) -> torch.Tensor:
+    return torch.zeros(len(positions), 2)
 
 
-def staggered() -> tuple[Listener, Listener, dict[str, int]]:
-    by_request, by_step = Listener("request"), Listener("step")
-    generated: dict[str, int] = {}
+def test_rows_are_due_by_a_requests_tokens_or_for_all_in_every_kth_step() -> None:
+    by_request, by_step, generated = Listener("request"), Listener("step"), {}
     hook = CaptureHook(K, [by_request, by_step], generated)
-    steps = [{"a": i, **({"b": i - 2} if i >= 2 else {})} for i in range(9)]
-    run(hook, steps, {"a": 7, "b": 3})
-    return by_request, by_step, generated
-
-
-def test_a_requests_own_tokens_decide_for_datasets() -> None:
-    by_request, _, _ = staggered()
-    assert by_request.captured() == [
-        (1, "a", 0),
-        (3, "b", 0),
-        (5, "a", 4),
-        (7, "b", 4),
-        (9, "a", 8),
-    ]
-
-
-def test_every_kth_step_takes_all_requests_and_a_prefill_its_own() -> None:
-    _, by_step, generated = staggered()
-    assert by_step.captured() == [
-        (1, "a", 0),
-        (3, "b", 0),
-        (4, "a", 3),
-        (4, "b", 1),
-        (8, "a", 7),
-        (8, "b", 5),
-    ]
-    assert generated == {"a": 8, "b": 6}
+    for i in range(9):  # a begins in the first step, b in the third
+        for name, prompt, n in (("a", 7, i), ("b", 3, i - 2)):
+            if n == 0:
+                hook.request_added(name, prompt, max_tokens=50)
+                hook.request_scheduled(name, 0, prompt, 0)
+            elif n > 0:
+                hook.request_scheduled(name, prompt + n - 1, 1, n)
+        hook.step_done(["a", "b"] if i >= 2 else ["a"], nothing, [])
+    ends = [(1, "a", 0), (3, "b", 0)]
+    assert by_request.captured() == [*ends, (5, "a", 4), (7, "b", 4), (9, "a", 8)]
+    every = [(4, "a", 3), (4, "b", 1), (8, "a", 7), (8, "b", 5)]
+    assert by_step.captured() == [*ends, *every]
     assert by_step.rows[0].max_tokens == [50]
+    assert generated == {"a": 8, "b": 6}
+    hook.step_done([], nothing, [FinishedRequest("a", "stop", 7, 9, 50, None, [], {})])
+    assert by_request.ended == ["a"] and generated == {"b": 6}
 
 
 def test_parts_of_a_chunked_prefill_and_of_a_recomputation_are_not_rows() -> None:
@@ -86,22 +65,13 @@ def test_parts_of_a_chunked_prefill_and_of_a_recomputation_are_not_rows() -> Non
     hook = CaptureHook(1, [by_step], generated)
     hook.request_added("a", 10, max_tokens=50)
     hook.request_scheduled("a", 0, 6, 0)  # the first part of the prompt
-    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], nothing, [])
     assert by_step.captured() == [] and generated == {}
     hook.request_scheduled("a", 6, 4, 0)
-    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], nothing, [])
     hook.request_scheduled("a", 0, 12, 5)  # preempted at n = 5, recomputed in parts
-    hook.step_done(["a"], lambda positions, behind: torch.zeros(len(positions), 2), [])
+    hook.step_done(["a"], nothing, [])
     assert by_step.captured() == [(2, "a", 0)]
-
-
-def test_ended_requests_are_forgotten() -> None:
-    by_request, generated = Listener("request"), {}
-    hook = CaptureHook(K, [by_request], generated)
-    run(hook, [{"a": 0}], {"a": 3})
-    end = FinishedRequest("a", "stop", 3, 1, 50, None, [], {})
-    hook.step_done([], lambda positions, behind: torch.zeros(0, 2), [end])
-    assert by_request.ended == ["a"] and generated == {}
 
 
 @given(

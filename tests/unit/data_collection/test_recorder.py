@@ -28,7 +28,8 @@ from data_collection.dataset.validate_dataset import validate
 
 
 def recorder_in(dataset: Path, **config: Any) -> Recorder:
-    return Recorder(RecordConfig(path=str(dataset), **config), new_session())
+    session = new_session(dtype=config.get("dtype", "float16"))
+    return Recorder(RecordConfig(path=str(dataset), **config), session)
 
 
 def write(
@@ -103,20 +104,14 @@ def test_remaining_is_total_minus_generated(
     validate(dataset)
 
 
-def test_rows_past_the_end_are_dropped(tmp_path: Path) -> None:
-    # Asynchronous scheduling runs one step past the end.
-    steps = [step_rows(n, {"a-00000001": n}) for n in (0, 20, 40)]
-    write(tmp_path, steps, [ended("a-00000001", 40)])
-    assert rows_of(tmp_path)["generated_tokens"].to_pylist() == [0, 20]
-    assert rows_of(tmp_path)["remaining_tokens"].to_pylist() == [40, 20]
-
-
-def test_a_row_captured_again_after_preemption_replaces_the_first(tmp_path: Path) -> None:
+def test_rows_past_the_end_are_dropped_and_those_captured_again_replaced(tmp_path: Path) -> None:
     steps = [step_rows(1, {"a-00000001": 0})]
-    steps += [step_rows(1 + n, {"a-00000001": 20}, [[float(n)] * D]) for n in (1, 2)]
-    write(tmp_path, steps, [ended("a-00000001", 30)])
+    # Preempted, it computes n = 20 again; asynchronous scheduling runs one step past its end.
+    steps += [step_rows(1 + i, {"a-00000001": 20}, [[float(i)] * D]) for i in (1, 2)]
+    write(tmp_path, [*steps, step_rows(4, {"a-00000001": 40})], [ended("a-00000001", 40)])
     rows = rows_of(tmp_path)
     assert rows["generated_tokens"].to_pylist() == [0, 20]
+    assert rows["remaining_tokens"].to_pylist() == [40, 20]
     assert rows["step_index"].to_pylist() == [1, 3]
     assert rows["hidden_state"][1].as_py() == [2.0] * D
 
@@ -136,23 +131,17 @@ def test_cut_requests_are_censored(tmp_path: Path, reason: str) -> None:
     assert requests_of(tmp_path)["censored"].to_pylist() == [True]
 
 
-def test_a_value_outside_float16_is_refused_and_counted(tmp_path: Path) -> None:
+def test_a_value_outside_float16_is_refused_and_counted_or_kept_in_float32(tmp_path: Path) -> None:
     vectors = [[70_000.0] + [0.0] * (D - 1), [1.0] * D]
     rows = step_rows(1, {"a-00000001": 0, "b-00000002": 0}, vectors)
-    recorder = write(tmp_path, [rows], [ended("a-00000001", 5), ended("b-00000002", 5)])
-    assert rows_of(tmp_path)["request_id"].to_pylist() == ["b-00000002"]
-    assert requests_of(tmp_path)["rows"].to_pylist() == [0, 1]
-    assert recorder.status()["refused_rows"] == session_of(tmp_path)["refused_rows"] == 1
-
-
-def test_float32_keeps_what_float16_cannot(tmp_path: Path) -> None:
-    recorder = Recorder(
-        RecordConfig(path=str(tmp_path), dtype="float32"), new_session(dtype="float32")
-    )
-    recorder.on_rows(step_rows(1, {"a-00000001": 0}, [[70_000.0] * D]))
-    recorder.on_finished([ended("a-00000001", 5)])
-    recorder.close()
-    assert rows_of(tmp_path)["hidden_state"][0].as_py() == [70_000.0] * D
+    ends = [ended("a-00000001", 5), ended("b-00000002", 5)]
+    narrow, wide = tmp_path / "float16", tmp_path / "float32"
+    recorder = write(narrow, [rows], ends)
+    assert rows_of(narrow)["request_id"].to_pylist() == ["b-00000002"]
+    assert requests_of(narrow)["rows"].to_pylist() == [0, 1]
+    assert recorder.status()["refused_rows"] == session_of(narrow)["refused_rows"] == 1
+    write(wide, [rows], ends, dtype="float32")
+    assert rows_of(wide)["hidden_state"].to_pylist() == vectors
 
 
 def test_what_a_slow_disk_cannot_take_is_dropped_and_counted(
@@ -278,12 +267,6 @@ def test_a_dataset_of_the_same_model_is_continued(tmp_path: Path) -> None:
     card = (tmp_path / "README.md").read_text()
     assert f"{2 * once} rows of 40 requests" in card
     validate(tmp_path)
-
-
-def test_token_ids_are_left_out_when_asked(tmp_path: Path) -> None:
-    write(tmp_path, [], [ended("a-00000001", 5)], tokens=False)
-    assert requests_of(tmp_path)["prompt_token_ids"].null_count == 1
-    assert requests_of(tmp_path)["output_token_ids"].null_count == 1
 
 
 def test_vectors_are_stored_as_they_were_captured(tmp_path: Path) -> None:

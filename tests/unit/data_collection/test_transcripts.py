@@ -41,18 +41,8 @@ def write(path: Path, *lines: dict[str, Any]) -> Path:
 
 def finished(request: Any, reason: str = "length") -> FinishedRequest:
     """What the engine says of a request that replays: one token was generated."""
-    return FinishedRequest(
-        request_id=f"{request.id}-0123abcd",
-        finish_reason=reason,
-        prompt_tokens=len(request.token_ids),
-        total_tokens=1,
-        max_tokens=1,
-        prompt_token_ids=request.token_ids,
-        output_token_ids=[5],
-        extra_args=request.extra_args,
-        temperature=0.0,
-        top_p=1.0,
-    )
+    name, ids = f"{request.id}-0123abcd", request.token_ids
+    return FinishedRequest(name, reason, len(ids), 1, 1, ids, [5], request.extra_args, 0.0, 1.0)
 
 
 def test_a_dataset_survives_as_its_transcripts(tmp_path: Path) -> None:
@@ -101,20 +91,20 @@ def test_answers_of_adapters_are_not_exported(
     export_transcripts(tmp_path / "d", tmp_path / "mine.parquet")
     assert "20 answers" in (said := capsys.readouterr().out)
     assert "left out: 20 requests of LoRA adapters" in said
-    record(tmp_path / "only", adapter="poet")
+
+
+def test_a_dataset_without_transcripts_cannot_be_exported(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.parquet"
+    record(tmp_path / "poet's", adapter="poet")
     with pytest.raises(DatasetError, match="all of its requests are of LoRA adapters"):
-        export_transcripts(tmp_path / "only", tmp_path / "mine.parquet")
-
-
-def test_a_dataset_without_token_ids_cannot_be_exported(tmp_path: Path) -> None:
-    config = RecordConfig(path=str(tmp_path / "d"), dtype="float32", tokens=False)
-    recorder = Recorder(config, new_session())
+        export_transcripts(tmp_path / "poet's", mine)
+    recorder = Recorder(RecordConfig(path=str(tmp_path / "d"), tokens=False), new_session())
     recorder.on_finished([ended("a-00000002", 3)])
     recorder.close()
     with pytest.raises(DatasetError, match="none of 1 requests has token ids"):
-        export_transcripts(tmp_path / "d", tmp_path / "mine.parquet")
+        export_transcripts(tmp_path / "d", mine)
     with pytest.raises(DatasetError, match="name the file"):
-        export_transcripts(tmp_path / "d", tmp_path / "mine.csv")
+        export_transcripts(tmp_path / "d", mine.with_suffix(".csv"))
 
 
 def test_text_is_put_into_the_template_and_ended_where_the_model_ended_it(tmp_path: Path) -> None:
@@ -124,25 +114,17 @@ def test_text_is_put_into_the_template_and_ended_where_the_model_ended_it(tmp_pa
         {"prompt": "10", "answer": "20 21", "finish_reason": "length", "temperature": 0.5},
         {"prompt": "10", "answer": ""},
     )
-    ended, cut, empty = transcript_requests(load_transcripts(path).transcripts)(Words())
-    assert ended.token_ids == [7, 10, 11, 8, 20, 21, 22], "the last token's state is not needed"
-    recorded = as_recorded(finished(ended))
-    assert recorded is not None
-    assert recorded.output_token_ids == [20, 21, 22, Words.eos_token_id]
-    assert (recorded.prompt_tokens, recorded.total_tokens) == (4, 4)
-    assert parse_request_id(recorded.request_id) == ("5_x", 0, 0)
-    recorded = as_recorded(finished(cut))
-    assert recorded is not None
-    assert recorded.output_token_ids == [20, 21]
-    assert (recorded.finish_reason, recorded.temperature) == ("length", 0.5)
-    recorded = as_recorded(finished(empty))
-    assert recorded is not None and recorded.output_token_ids == [Words.eos_token_id]
-
-
-def test_a_replay_that_was_cut_short_is_not_recorded(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.jsonl", {"prompt": "10", "answer": "20"})
-    (request,) = transcript_requests(load_transcripts(path).transcripts)(Words())
-    assert as_recorded(finished(request, "abort")) is None
+    requests = transcript_requests(load_transcripts(path).transcripts)(Words())
+    assert requests[0].token_ids == [7, 10, 11, 8, 20, 21, 22], "of the last one no state is needed"
+    recorded = [as_recorded(finished(request)) for request in requests]
+    whole, cut, empty = (one for one in recorded if one is not None)
+    assert whole.output_token_ids == [20, 21, 22, Words.eos_token_id]
+    assert (whole.prompt_tokens, whole.total_tokens) == (4, 4)
+    assert parse_request_id(whole.request_id) == ("5_x", 0, 0)
+    assert cut.output_token_ids == [20, 21]
+    assert (cut.finish_reason, cut.temperature) == ("length", 0.5)
+    assert empty.output_token_ids == [Words.eos_token_id]
+    assert as_recorded(finished(requests[0], "abort")) is None, "a replay that was cut short"
 
 
 def test_clients_of_a_recording_server_cannot_forge_lengths(tmp_path: Path) -> None:
@@ -191,14 +173,11 @@ def test_files_that_hold_no_transcripts_are_refused(tmp_path: Path) -> None:
         load_transcripts(requests_files(tmp_path / "dataset")[0])
     with pytest.raises(PromptError, match="cannot be read"):
         load_transcripts(tmp_path / "absent.jsonl")
+    with pytest.raises(PromptError, match=r"absent\.parquet: no such file"):
+        load_transcripts(tmp_path / "absent.parquet")
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", {"id": "x", "prompt": "1", "output_token_ids": [1000]})
     with pytest.raises(PromptError, match="x: token 1000 is outside the model's vocabulary"):
         transcript_requests(load_transcripts(path).transcripts)(Words())
-
-
-def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match=r"nowhere\.parquet: no such file"):
-        load_transcripts(tmp_path / "nowhere.parquet")
