@@ -91,23 +91,14 @@ def create_comparator(name: str, options: dict[str, Any]) -> Comparator:
 
 
 def fitted(learned: T | None, name: str) -> T:
-    """Return what ``fit`` learned.
-
-    Raises:
-        RuntimeError: nothing was learned yet.
-    """
+    """Return what ``fit`` learned; refuse to predict before it was called."""
     if learned is None:
         raise RuntimeError(f"{name}: call fit before predict")
     return learned
 
 
 def request_lengths(rows: RowTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the total tokens, and whether cut, of each request with a row here.
-
-    Returns:
-        total_tokens: [n_requests_here], a lower bound where the request was cut.
-        censored: [n_requests_here].
-    """
+    """Return the total tokens, and whether cut, of each request with a row, [n_requests_here]."""
     requests = np.unique(rows.request)
     return rows.requests.total_tokens[requests], rows.requests.censored[requests]
 
@@ -129,11 +120,7 @@ class ConstantMedian:
         self._median: float | None = None
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Take the median of the training rows.
-
-        Raises:
-            ValueError: no training request ran to its end.
-        """
+        """Take the median of the training rows."""
         remaining = train.ran_to_their_end().remaining_tokens
         if len(remaining) == 0:
             raise ValueError(f"{self.name}: no request of {len(train)} rows ran to its end")
@@ -170,20 +157,13 @@ class KaplanMeier:
         return 0 if self._curve is None else len(self._curve.times)
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Estimate the curve from the requests of the training rows.
-
-        Raises:
-            ValueError: there are no training rows.
-        """
+        """Estimate the curve from the requests of the training rows."""
         self._curve = KaplanMeierCurve.estimate(*request_lengths(train))
 
     def forecast(self, rows: RowTable) -> SurvivalForecast:
         """Return the curve given each row's age, capped by its ``max_tokens``.
 
         Where the training requests were cut the curve stays flat to the cap.
-
-        Raises:
-            RuntimeError: ``fit`` was not called.
         """
         curve = fitted(self._curve, self.name)
         left = rows.tokens_left()
@@ -226,13 +206,7 @@ class Regressor:
         return float(trained.get("training_seconds", 0.0))
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Load the checkpoint, refusing one that saw other training requests.
-
-        Raises:
-            CheckpointError: no checkpoint.
-            ModelMismatchError: it is of another serving model.
-            ValueError: it is no regressor, or was trained on other rows.
-        """
+        """Load the checkpoint; refuse one of another kind, model or split."""
         predictor = load_predictor(self._checkpoint)
         if not isinstance(predictor, RemainingLengthMLP):
             raise ValueError(f"{self._checkpoint} holds a {predictor.kind} model, no regressor")

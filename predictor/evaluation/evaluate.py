@@ -1,6 +1,5 @@
 """`headway evaluate`: a predictor and its comparators, on the same test rows."""
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -50,20 +49,18 @@ __all__ = ["evaluate", "median_latency_ms"]
 _BINS = 8
 
 
-def median_latency_ms(
-    call: Callable[[], object], seconds: float = 2.0, calls: tuple[int, int] = (5, 1000)
-) -> float:
+def median_latency_ms(call: Callable[[], object]) -> float:
     """Return the median time of a call in milliseconds, on one thread, after a warm-up.
 
-    Called for so many seconds, but at least and at most so many times.
+    Called for two seconds, but at least 5 and at most 1,000 times.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         call()
         times: list[float] = []
-        deadline = time.perf_counter() + seconds
-        while len(times) < calls[0] or (len(times) < calls[1] and time.perf_counter() < deadline):
+        deadline = time.perf_counter() + 2.0
+        while len(times) < 5 or (len(times) < 1000 and time.perf_counter() < deadline):
             started = time.perf_counter()
             call()
             times.append(time.perf_counter() - started)
@@ -225,14 +222,12 @@ def _measure(
     median, remaining = found.median(), test.remaining_tokens
     ended = ~test.censored
     total = test.requests.total_tokens[test.request]
+    generated = test.generated_tokens
     by_generated = []
-    edges = _edges(test.generated_tokens)
-    for low, high in itertools.pairwise(edges):
-        rows = np.flatnonzero((test.generated_tokens >= low) & (test.generated_tokens < high))
-        if len(rows):
-            mae = float(np.abs(median - remaining)[rows].mean())
-            scores = survival_scores(found.select(rows), outcomes.select(rows))
-            by_generated.append(AgeScores(low, high, len(rows), mae, scores))
+    for bin in error_by_bin(median, remaining, generated, _edges(generated)):
+        rows = np.flatnonzero((generated >= bin.low) & (generated < bin.high))
+        scores = survival_scores(found.select(rows), outcomes.select(rows))
+        by_generated.append(AgeScores(**vars(bin), scores=scores))
     result = MethodResult(
         errors=summarise_errors(median, remaining),
         mae_ended=float(np.abs(median - remaining)[ended].mean()) if ended.any() else float("nan"),

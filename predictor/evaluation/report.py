@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from predictor.evaluation.survival_metrics import (
     LEVELS,
     WITHIN,
-    BinnedError,
+    ErrorBin,
     ErrorSummary,
     SurvivalScores,
 )
@@ -44,13 +44,9 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class AgeScores:
+class AgeScores(ErrorBin):
     """A method's scores on the rows with low ≤ generated tokens < high."""
 
-    low: int
-    high: int
-    rows: int
-    mae: float
     scores: SurvivalScores
 
 
@@ -96,7 +92,7 @@ class MethodResult:
     latency_ms_batch1: float
     latency_ms_batch10: float
     by_generated: list[AgeScores]
-    by_total: list[BinnedError]
+    by_total: list[ErrorBin]
 
 
 @dataclass(frozen=True)
@@ -299,9 +295,7 @@ def _by_total(methods: Mapping[str, MethodResult]) -> list[str]:
     return _binned("MAE by length of the answer", next(iter(methods.values())).by_total, rows)
 
 
-def _binned(
-    title: str, bins: Sequence[AgeScores | BinnedError], rows: Mapping[str, list[str]]
-) -> list[str]:
+def _binned(title: str, bins: Sequence[ErrorBin], rows: Mapping[str, list[str]]) -> list[str]:
     head = " | ".join(f"{bin.low}–{bin.high - 1}" for bin in bins)
     lines = ["", f"## {title}", "", f"| tokens | {head} |", "|---|" + "---:|" * len(bins)]
     lines.append("| rows | " + " | ".join(str(bin.rows) for bin in bins) + " |")

@@ -19,7 +19,7 @@ from predictor.forecasts.recalibration import observed_levels, observed_share
 __all__ = [
     "LEVELS",
     "WITHIN",
-    "BinnedError",
+    "ErrorBin",
     "ErrorSummary",
     "Outcomes",
     "SurvivalScores",
@@ -65,7 +65,6 @@ class Outcomes:
     left: npt.NDArray[Any]
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.remaining)
 
     def select(self, rows: npt.NDArray[Any]) -> "Outcomes":
@@ -205,18 +204,18 @@ def coverage(levels: FloatArray, cut: BoolArray, level: float) -> float:
     return float(high - low)
 
 
-def d_calibration(levels: FloatArray, cut: BoolArray, bins: int = 10) -> tuple[FloatArray, float]:
+def d_calibration(levels: FloatArray, cut: BoolArray) -> tuple[FloatArray, float]:
     """Return the share of requests by decile of u, and the test of its uniformity.
 
     A cut request counts evenly over the deciles above its level (Haider et al., JMLR 2020).
     The p-value assumes independent requests: give one row a request.
 
     Returns:
-        [bins] shares, each 1/bins when calibrated; and the chi-squared test's p-value.
+        [10] shares, each 1/10 when calibrated; and the chi-squared test's p-value.
     """
     from scipy.stats import chisquare
 
-    shares = np.diff(observed_share(levels, cut, np.linspace(0, 1, bins + 1)))
+    shares = np.diff(observed_share(levels, cut, np.linspace(0, 1, 11)))
     return shares, float(chisquare(shares * len(levels)).pvalue)
 
 
@@ -230,7 +229,7 @@ class ErrorSummary:
 
 
 @dataclass(frozen=True)
-class BinnedError:
+class ErrorBin:
     """Mean absolute error of the rows whose key lies in [low, high)."""
 
     low: int
@@ -252,7 +251,7 @@ def summarise_errors(predicted: Floats, remaining: IntArray) -> ErrorSummary:
 
 def error_by_bin(
     predicted: Floats, remaining: IntArray, key: IntArray, edges: Sequence[int]
-) -> list[BinnedError]:
+) -> list[ErrorBin]:
     """Return the MAE by a key [n_rows]: tokens already generated (STAR's Figure 7), or true length.
 
     Bin i is [edges[i], edges[i+1]); empty ones are left out.
@@ -262,7 +261,7 @@ def error_by_bin(
     for low, high in itertools.pairwise(edges):
         inside = (key >= low) & (key < high)
         if inside.any():
-            bins.append(BinnedError(low, high, int(inside.sum()), float(errors[inside].mean())))
+            bins.append(ErrorBin(low, high, int(inside.sum()), float(errors[inside].mean())))
     return bins
 
 

@@ -78,16 +78,11 @@ class RunningAverages:
     """The same while requests run: keeps the latest average of each."""
 
     def __init__(self, edges: npt.NDArray[Any], half_life: float) -> None:
-        self._edges = edges
-        self._half_life = half_life
-        self._row: dict[str, int] = {}
-        self._free: list[int] = []
-        self._curves = np.empty((0, len(edges)))
-        self._generated = np.empty(0, dtype=np.int64)
+        self._edges, self._half_life = edges, half_life
+        self._latest: dict[str, tuple[int, FloatArray]] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that are kept."""
-        return len(self._row)
+        return len(self._latest)
 
     def take(
         self, request_ids: Sequence[str], generated: Sequence[int], curves: FloatArray
@@ -97,34 +92,22 @@ class RunningAverages:
         A request that is new here, also one that has moved from another engine, starts with
         what its state says.
         """
-        known = np.array([name in self._row for name in request_ids], dtype=bool)
-        rows = np.array([self._row_of(name) for name in request_ids], dtype=np.int64)
-        now, found = np.asarray(generated, dtype=np.int64), curves.copy()
-        if known.any():
-            before = rows[known]
-            since = np.maximum(now[known] - self._generated[before], 0)
+        found = curves.copy()
+        known = [row for row, name in enumerate(request_ids) if name in self._latest]
+        if known:
+            before = [self._latest[request_ids[row]] for row in known]
+            since = [max(0, generated[row] - n) for row, (n, _) in zip(known, before, strict=True)]
             found[known] = averaged(
-                self._edges, self._curves[before], since, curves[known], self._half_life
+                self._edges,
+                np.stack([curve for _, curve in before]),
+                np.array(since),
+                curves[known],
+                self._half_life,
             )
-        self._curves[rows], self._generated[rows] = found, now
+        self._latest.update(zip(request_ids, zip(generated, found, strict=True), strict=True))
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended, known or not."""
         for name in request_ids:
-            row = self._row.pop(name, None)
-            if row is not None:
-                self._free.append(row)
-
-    def _row_of(self, name: str) -> int:
-        """Return a request's row; a new one's is free, or the first of as many again."""
-        row = self._row.get(name)
-        if row is None:
-            if not self._free:
-                taken = len(self._curves)
-                more = max(16, taken)
-                self._curves = np.concatenate([self._curves, np.empty((more, len(self._edges)))])
-                self._generated = np.append(self._generated, np.zeros(more, dtype=np.int64))
-                self._free = list(range(taken, taken + more))
-            row = self._row[name] = self._free.pop()
-        return row
+            self._latest.pop(name, None)

@@ -93,10 +93,7 @@ def _accumulate(
     mean: FloatArray,
     variance: FloatArray,
 ) -> None:
-    """Add what each request contributes to Λ and V of its instance.
-
-    Shapes as in `SurvivalForecast` and `expected_load`.
-    """
+    """Add what each request contributes to Λ and V of its instance, in place."""
     n_steps = mean.shape[1]
     curve = np.ones(n_steps + EXCESS)
     for i in range(len(instance)):

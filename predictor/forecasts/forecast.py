@@ -49,29 +49,37 @@ class Forecast(ABC):
     def __len__(self) -> int:
         """Return the number of requests."""
 
-    @abstractmethod
     def at(self, h: npt.ArrayLike) -> FloatArray:
         """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several.
 
         Raises:
             ForecastError: an h is negative.
         """
+        horizon = np.asarray(h, dtype=np.float64)
+        if horizon.ndim > 1 or (horizon < 0).any():
+            raise ForecastError("h is one number of tokens, or several, none negative")
+        survival = self._survival(np.atleast_1d(horizon)[None, :])
+        return survival if horizon.ndim else survival[:, 0]
 
-    @abstractmethod
     def at_each(self, h: Tokens) -> FloatArray:
         """Return S_i(h_i), [n_requests], for a number of tokens of each request's own."""
+        return self._survival(_checked_tokens(h, len(self))[:, None])[:, 0]
 
     @abstractmethod
     def mean(self) -> FloatArray:
-        """Return E[R] in tokens, [n_requests]."""
+        """Return E[R] in tokens, at least 1, [n_requests]."""
 
-    @abstractmethod
     def quantile(self, q: npt.ArrayLike) -> FloatArray:
         """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q].
 
         Raises:
             ForecastError: a q is outside [0, 1].
         """
+        levels = np.asarray(q, dtype=np.float64)
+        if levels.ndim > 1 or (levels < 0).any() or (levels > 1).any():
+            raise ForecastError("q is one level, or several, in [0, 1]")
+        tokens = self._quantiles(np.atleast_1d(levels))
+        return tokens if levels.ndim else tokens[:, 0]
 
     @abstractmethod
     def select(self, rows: npt.NDArray[Any]) -> "Forecast":
@@ -133,6 +141,14 @@ class Forecast(ABC):
         most = f"from {median.min():,.0f} to {median.max():,.0f} tokens"
         return f"<{name}: {n} requests, medians {most}>"
 
+    @abstractmethod
+    def _survival(self, h: FloatArray) -> FloatArray:
+        """S(h), [n_requests, n_h], for tokens [1, n_h] that all share or [n_requests, n_h]."""
+
+    @abstractmethod
+    def _quantiles(self, levels: FloatArray) -> FloatArray:
+        """The quantiles, [n_requests, n_q], at levels [n_q]."""
+
     def _with(self, **changes: FloatArray) -> Self:
         return replace(self, **changes)  # type: ignore[type-var]
 
@@ -185,18 +201,7 @@ class SurvivalForecast(Forecast):
         return cls(grid, curves, np.zeros(n_requests), _per_request(limit, n_requests))
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.survival)
-
-    def at(self, h: npt.ArrayLike) -> FloatArray:
-        """Return S(h): [n_requests] for one h in tokens, [n_requests, n_h] for several."""
-        horizon = _checked_horizon(h)
-        survival = self._conditional(np.atleast_1d(horizon)[None, :])
-        return survival if horizon.ndim else survival[:, 0]
-
-    def at_each(self, h: Tokens) -> FloatArray:
-        """Return S_i(h_i), [n_requests], for a number of tokens of each request's own."""
-        return self._conditional(_checked_tokens(h, len(self))[:, None])[:, 0]
 
     def mean(self) -> FloatArray:
         r"""Return E[R] in tokens, [n_requests].
@@ -212,12 +217,10 @@ class SurvivalForecast(Forecast):
         tokens = np.divide(area, alive, out=np.ones_like(area), where=alive > 0)
         return np.asarray(np.clip(tokens, 1.0, end - self.age))
 
-    def quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """Return the smallest h with P(R ≤ h) ≥ q: [n_requests], or [n_requests, n_q]."""
-        levels = _checked_levels(q)
+    def _quantiles(self, levels: FloatArray) -> FloatArray:
         alive = self._curve(self.age[:, None])[:, 0]
         columns = []
-        for level in np.atleast_1d(levels):
+        for level in levels:
             target = (1 - level) * alive
             # Rounding in a product must not push an exact level to the next step of a curve.
             above = (self.survival > target[:, None] * (1 + 1e-9)).sum(axis=1)
@@ -230,7 +233,7 @@ class SurvivalForecast(Forecast):
             reached = self.edges[right - 1] + part * width
             reached = np.where(above == len(self.edges), np.inf, reached)
             columns.append(np.clip(reached - self.age, 0.0, self._left()))
-        return np.stack(columns, axis=1) if levels.ndim else columns[0]
+        return np.stack(columns, axis=1)
 
     def select(self, rows: npt.NDArray[Any]) -> "SurvivalForecast":
         """Return the forecast of some of the requests."""
@@ -258,8 +261,7 @@ class SurvivalForecast(Forecast):
             )
         return edges, survival, age, limit
 
-    def _conditional(self, h: FloatArray) -> FloatArray:
-        """S(h | alive at age), for [1 or n_requests, n_h] tokens."""
+    def _survival(self, h: FloatArray) -> FloatArray:
         alike = len(self) > 0 and bool((self.age == self.age[0]).all())
         age = self.age[:1] if alike else self.age  # the grid is then searched once for all
         alive = self._curve(age[:, None])
@@ -331,27 +333,17 @@ class PointForecast(Forecast):
         return cls(tokens, np.zeros(len(tokens)), _per_request(limit, len(tokens)))
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.remaining)
-
-    def at(self, h: npt.ArrayLike) -> FloatArray:
-        """Return S(h), 0 or 1: [n_requests] for one h in tokens, [n_requests, n_h] for several."""
-        horizon = _checked_horizon(h)
-        survival = (np.atleast_1d(horizon) < self.mean()[:, None]).astype(np.float64)
-        return survival if horizon.ndim else survival[:, 0]
-
-    def at_each(self, h: Tokens) -> FloatArray:
-        """Return S_i(h_i), 0 or 1, [n_requests], for a number of tokens of each request's own."""
-        return (_checked_tokens(h, len(self)) < self.mean()).astype(np.float64)
 
     def mean(self) -> FloatArray:
         """Return R in tokens, at least 1, [n_requests]."""
         return np.maximum(np.minimum(self.remaining, self.limit) - self.age, 1.0)
 
-    def quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """Return R for every q: [n_requests], or [n_requests, n_q]."""
-        levels, tokens = _checked_levels(q), self.mean()
-        return np.repeat(tokens[:, None], len(levels), axis=1) if levels.ndim else tokens
+    def _survival(self, h: FloatArray) -> FloatArray:
+        return (h < self.mean()[:, None]).astype(np.float64)
+
+    def _quantiles(self, levels: FloatArray) -> FloatArray:
+        return np.repeat(self.mean()[:, None], len(levels), axis=1)
 
     def select(self, rows: npt.NDArray[Any]) -> "PointForecast":
         """Return the forecast of some of the requests."""
@@ -374,17 +366,3 @@ def _checked_tokens(tokens: Tokens, n_requests: int) -> FloatArray:
     if (array < 0).any():
         raise ForecastError("tokens to come cannot be negative")
     return array
-
-
-def _checked_horizon(h: npt.ArrayLike) -> FloatArray:
-    horizon = np.asarray(h, dtype=np.float64)
-    if horizon.ndim > 1 or (horizon < 0).any():
-        raise ForecastError("h is one number of tokens, or several, none negative")
-    return horizon
-
-
-def _checked_levels(q: npt.ArrayLike) -> FloatArray:
-    levels = np.asarray(q, dtype=np.float64)
-    if levels.ndim > 1 or (levels < 0).any() or (levels > 1).any():
-        raise ForecastError("q is one level, or several, in [0, 1]")
-    return levels

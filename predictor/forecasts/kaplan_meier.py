@@ -59,7 +59,11 @@ class KaplanMeierCurve:
         return reached
 
 
-def survival_edges(limit: int, first: int = 5, dense_until: int = 20, octave: int = 6) -> IntArray:
+_FIRST, _DENSE_UNTIL, _OCTAVE = 5, 20, 6
+"""Width of the bins near 0, where bins begin to grow, and bins in each doubling from there."""
+
+
+def survival_edges(limit: int) -> IntArray:
     """Return edges dense near 0 and logarithmic to the model's limit.
 
     Routing looks tens of tokens ahead, where a bin must be small; far away a relative error is
@@ -67,23 +71,20 @@ def survival_edges(limit: int, first: int = 5, dense_until: int = 20, octave: in
 
     Args:
         limit: the last edge: tokens that no request can pass, such as the model's context.
-        first: width in tokens of the bins near 0.
-        dense_until: where bins begin to grow.
-        octave: bins in each doubling from there.
 
     Returns:
         [n_edges] ascending whole tokens, from 0 to ``limit``.
 
     Raises:
-        ValueError: a number is below 1, or ``limit`` is not above ``dense_until``.
+        ValueError: ``limit`` is not above 20.
     """
-    if min(limit, first, dense_until, octave) < 1 or limit <= dense_until:
+    if limit <= _DENSE_UNTIL:
         raise ValueError(
-            f"no grid to {limit} tokens in bins of {first} up to {dense_until}, then {octave} "
+            f"no grid to {limit} tokens in bins of {_FIRST} up to {_DENSE_UNTIL}, then {_OCTAVE} "
             "a doubling"
         )
-    dense = np.arange(0, dense_until, first)
-    bins = max(1, round(octave * np.log2(limit / dense_until)))
-    grown = np.geomspace(dense_until, limit, bins + 1).round()
+    dense = np.arange(0, _DENSE_UNTIL, _FIRST)
+    bins = max(1, round(_OCTAVE * np.log2(limit / _DENSE_UNTIL)))
+    grown = np.geomspace(_DENSE_UNTIL, limit, bins + 1).round()
     edges: IntArray = np.unique(np.concatenate([dense, grown])).astype(np.int64)
     return edges

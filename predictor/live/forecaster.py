@@ -46,19 +46,7 @@ class _OnTheWay:
     copied: torch.cuda.Event | None
 
     def has_arrived(self) -> bool:
-        """Whether the copy is done."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """Requests that ended, in line behind their last curves."""
-
-    request_ids: list[str]
-
-    def has_arrived(self) -> bool:
-        """Yes: there is nothing to wait for."""
-        return True
 
 
 class Forecaster:
@@ -97,7 +85,7 @@ class Forecaster:
         self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
         self._handing_on_seconds = 0.0
         self._forecasts = 0
-        self._pending: deque[_OnTheWay | _Ended] = deque()
+        self._pending: deque[_OnTheWay | list[str]] = deque()
         self._averages = predictor.running_averages()
         self._repetition: dict[str, tuple[float, float]] = {}
         largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
@@ -147,7 +135,7 @@ class Forecaster:
         for name in names:
             self._repetition.pop(name, None)
         if self._averages is not None:
-            self._pending.append(_Ended(names))
+            self._pending.append(names)  # in line behind their last curves
         if self._publisher is not None:
             self._publisher.finished(finished)
 
@@ -155,12 +143,15 @@ class Forecaster:
         """Return the forecasts that have reached the host since the last call, and publish them."""
         started = time.thread_time()
         arrived = []
-        while self._pending and self._pending[0].has_arrived():
-            item = self._pending.popleft()
+        while self._pending:
+            item = self._pending[0]
             if isinstance(item, _OnTheWay):
+                if not item.has_arrived():
+                    break
                 arrived.append(self._as_forecasts(item))
             elif self._averages is not None:
-                self._averages.forget(item.request_ids)
+                self._averages.forget(item)
+            self._pending.popleft()
         if self._publisher is not None:
             for forecasts in arrived:
                 self._publisher.forecasts(forecasts)
@@ -241,12 +232,7 @@ def load_forecaster(
 ) -> Forecaster | None:
     """Load what forecasts in an engine with this configuration of vLLM, if anything does.
 
-    Args:
-        config: what forecasts.
-        vllm_config: of the engine.
-        hidden_size: d of its hidden states.
-        device: the engine's.
-        generated: tokens of every running request, kept up to date.
+    ``generated`` is kept up to date with the tokens of every running request.
 
     Raises:
         CheckpointError: the checkpoint is none, or no survival model.

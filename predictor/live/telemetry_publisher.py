@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -97,7 +98,9 @@ class TelemetryPublisher:
                 self._authenticator.stop()
             self._context.destroy(linger=0)
             raise
-        self._instance = config.instance or _default_name(self.endpoint)
+        self._instance = config.instance or (
+            f"{socket.gethostname()}:{self.endpoint.rpartition(':')[2]}"
+        )
         self._thread = threading.Thread(target=self._publish, name="headway-telemetry", daemon=True)
         self._thread.start()
 
@@ -200,16 +203,8 @@ class TelemetryPublisher:
         for name, request in self._latest.items():
             n = generated.get(name)
             if n is not None:
-                requests.append(
-                    RequestForecast(
-                        name,
-                        request.prompt_tokens,
-                        max(n, request.forecast_at),
-                        request.forecast_at,
-                        request.tokens_left,
-                        request.survival,
-                    )
-                )
+                now = max(n, request.forecast_at)
+                requests.append(msgspec.structs.replace(request, generated_tokens=now))
         self._send(
             Snapshot(
                 **self._header(),
@@ -223,16 +218,15 @@ class TelemetryPublisher:
         )
 
     def _header(self) -> dict[str, Any]:
-        header = {
+        seq, self._seq = self._seq, self._seq + 1
+        return {
             "instance": self._instance,
             "rank": self._rank,
             "epoch": self._epoch,
-            "seq": self._seq,
+            "seq": seq,
             "step": self._step,
             "time": time.time(),
         }
-        self._seq += 1
-        return header
 
     def _send(self, message: Message) -> None:
         self._socket.send_multipart([TOPIC, encode_message(message)])
@@ -266,7 +260,3 @@ class TelemetryPublisher:
         last = publisher.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(last, bytes)
         return publisher, last.rstrip(b"\0").decode()
-
-
-def _default_name(endpoint: str) -> str:
-    return f"{socket.gethostname()}:{endpoint.rpartition(':')[2]}"

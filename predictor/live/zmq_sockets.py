@@ -82,11 +82,7 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
-    """Refuse to publish or receive telemetry off the loopback without keys.
-
-    Raises:
-        TelemetryError: names the endpoint and the remedy.
-    """
+    """Refuse to publish or receive telemetry off the loopback without keys."""
     if keys is None and not is_loopback(endpoint):
         raise TelemetryError(
             f"{endpoint}: telemetry leaves the machine only with keys. Create them with "
@@ -153,10 +149,6 @@ def shared_secret(folder: Path | str, side: Side) -> bytes:
 
     They are a hash of X25519(own secret key, the other's public key), which both sides agree on
     (RFC 7748, section 6.1).
-
-    Args:
-        folder: created by `create_keys`.
-        side: whose secret key is read.
 
     Raises:
         TelemetryError: a key file is missing or damaged.

@@ -180,16 +180,14 @@ class SurvivalMLP(HiddenStateMLP):
 
     def fingerprint(self) -> str:
         """Return 12 hexadecimal digits that name the weights and what is done to their curves."""
-        settings: tuple[Any, ...] = (self.edges.tolist(), *self._knots())
+        knots = self.recalibration.nominal, self.recalibration.observed
+        settings: tuple[Any, ...] = (self.edges.tolist(), *knots)
         if self.averaging_half_life:
             settings = (*settings, self.averaging_half_life)
         digest = hashlib.sha256(repr(settings).encode())
         for name, values in sorted(self.state_dict().items()):
             digest.update(name.encode() + values.cpu().numpy().tobytes())
         return digest.hexdigest()[:12]
-
-    def _knots(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.recalibration.nominal, self.recalibration.observed
 
     def recalibrate(self, recalibration: Recalibration) -> None:
         """Use another post-hoc recalibration, also in checkpoints saved from here on."""

@@ -135,11 +135,7 @@ class PromptEmbedding:
         return np.array([one for one in tokens if one not in self._special], dtype=np.int64)
 
     def vector(self, own: npt.NDArray[np.int64]) -> FloatArray:
-        """Return the vector of a prompt, [3e]; an unknown token has none.
-
-        Args:
-            own: its tokens, as `own_tokens` or `read` returns them.
-        """
+        """Return the vector [3e] of what `own_tokens` or `read` gives; unknown tokens have none."""
         own = own[(own >= 0) & (own < len(self._table))]
         if len(own) == 0:
             return np.zeros(self.size, dtype=np.float32)
@@ -160,11 +156,7 @@ class PromptEmbedding:
 
     @classmethod
     def load(cls, folder: Path) -> "PromptEmbedding":
-        """Read the embedding of a checkpoint.
-
-        Raises:
-            PromptEmbeddingError: a file is missing or damaged.
-        """
+        """Read the embedding of a checkpoint; refuse one with a missing or damaged file."""
         from safetensors.numpy import load_file
 
         for name in (_TABLE, _TOKENIZER, _SETTINGS):

@@ -43,9 +43,6 @@ class PromptPredictor:
     def load(cls, checkpoint: str) -> "PromptPredictor":
         """Load a checkpoint that ``headway train fit --data.reads prompts`` wrote.
 
-        Args:
-            checkpoint: folder, or name of a shipped one.
-
         Raises:
             CheckpointError: the folder is no checkpoint, is damaged, or reads hidden states.
         """

@@ -71,7 +71,6 @@ class Requests:
     output_token_ids: list[list[int] | None]
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.request_id)
 
 
@@ -104,7 +103,6 @@ class RowTable:
     session: Session
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.vector)
 
     def select(self, rows: IntArray | npt.NDArray[np.bool_]) -> "RowTable":

@@ -24,8 +24,7 @@ class SurvivalTraining(PredictorTraining):
         edges: the grid in whole tokens from 0; None: dense near 0 and logarithmic to ``limit``.
         limit: tokens that no request can pass: the model's context.
         widths: hidden widths of the MLP.
-        inputs: numbers it reads beside the hidden state, out of
-            `predictor.models.hidden_state_mlp.INPUTS`.
+        inputs: numbers it reads beside the hidden state, see `PredictorTraining`.
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         noise: on the standardised hidden states while training, see `PredictorTraining`.

@@ -23,15 +23,9 @@ class LoggedRequest(msgspec.Struct, frozen=True):
     """One line of the log.
 
     Attributes:
-        request_id: id inside the engine.
-        instance: name of the engine.
-        model: name of the serving model.
         checkpoint: fingerprint of the predictor that forecast it.
-        finish_reason: ``stop`` or ``length``.
-        total_tokens: tokens generated.
         generated: [n_forecasts] tokens n when each forecast was made.
         levels: [n_forecasts] u = P(R ≤ tokens that came), without the cap.
-        cut: whether ``max_tokens`` ended it.
         medians: [n_forecasts] tokens expected, under the cap.
     """
 

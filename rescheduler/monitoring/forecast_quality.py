@@ -13,7 +13,6 @@ from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
 __all__ = [
     "AGES",
-    "BAND",
     "INTERVALS",
     "MIN_REQUESTS",
     "ForecastFigures",
@@ -32,7 +31,10 @@ AGES = ("0", "1-127", "128-511", "512+")
 INTERVALS = (50, 80, 90)
 """Central intervals, in percent, whose coverage is watched."""
 
-BAND = 0.1
+_WINDOW = 500
+"""Requests whose forecasts are watched."""
+
+_BAND = 0.1
 """How far the coverage of the 80% interval may be off before it is an alarm."""
 
 MIN_REQUESTS = 50
@@ -92,10 +94,10 @@ class ForecastFigures(NamedTuple):
         """Return the share of ends after the uncapped median: a half when nothing is biased."""
         return float(self.late / self.forecasts.sum())
 
-    def alarm(self, band: float = BAND) -> str | None:
+    def alarm(self) -> str | None:
         """Return what is wrong with the intervals, and what to do; None when nothing is."""
         share = self.coverage()[_ALARMED]
-        if abs(share - _ALARMED / 100) <= band:
+        if abs(share - _ALARMED / 100) <= _BAND:
             return None
         wrong = "narrow" if share < _ALARMED / 100 else "wide"
         return (
@@ -116,7 +118,6 @@ class ScoredRequest:
     """A request that ran to its end, and its forecasts against what came.
 
     Attributes:
-        finished: as it was received.
         cut: whether ``max_tokens`` ended it.
         generated: [n_forecasts] tokens n when each forecast was made.
         remaining: [n_forecasts] tokens that came after it.
@@ -149,42 +150,23 @@ class ScoredRequest:
 
 
 class ForecastQuality:
-    """Errors and coverage over the last requests that ended.
+    """Errors and coverage over the last 500 requests that ended.
 
     Every forecast of a request counts once, so that long requests weigh more, as they do
     among the running. Right after a start, short requests are over-represented.
 
-    Args:
-        window: requests that count.
-        band: how far the coverage of the 80% interval may be off before it is an alarm.
-        min_requests: requests that must have ended before there is an alarm.
-
     Attributes:
         scored: requests scored so far, also before the window.
-        unscored: requests that ended otherwise (abort, error ...) or without a forecast.
-
-    Raises:
-        ValueError: the window is shorter than ``min_requests``, or a number is not positive.
     """
 
-    def __init__(
-        self, window: int = 500, band: float = BAND, min_requests: int = MIN_REQUESTS
-    ) -> None:
-        if not 0 < min_requests <= window or band <= 0:
-            raise ValueError(
-                f"a window of {window} requests, an alarm from {min_requests} on and beyond "
-                f"{band} from nominal do not fit each other"
-            )
-        self._band, self._min_requests = band, min_requests
-        self._requests: deque[ForecastFigures] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._requests: deque[ForecastFigures] = deque(maxlen=_WINDOW)
         self.scored = 0
-        self.unscored = 0
 
     def add(self, finished: FinishedForecasts) -> ScoredRequest | None:
         """Score the forecasts of a request that ended; None if it had no forecasts."""
         scored = score(finished)
         if scored is None:
-            self.unscored += 1
             return None
         self.scored += 1
         self._requests.append(scored.figures())
@@ -197,9 +179,9 @@ class ForecastQuality:
     def alarm(self) -> str | None:
         """Return what is wrong with the intervals, and what to do; None when nothing is."""
         figures = self.figures()
-        if figures is None or figures.requests < self._min_requests:
+        if figures is None or figures.requests < MIN_REQUESTS:
             return None
-        return figures.alarm(self._band)
+        return figures.alarm()
 
 
 def score(finished: FinishedForecasts) -> ScoredRequest | None:

@@ -74,8 +74,8 @@ def finished_requests(
     return requests
 
 
-def quality_of(requests: list[FinishedForecasts], **window: int) -> ForecastQuality:
-    quality = ForecastQuality(**window)
+def quality_of(requests: list[FinishedForecasts]) -> ForecastQuality:
+    quality = ForecastQuality()
     for request in requests:
         quality.add(request)
     return quality
@@ -93,7 +93,7 @@ def test_calibrated_forecasts_cover_what_they_say() -> None:
     for level, share in figures.coverage().items():
         assert share == pytest.approx(level / 100, abs=0.05)
     assert quality.alarm() is None
-    assert (quality.scored, quality.unscored, figures.requests) == (500, 0, 500)
+    assert quality.scored == figures.requests == 500
 
 
 @pytest.mark.parametrize("wrong_by", [4.0, 0.25])
@@ -110,12 +110,12 @@ def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
 
 
 def test_the_figures_are_of_the_window() -> None:
-    requests = [*finished_requests(200, wrong_by=5.0), *finished_requests(60, seed=3)]
-    quality = quality_of(requests, window=60, min_requests=50)
-    figures, fresh = figures_of(quality), figures_of(quality_of(finished_requests(60, seed=3)))
+    last = finished_requests(500, seed=3)
+    quality = quality_of([*finished_requests(200, wrong_by=5.0), *last])
+    figures, fresh = figures_of(quality), figures_of(quality_of(last))
     assert figures.coverage() == fresh.coverage()
     assert figures.mae() == fresh.mae()
-    assert (quality.scored, figures.requests) == (260, 60)
+    assert (quality.scored, figures.requests) == (700, 500)
 
 
 def test_errors_are_of_the_capped_median_by_age() -> None:
@@ -139,14 +139,8 @@ def test_only_requests_that_ran_to_their_end_are_scored() -> None:
     never_forecast = finished_requests(1)[0]
     never_forecast.forecasts.clear()
     assert quality.add(never_forecast) is None
-    assert (quality.scored, quality.unscored) == (0, 6)
+    assert quality.scored == 0
     assert quality.figures() is quality.alarm() is None
-
-
-@pytest.mark.parametrize("wrong", [{"window": 10}, {"min_requests": 0}, {"band": 0.0}])
-def test_an_impossible_window_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        ForecastQuality(**wrong)
 
 
 def write_log(path: Path, requests: list[FinishedForecasts], served_by: Path | None = None) -> None:

@@ -79,19 +79,6 @@ def test_rows_in_any_order_are_averaged_as_they_were_when_they_came(
     assert len(running) == 0
 
 
-def test_a_request_in_the_place_of_one_that_ended_starts_with_what_its_state_says() -> None:
-    running, curves = RunningAverages(EDGES, 30.0), curves_of(np.full((40, len(EDGES) - 1), 0.2))
-    names = [str(number) for number in range(40)]
-    running.take(names, [5] * 40, curves)
-    running.forget(names[:20])
-    others = curves_of(np.full((20, len(EDGES) - 1), 0.7))
-    found = running.take([f"new-{name}" for name in names[:20]], [9] * 20, others)
-    np.testing.assert_array_equal(found, others)
-    aged = running.take(names[20:], [5] * 20, curves[20:])
-    np.testing.assert_allclose(aged[:, :-1], curves[20:, :-1])
-    assert len(running) == 40
-
-
 # The forecaster in the engine's step, against the same rows offline.
 
 

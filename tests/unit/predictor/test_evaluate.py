@@ -12,8 +12,6 @@ from recorded_dataset import change_shard, new_session, record
 from training_runs import FEW_ROWS, fit
 
 from data_collection.dataset.dataset_schema import requests_files
-from predictor import RemainingLengthMLP, load_predictor
-from predictor.evaluation.comparators import Regressor
 from predictor.evaluation.report import LABELS, OWN_NAME
 from predictor.evaluation.survival_metrics import LEVELS, WITHIN
 from predictor.training.rows_data_module import RowsDataModule
@@ -234,19 +232,3 @@ def other_split(memoryless: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     out = tmp_path_factory.mktemp("other_split") / "checkpoint"
     few = (*FEW_ROWS, "--trainer.max_epochs", "2")
     return fit("star", memoryless, out, *few, "--data.split_seed", "5")
-
-
-def test_a_regressor_of_the_same_split_is_accepted(
-    memoryless: Path, regressor_checkpoint: Path, as_ended_checkpoint: Path
-) -> None:
-    data = RowsDataModule(memoryless, cut_requests="censor")
-    data.setup("fit")
-    test = data.parts["test"]
-    for folder in (regressor_checkpoint, as_ended_checkpoint):
-        comparator = Regressor(str(folder))
-        assert comparator.parameters == 0
-        comparator.fit(data.parts["train"], data.parts["validation"])
-        predictor = load_predictor(str(folder))
-        assert isinstance(predictor, RemainingLengthMLP)
-        np.testing.assert_array_equal(comparator.predict(test), predictor.predict(test.vectors()))
-        assert comparator.parameters == sum(weights.numel() for weights in predictor.parameters())

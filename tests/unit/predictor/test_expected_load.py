@@ -74,20 +74,6 @@ def test_the_load_is_the_plain_sum(
     np.testing.assert_array_equal(load.requests, np.bincount(requests[1], minlength=3))
 
 
-def test_long_contexts_on_many_instances_keep_their_digits() -> None:
-    generator = np.random.default_rng(0)
-    edges = np.unique(np.geomspace(1, 8192, 60).round()) - 1
-    hazards = generator.uniform(0, 0.2, (3000, len(edges) - 1))
-    curves = np.cumprod(np.concatenate([np.ones((3000, 1)), 1 - hazards], axis=1), axis=1)
-    forecast = SurvivalForecast.new(edges, curves).aged(generator.integers(0, 9000, 3000))
-    context = generator.integers(0, 130_000, 3000)
-    instance = generator.integers(0, N_INSTANCES, 3000)
-    load = expected_load(forecast, instance, context, N_INSTANCES, 500)
-    mean, variance = plain_sum(forecast, instance, context, 500)
-    np.testing.assert_allclose(load.mean, mean, rtol=1e-12)
-    np.testing.assert_allclose(load.variance, variance, rtol=1e-9, atol=1e-2)  # of up to 1e12
-
-
 def test_arrays_may_be_read_only_strided_or_of_half_precision() -> None:
     curves = np.array([[1.0, 0.5, 0.25], [1.0, 0.75, 0.0]])
     edges, ages, unlimited = np.array([0.0, 8.0, 64.0]), np.array([3.0, 9.0]), np.full(2, np.inf)

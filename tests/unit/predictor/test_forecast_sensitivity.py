@@ -46,12 +46,6 @@ def test_a_forecast_renewed_rarely_ages_in_between() -> None:
     np.testing.assert_array_equal(forecast.at(np.arange(50)), expected.at(np.arange(50)))
 
 
-def test_an_oracle_that_ages_stays_an_oracle() -> None:
-    for interval in (1, 20, 100):
-        remaining = renewed_every(oracle, interval)(np.array([7, 33, 250, 31_999]))
-        assert remaining.mean().tolist() == (TOTALS - [7, 33, 250, 31_999]).tolist()
-
-
 def test_impossible_variants_are_refused() -> None:
     with pytest.raises(ValueError, match="no 3 bins"):
         star_bins(3, 32768)

@@ -8,60 +8,14 @@ import torch
 from memoryless_dataset import hidden_states, true_median
 
 from predictor import RequestRows, load_predictor
-from predictor.models.survival_mlp import hazard_nll, hazard_rates, log_survival
+from predictor.models.survival_mlp import hazard_nll, hazard_rates
 
 HAZARDS = (0.1, 0.2, 0.3)
 EDGES = torch.tensor([0.0, 5, 10, 20])
 
-BINS = torch.tensor([0.0, 1, 2, 3, 4, 6, 10, 15, 25, 40, 80, 400])
-"""Bins of one token near 0, and wider ones."""
-
 
 def logits_of(*hazards: float) -> torch.Tensor:
     return torch.logit(torch.tensor(hazards, dtype=torch.float64))
-
-
-def fitted_hazards(
-    remaining: torch.Tensor, censored: torch.Tensor, edges: torch.Tensor = BINS
-) -> torch.Tensor:
-    """Return the hazards, one a bin for all rows alike, that minimise the mean `hazard_nll`."""
-    logits = torch.full((len(edges) - 1,), -2.0, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        rows = logits.expand(len(remaining), -1)
-        mean = hazard_nll(rows, remaining, censored, edges).mean()
-        mean.backward()
-        return mean
-
-    optimizer.step(loss)
-    return torch.sigmoid(logits.detach())
-
-
-def geometric(p: float, n: int = 20_000, seed: int = 0) -> torch.Tensor:
-    """Return n lengths with P(R > h) = (1 - p)^h."""
-    drawn = np.random.default_rng(seed).geometric(p, n)
-    return torch.from_numpy(drawn.astype(np.float64))
-
-
-def ends_by_bin(p: float) -> torch.Tensor:
-    """Return 1 - (1 - p)^w, the true hazard of each bin of `BINS` for geometric lengths."""
-    return 1 - (1 - p) ** BINS.diff().double()
-
-
-def standard_errors(p: float, remaining: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sampling error of each bin's hazard, and which bins 200 rows reached."""
-    true = ends_by_bin(p)
-    reached = (remaining[:, None] > BINS[:-1]).sum(dim=0)
-    return torch.sqrt(true * (1 - true) / reached.clamp_min(1)), reached >= 200
-
-
-def test_survival_is_the_product_of_what_passed_each_bin() -> None:
-    survival = log_survival(logits_of(*HAZARDS)[None]).exp()
-    torch.testing.assert_close(
-        survival, torch.tensor([[1, 0.9, 0.9 * 0.8, 0.9 * 0.8 * 0.7]], dtype=torch.float64)
-    )
 
 
 LIKELIHOODS = [
@@ -87,28 +41,6 @@ def test_the_likelihood_by_hand() -> None:
     np.testing.assert_allclose(nll.numpy(), -np.log(expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("p", "censored"), [(0.02, 0), (0.1, 0), (0.4, 0), (0.05, 1), (0.2, 1)])
-def test_minimising_recovers_the_hazards_of_geometric_lengths(p: float, censored: bool) -> None:
-    length, cap = geometric(p), geometric(p, seed=1)
-    cut = (length > cap) & bool(censored)
-    remaining = torch.where(cut, cap, length)
-    true = ends_by_bin(p)
-    error, reached = standard_errors(p, remaining)
-    assert reached[:4].all(), "each bin of one token is seen"
-    learned = fitted_hazards(remaining, cut)
-    one_token = reached & (BINS.diff() == 1)
-    assert ((learned - true).abs() <= 4 * error)[one_token].all()
-    # Wider bins spread the ends before a cut evenly, which a falling curve does not quite.
-    assert ((learned - true).abs() <= 0.1 * true * censored + 4 * error)[reached].all()
-    if censored:
-        assert 0.4 < cut.double().mean() < 0.6
-        as_ended = fitted_hazards(remaining, torch.zeros_like(cut))
-        assert ((as_ended - true) > 8 * error)[one_token].all()
-        passed = [float((1 - hazards).cumprod(dim=0)[5]) for hazards in (true, learned, as_ended)]
-        assert passed[1] == pytest.approx(passed[0], rel=0.05)
-        assert passed[2] < 0.7 * passed[0], "P(R > 10) looks far too small"
-
-
 @pytest.mark.parametrize("size", [50.0, 90.0])
 def test_gradients_stay_finite_at_extreme_logits(size: float) -> None:
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3)
@@ -127,17 +59,6 @@ def test_a_cut_at_an_edge_still_pulls_a_hazard_down() -> None:
     hazard_nll(logits, torch.tensor([10.0]), torch.tensor([True]), EDGES).sum().backward()
     assert (logits.grad[0, :2] > 0).all(), "both bins were passed"
     assert logits.grad[0, 2] == 0, "of the bin after the cut nothing is known"
-
-
-@pytest.mark.parametrize("p", [0.01, 0.05, 0.3])
-def test_rates_recover_the_end_probability_whatever_the_bins_and_cuts(p: float) -> None:
-    length, cap = geometric(p), geometric(p, seed=1)
-    rates = hazard_rates(torch.minimum(length, cap), length > cap, BINS.double())
-    exposure = (torch.minimum(length, cap)[:, None].minimum(BINS[1:]) - BINS[:-1]).clamp_min(0)
-    error = torch.sqrt(p * (1 - p) / exposure.sum(dim=0).clamp_min(1))
-    well_seen = exposure.sum(dim=0) >= 500
-    assert well_seen[:4].all()
-    assert ((rates - p).abs() <= 4 * error)[well_seen].all()
 
 
 def test_rates_by_hand_with_the_tail_of_the_last_bins_that_were_reached() -> None:
