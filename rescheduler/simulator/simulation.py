@@ -1,6 +1,6 @@
 """One run of a policy on the simulated cluster, from Python."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -43,7 +43,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.workloads.trace import TimedTrace, Trace, TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace import Trace, first_requests, timed_blocks
 
 __all__ = ["Simulation", "run"]
 
@@ -140,7 +140,11 @@ class Simulation:
             self._rules, self.policy, asks, self.forecast, self.order.parameters()
         )
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
-        self._blocks = _blocks(setup, seed)
+        generator = np.random.default_rng(seed)
+        arrivals = config.arrivals
+        self._blocks = timed_blocks(
+            setup.trace, generator, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv
+        )
         self._finished: list[RequestRecords] = []
 
     @property
@@ -450,10 +454,3 @@ def _length_sample(trace: Trace, seed: int) -> npt.NDArray[Any]:
     """Return output lengths that were known before: of other draws, or a file's first ones."""
     generator = np.random.default_rng((seed, _OTHER_DRAW))
     return first_requests(trace, generator, _SAMPLE_REQUESTS).output
-
-
-def _blocks(setup: RunSetup, seed: int) -> Iterator[TraceBlock]:
-    arrivals, trace = setup.config.arrivals, setup.trace
-    if arrivals.kind != "revelation":
-        trace = TimedTrace(trace, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv)
-    return trace.blocks(np.random.default_rng(seed))

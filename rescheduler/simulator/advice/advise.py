@@ -19,14 +19,17 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
 )
 from rescheduler.simulator.experiments.progress import compile_notice
-from rescheduler.simulator.forecasts.forecast_error import MEASURED_SIGMA, forecast_error
 from rescheduler.simulator.results.report import (
     about,
     json_text,
     refuse_foreign_folder,
     write_report,
 )
-from rescheduler.simulator.workloads.forecast_recording import read_recording
+from rescheduler.simulator.workloads.forecast_recording import (
+    MEASURED_SIGMA,
+    error_sigma,
+    read_recording,
+)
 from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
@@ -108,9 +111,7 @@ def advise(
     recorded = _recorded(trace, file, kv_capacity)
     if load is not None and not recorded.has_arrivals:
         raise ValueError(f"{trace}: no arrival times that load could scale; leave load out")
-    sigma = MEASURED_SIGMA
-    if recording is not None:
-        sigma = forecast_error(read_recording(recording)).sigma
+    sigma = MEASURED_SIGMA if recording is None else error_sigma(read_recording(recording))
     said = {"format": format, "time_unit": time_unit}
     config = SimulationConfig(
         cluster=ClusterConfig(instances, slots, kv_capacity, prefix_caching=True),

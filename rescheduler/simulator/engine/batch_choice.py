@@ -97,7 +97,7 @@ def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> 
     """
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     started, begun = instance.decoding, instance.decoding + instance.n_filling
-    n = _candidates(rules, cluster, batch, g)
+    n = _list_requests(rules, cluster, batch, g, False)
     form_batch(
         rules.service.batches,
         batch.slack[:n],
@@ -154,10 +154,12 @@ def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> 
 
 
 @compiled_core
-def _candidates(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> int:
-    """List what an instance could compute now: its decodes by slot, prompts begun, its queue.
+def _list_requests(
+    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool
+) -> int:
+    """List an instance's requests: its decodes by slot, prompts begun, its queue in its order.
 
-    The queue's requests in their order, as far as there are places and memory for them.
+    Of the queue all, or those that there are places and memory for now.
     """
     instance = cluster.instances[g]
     for slot in range(instance.decoding):
@@ -165,21 +167,23 @@ def _candidates(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> i
         request = cluster.requests[row]
         generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
         context = request.context + instance.grown
-        _write(rules, cluster, batch, slot, row, generated, True, 1, context)
+        _write(rules, cluster, batch, slot, row, generated, context, 0)
     n = instance.decoding
     row = instance.filling
     while row != NONE:
         request = cluster.requests[row]
-        todo, context = request.todo, request.context
-        _write(rules, cluster, batch, n, row, request.generated, False, todo, context)
+        _write(rules, cluster, batch, n, row, request.generated, request.context, request.todo)
         n += 1
         row = request.next
     room = rules.kv_capacity - instance.load
     row = instance.queue_head
-    while row != NONE and n < rules.slots and cluster.requests[row].context <= room:
+    while row != NONE:
         request = cluster.requests[row]
         context = request.context
-        _write(rules, cluster, batch, n, row, request.generated, False, context, context)
+        if not whole_queue and (n >= rules.slots or context > room):
+            break
+        left = 0 if request.resumes == MIGRATED else context
+        _write(rules, cluster, batch, n, row, request.generated, context, left)
         room -= context
         n += 1
         row = request.next
@@ -194,16 +198,16 @@ def _write(
     i: int,
     row: int,
     generated: int,
-    decoding: bool,
-    wanted: int,
     context: int,
+    prompt_left: int,
 ) -> None:
     batch.row[i] = row
     batch.slack[i] = slack_of(rules, cluster, row, generated)
     batch.tpot[i] = rules.service.tpot
-    batch.decoding[i] = decoding
-    batch.wanted[i] = wanted
+    batch.decoding[i] = prompt_left == 0
+    batch.wanted[i] = max(prompt_left, 1)
     batch.context[i] = context
+    batch.prompt_left[i] = prompt_left
 
 
 @compiled_core
@@ -238,32 +242,9 @@ def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) ->
 
     Until the next report, prompts placed there are subtracted from it where they are placed.
     """
-    instance = cluster.instances[g]
-    n = 0
-    for slot in range(instance.decoding):
-        row = cluster.slot_request[g, slot]
-        request = cluster.requests[row]
-        generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
-        context = request.context + instance.grown
-        _write_reported(rules, cluster, batch, n, row, generated, context, 0)
-        n += 1
-    row = instance.filling
-    while row != NONE:
-        request = cluster.requests[row]
-        generated, context = request.generated, request.context
-        _write_reported(rules, cluster, batch, n, row, generated, context, request.todo)
-        n += 1
-        row = request.next
-    row = instance.queue_head
-    while row != NONE:
-        request = cluster.requests[row]
-        generated, context = request.generated, request.context
-        left = 0 if request.resumes == MIGRATED else context
-        _write_reported(rules, cluster, batch, n, row, generated, context, left)
-        n += 1
-        row = request.next
+    n = _list_requests(rules, cluster, batch, g, True)
     service = rules.service
-    instance.budget = prefill_budget(
+    cluster.instances[g].budget = prefill_budget(
         service.batches,
         service.ttft,
         service.tpot,
@@ -272,22 +253,6 @@ def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) ->
         batch.prompt_left[:n],
         service.whole_steps,
     )
-
-
-@compiled_inline
-def _write_reported(
-    rules: Rules,
-    cluster: Cluster,
-    batch: BatchArrays,
-    i: int,
-    row: int,
-    generated: int,
-    context: int,
-    prompt_left: int,
-) -> None:
-    batch.slack[i] = slack_of(rules, cluster, row, generated)
-    batch.context[i] = context
-    batch.prompt_left[i] = prompt_left
 
 
 @compiled_inline

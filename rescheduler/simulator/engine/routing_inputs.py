@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled, compiled_core, compiled_inline
-from predictor.forecasts.curve import load_of_known_ends, no_load
+from predictor.forecasts.curve import add_load, load_of_known_ends, no_load
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED
 from rescheduler.migration.inputs import MigrationInputs, RequestForecasts
 from rescheduler.routing.inputs import RoutingInputs, count_length, limit_placements
@@ -15,7 +15,6 @@ from rescheduler.simulator.engine.slots import occupied
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ONCE,
     ForecastArrays,
-    add_expected,
     expected_remaining,
     knows_ends,
     survival_row,
@@ -209,22 +208,9 @@ def add_expected_loads(
         return
     for i in range(n):
         one = cluster.placed[i]
-        request = cluster.requests[one.row]
-        add_expected(
-            forecast,
-            request.number,
-            request.template,
-            one.generated,
-            request.output,
-            one.context,
-            points,
-            growth,
-            capacity[one.instance],
-            row,
-            ahead[one.instance],
-            excess[one.instance],
-            alive[one.instance],
-        )
+        r, g = cluster.requests[one.row], one.instance
+        survival_row(forecast, r.number, r.template, one.generated, r.output, points, row)
+        add_load(one.context, row, growth, capacity[g], ahead[g], excess[g], alive[g])
 
 
 @compiled_inline

@@ -129,17 +129,17 @@ def cells_of(found: Sequence[Group]) -> list[Cell]:
     return sorted(each.values(), key=lambda cell: cell.seed)
 
 
-def run_cell(config: dict[str, Any], seed: int) -> Figures:
+def run_cell(cell: Cell) -> Figures:
     """Simulate one cell; return its figures."""
     # In the worker, so that the process that hands out the work starts at once.
     from rescheduler.simulator.results.metrics import run_metrics
     from rescheduler.simulator.run_setup import create_candidates, run_setup
     from rescheduler.simulator.simulation import run
 
-    simulation = read_config(config)
+    simulation = read_config(cell.config)
     (candidate,) = create_candidates(run_setup(simulation)).values()
     policy, planner, setup, order = candidate
-    return run_metrics(run(setup, policy, seed, planner=planner, order=order), simulation.slo)
+    return run_metrics(run(setup, policy, cell.seed, planner=planner, order=order), simulation.slo)
 
 
 def write_cell(folder: Path, cell: Cell, figures: Figures) -> None:

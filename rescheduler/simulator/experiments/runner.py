@@ -12,12 +12,12 @@ from rescheduler.simulator.experiments.cells import (
     Group,
     cells_of,
     read_cell,
+    run_cell,
     write_cell,
 )
 from rescheduler.simulator.experiments.progress import compile_notice, gather
 from rescheduler.simulator.experiments.workers import (
     available_cores,
-    compute_cell,
     run_locally,
     run_on_ray,
 )
@@ -110,7 +110,7 @@ def compute(
     if missing:
         if ray is None:
             compile_notice()
-            outcomes = run_locally(missing, workers or available_cores(), compute_cell, True)
+            outcomes = run_locally(missing, workers or available_cores(), run_cell, True)
         else:
             outcomes = run_on_ray(missing, ray)
         interrupted = gather(outcomes, len(missing), keep, lambda cell: cell.title)

@@ -13,8 +13,6 @@ from rich.table import Table
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import Computed, Row, compute
-from rescheduler.simulator.results.figures import HorizonCurve, draw_horizons
-from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.report import about, json_text, main_columns, write_report
 from rescheduler.simulator.run_setup import create_candidates, run_setup
 
@@ -38,7 +36,7 @@ def sweep(
 
     Args:
         config: what does not vary.
-        out: folder for the cells, sweep.csv, sweep.json, and, where a horizon varies, a picture.
+        out: folder for the cells, sweep.csv and sweep.json.
         vary: key -> values. A policy is named by its label: policies.bfio.horizon.
         workers: processes at once; one per core when None.
         ray: address of a Ray cluster (auto, local, ray://...) that computes instead.
@@ -92,46 +90,7 @@ def _write(
             for row in rows
         ],
     }
-    curves = _horizon_curves(rows, config)
-    figures = {"horizon.png": draw_horizons(curves)} if curves else {}
-    write_report(out, {"sweep.csv": text.getvalue(), "sweep.json": json_text(document)}, figures)
-
-
-def _horizon_curves(rows: Sequence[Row], config: SimulationConfig) -> list[HorizonCurve]:
-    """Return a curve for each policy and each combination of whatever else varies.
-
-    Only of policies whose horizon varies; the others are drawn as they are.
-    """
-    labels = [choice.label for choice in config.policy_choices()]
-    varied = list(rows[0].group.varied)
-    horizon_of = {}
-    for key in varied:
-        section, _, path = key.partition(".")
-        policy, _, option = path.rpartition(".")
-        if section == "policies" and option == "horizon":
-            horizon_of[policy if policy in labels else labels[int(policy)]] = key
-    if not horizon_of:
-        return []
-    curves: dict[str, list[tuple[float, Summary]]] = {}
-    looking_ahead: set[str] = set()
-    for group, summary in ((row.group, row.summary) for row in rows):
-        own = horizon_of.get(group.policy)
-        rest = {k: v for k, v in group.varied.items() if k not in horizon_of.values()}
-        label = ", ".join([group.policy, *(f"{k} = {v}" for k, v in rest.items())])
-        points = curves.setdefault(label, [])
-        if own is None:
-            points[:] = [(0.0, summary)]
-        else:
-            looking_ahead.add(label)
-            point = (float(group.varied[own]), summary)
-            if point[0] not in [horizon for horizon, _ in points]:
-                points.append(point)
-    drawn = []
-    for label, points in curves.items():
-        points.sort(key=lambda point: point[0])
-        horizons = [horizon for horizon, _ in points] if label in looking_ahead else []
-        drawn.append(HorizonCurve(label, horizons, [summary for _, summary in points]))
-    return drawn
+    write_report(out, {"sweep.csv": text.getvalue(), "sweep.json": json_text(document)}, {})
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from rescheduler.simulator.experiments.cells import Cell, Figures, run_cell
 
-__all__ = ["available_cores", "compute_cell", "run_in_threads", "run_locally", "run_on_ray"]
+__all__ = ["available_cores", "run_in_threads", "run_locally", "run_on_ray"]
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -67,11 +67,6 @@ def run_locally(
             yield job, _DIED
 
 
-def compute_cell(cell: Cell) -> Figures:
-    """Compute a cell, for `run_locally`."""
-    return run_cell(cell.config, cell.seed)
-
-
 def run_on_ray(cells: Sequence[Cell], address: str) -> Outcomes[Cell, Figures]:
     """Compute cells as tasks of a Ray cluster, a core each; yield each as it finishes.
 
@@ -96,7 +91,7 @@ def run_on_ray(cells: Sequence[Cell], address: str) -> Outcomes[Cell, Figures]:
         raise RuntimeError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         task = ray.remote(num_cpus=1, max_retries=1)(run_cell)
-        pending = {task.remote(cell.config, cell.seed): cell for cell in cells}
+        pending = {task.remote(cell): cell for cell in cells}
         while pending:
             done, _ = ray.wait(list(pending))
             for reference in done:

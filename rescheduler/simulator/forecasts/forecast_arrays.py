@@ -7,23 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from predictor.forecasts.curve import add_load, aged_mean, aged_survival
+from predictor.forecasts.curve import aged_mean, aged_survival
 from rescheduler.routing.heuristics.random_choice import splitmix64
 
 __all__ = [
     "CURVE",
     "MARGINAL",
+    "NONE",
     "ONCE",
     "POINT",
     "ForecastArrays",
-    "add_expected",
-    "classified_forecast",
-    "curve_forecast",
     "expected_remaining",
     "knows_ends",
-    "marginal_forecast",
-    "no_forecast",
-    "point_forecast",
     "survival_row",
 ]
 
@@ -83,68 +78,6 @@ class ForecastArrays(NamedTuple):
     n_rows: IntArray = _NO_ROWS
     cap: IntArray = _NO_ROWS
     prompt_row: IntArray = _NO_ROWS
-
-
-def no_forecast() -> ForecastArrays:
-    """Return what is known when nothing is forecast."""
-    return ForecastArrays(NONE)
-
-
-def point_forecast(
-    interval: int = 1, sigma: float = 0.0, seed: int = 0, bins: npt.ArrayLike = ()
-) -> ForecastArrays:
-    """Return the truth, or the truth made noisy, coarse or stale; middles stand for bins."""
-    edges = np.asarray(bins, dtype=np.float64)
-    middles = (edges[:-1] + edges[1:]) / 2
-    return ForecastArrays(
-        POINT, interval=interval, sigma=sigma, seed=seed, bins=edges, stand_in=middles
-    )
-
-
-def classified_forecast(
-    edges: npt.ArrayLike, stand_in: npt.ArrayLike, common: npt.ArrayLike, accuracy: float, seed: int
-) -> ForecastArrays:
-    """Return the bucket of each whole output, named once, rightly or not."""
-    return ForecastArrays(
-        POINT,
-        interval=ONCE,
-        seed=seed,
-        bins=np.append(np.asarray(edges, dtype=np.float64), np.inf),
-        stand_in=np.ascontiguousarray(stand_in, dtype=np.float64),
-        accuracy=float(accuracy),
-        common=np.ascontiguousarray(common, dtype=np.float64),
-    )
-
-
-def marginal_forecast(table: npt.ArrayLike) -> ForecastArrays:
-    """Return one curve for all requests, conditional on their age.
-
-    Args:
-        table: [T + 1] P(output > t) at t = 0 .. T, from 1 and never rising.
-    """
-    survival = np.ascontiguousarray(table, dtype=np.float64)
-    tail = np.concatenate([np.cumsum(survival[::-1])[::-1], [0.0]])
-    return ForecastArrays(MARGINAL, table=survival, tail=tail)
-
-
-def curve_forecast(
-    interval: int,
-    edges: npt.ArrayLike,
-    curves: npt.NDArray[np.float32],
-    first_row: IntArray,
-    n_rows: IntArray,
-    cap: IntArray,
-) -> ForecastArrays:
-    """Return curves that were recorded for each request, every ``interval`` tokens."""
-    return ForecastArrays(
-        CURVE,
-        interval=interval,
-        edges=np.ascontiguousarray(edges, dtype=np.float64),
-        curves=np.ascontiguousarray(curves, dtype=np.float32),
-        first_row=np.ascontiguousarray(first_row, dtype=np.int64),
-        n_rows=np.ascontiguousarray(n_rows, dtype=np.int64),
-        cap=np.ascontiguousarray(cap, dtype=np.int64),
-    )
 
 
 @compiled_core
@@ -220,7 +153,8 @@ def survival_row(
             t = generated + points[p]
             out[p] = f.table[t] / alive if t <= last and alive > 0.0 else 0.0
     elif f.kind == CURVE:
-        _curve_row(f, template, generated, points, out)
+        row, age, limit = _last_curve(f, template, generated)
+        aged_survival(f.edges, f.curves[row], age, limit, points, out)
     else:
         for p in range(len(points)):
             out[p] = 1.0
@@ -230,24 +164,14 @@ def survival_row(
 
 
 @compiled_inline
-def _row(f: ForecastArrays, template: int, generated: int) -> int:
-    """Return the row of the curve predicted last."""
-    if generated == 0 and len(f.prompt_row) > 0:
-        return f.prompt_row[template]  # type: ignore[no-any-return]
-    renewed = min(generated // f.interval, f.n_rows[template] - 1)
-    return f.first_row[template] + renewed  # type: ignore[no-any-return]
-
-
-@compiled_inline
-def _curve_row(
-    f: ForecastArrays, template: int, generated: int, points: IntArray, out: FloatArray
-) -> None:
-    """Write S(age + h) / S(age) of the curve predicted last."""
+def _last_curve(f: ForecastArrays, template: int, generated: int) -> tuple[int, float, float]:
+    """Return the row of the curve predicted last, its age, and the most tokens left then."""
     renewed = min(generated // f.interval, f.n_rows[template] - 1)
     predicted = renewed * f.interval
-    age, limit = float(generated - predicted), float(f.cap[template] - predicted)
-    curve = f.curves[_row(f, template, generated)]
-    aged_survival(f.edges, curve, age, limit, points, out)
+    row = f.first_row[template] + renewed
+    if generated == 0 and len(f.prompt_row) > 0:
+        row = f.prompt_row[template]
+    return row, float(generated - predicted), float(f.cap[template] - predicted)
 
 
 @compiled_core
@@ -262,35 +186,6 @@ def expected_remaining(
             return 1.0
         return max(f.tail[generated] / f.table[generated], 1.0)  # type: ignore[no-any-return]
     if f.kind == CURVE:
-        return _curve_mean(f, template, generated)
+        row, age, limit = _last_curve(f, template, generated)
+        return aged_mean(f.edges, f.curves[row], age, limit)
     return 0.0
-
-
-@compiled_inline
-def _curve_mean(f: ForecastArrays, template: int, generated: int) -> float:
-    """Return E[R] by the curve predicted last."""
-    renewed = min(generated // f.interval, f.n_rows[template] - 1)
-    predicted = renewed * f.interval
-    age, limit = float(generated - predicted), float(f.cap[template] - predicted)
-    return aged_mean(f.edges, f.curves[_row(f, template, generated)], age, limit)
-
-
-@compiled_core
-def add_expected(
-    f: ForecastArrays,
-    number: int,
-    template: int,
-    generated: int,
-    output: int,
-    context: int,
-    points: IntArray,
-    growth: FloatArray,
-    capacity: float,
-    row: FloatArray,
-    ahead: FloatArray,
-    excess: FloatArray,
-    alive: FloatArray,
-) -> None:
-    """Add one request to the load ahead of its instance, see `add_load`."""
-    survival_row(f, number, template, generated, output, points, row)
-    add_load(context, row, growth, capacity, ahead, excess, alive)

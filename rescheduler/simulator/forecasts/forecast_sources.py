@@ -12,13 +12,12 @@ from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
 from rescheduler.simulator.forecasts.forecast_arrays import (
+    CURVE,
+    MARGINAL,
+    NONE,
     ONCE,
+    POINT,
     ForecastArrays,
-    classified_forecast,
-    curve_forecast,
-    marginal_forecast,
-    no_forecast,
-    point_forecast,
 )
 from rescheduler.simulator.workloads.forecast_recording import (
     ForecastRecording,
@@ -82,7 +81,7 @@ class NoForecast(ForecastSource):
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return no forecasts."""
-        return no_forecast()
+        return ForecastArrays(NONE)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Oracle(ForecastSource):
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return the truth as point forecasts."""
-        return point_forecast()
+        return ForecastArrays(POINT)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Noisy(ForecastSource, sigma=NOT_NEGATIVE, interval=COUNT):
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return noisy point forecasts."""
-        return point_forecast(interval=self.interval, sigma=self.sigma, seed=seed)
+        return ForecastArrays(POINT, self.interval, self.sigma, seed)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,9 @@ class Binned(ForecastSource, sigma=NOT_NEGATIVE, interval=COUNT):
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return point forecasts that are middles of bins."""
-        return point_forecast(self.interval, self.sigma, seed, self._edges())
+        edges = self._edges().astype(np.float64)
+        middles = (edges[:-1] + edges[1:]) / 2
+        return ForecastArrays(POINT, self.interval, self.sigma, seed, edges, stand_in=middles)
 
     def _edges(self) -> npt.NDArray[Any]:
         if self.bins is not None:
@@ -198,7 +199,15 @@ class Classified(ForecastSource, accuracy="[0, 1]"):
         common = np.bincount(bucket, minlength=len(edges))
         total = np.bincount(bucket, weights=lengths, minlength=len(edges))
         stand_in = np.where(common > 0, total / np.maximum(common, 1), np.maximum(edges, 1))
-        return classified_forecast(edges, stand_in, common, self.accuracy, seed)
+        return ForecastArrays(
+            POINT,
+            interval=ONCE,
+            seed=seed,
+            bins=np.append(edges.astype(np.float64), np.inf),
+            stand_in=stand_in.astype(np.float64),
+            accuracy=float(self.accuracy),
+            common=common.astype(np.float64),
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,7 @@ class Interval(ForecastSource, k=COUNT):
 
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return the truth as point forecasts that age."""
-        return point_forecast(interval=self.k)
+        return ForecastArrays(POINT, self.k)
 
 
 @dataclass(frozen=True)
@@ -236,7 +245,9 @@ class KaplanMeier(ForecastSource):
         if lengths is None or len(lengths) == 0:
             raise ValueError("kaplan_meier: needs output lengths of other requests, there are none")
         curve = KaplanMeierCurve.estimate(lengths, np.zeros(len(lengths), dtype=np.bool_))
-        return marginal_forecast(curve.at(np.arange(int(lengths.max()) + 1)))
+        survival = curve.at(np.arange(int(lengths.max()) + 1)).astype(np.float64)
+        tail = np.append(np.cumsum(survival[::-1])[::-1], 0.0)
+        return ForecastArrays(MARGINAL, table=survival, tail=tail)
 
 
 @dataclass(frozen=True)
@@ -297,26 +308,23 @@ class Replay(ForecastSource, interval=COUNT):
     def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
         """Return the recorded curves, a template each recorded request."""
         recorded = self._recorded
-        every = 1 if self.interval is None else self.interval // recorded.interval
-        n_rows = -(-recorded.n_rows // every)
-        first_row = np.cumsum(n_rows) - n_rows
-        step = np.arange(n_rows.sum()) - np.repeat(first_row, n_rows)
-        kept = np.repeat(recorded.first_row, n_rows) + every * step
         if self.reads == "prompts":
             assert recorded.prompt_curves is not None, "checked when it was read"
-            n = len(recorded)
-            return curve_forecast(
-                interval=ONCE,
-                edges=recorded.edges,
-                curves=recorded.prompt_curves,
-                first_row=np.arange(n),
-                n_rows=np.ones(n, dtype=np.int64),
-                cap=recorded.max_tokens,
-            )
-        return curve_forecast(
-            interval=every * recorded.interval,
+            interval, curves = ONCE, recorded.prompt_curves
+            first_row = np.arange(len(recorded))
+            n_rows = np.ones(len(recorded), dtype=np.int64)
+        else:
+            interval = self.interval or recorded.interval
+            every = interval // recorded.interval
+            n_rows = -(-recorded.n_rows // every)
+            first_row = np.cumsum(n_rows) - n_rows
+            step = np.arange(n_rows.sum()) - np.repeat(first_row, n_rows)
+            curves = recorded.curves[np.repeat(recorded.first_row, n_rows) + every * step]
+        return ForecastArrays(
+            CURVE,
+            interval,
             edges=recorded.edges,
-            curves=recorded.curves[kept],
+            curves=curves,
             first_row=first_row,
             n_rows=n_rows,
             cap=recorded.max_tokens,

@@ -1,8 +1,8 @@
-"""Pictures of simulations: loads and power over time, comparisons, the effect of the horizon."""
+"""Pictures of simulations: loads and power over time, comparisons."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,10 +12,8 @@ from rescheduler.simulator.results.run_result import RunResult
 
 __all__ = [
     "COLOURS",
-    "HorizonCurve",
     "create_panels",
     "draw_comparison",
-    "draw_horizons",
     "draw_loads",
     "draw_power",
     "draw_rescheduling",
@@ -34,20 +32,6 @@ _COMPARED = (
     ("tpot", "TPOT, ms", 1e3),
     ("energy", "energy, kJ", 1e-3),
 )
-
-
-class HorizonCurve(NamedTuple):
-    """One policy of a sweep over its horizon.
-
-    Attributes:
-        label: of the policy and of what else varied.
-        horizons: [n] steps it looks ahead, ascending; empty for a policy that does not.
-        summaries: [n] its figures at each; one for a policy that does not look ahead.
-    """
-
-    label: str
-    horizons: Sequence[float]
-    summaries: Sequence[Summary]
 
 
 def draw_loads(runs: Sequence[RunResult]) -> Any:
@@ -123,36 +107,6 @@ def draw_comparison(summaries: Mapping[str, Summary]) -> Any:
             axes.set_xlim(left=0)
         axes.locator_params(axis="x", nbins=5)
         finish_axes(axes, title)
-    return figure
-
-
-def draw_horizons(curves: Sequence[HorizonCurve]) -> Any:
-    """Return imbalance and throughput against the horizon.
-
-    As in paper 000, Figure 4; bands are 95% intervals, dashed lines policies without a horizon.
-    """
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    figure, panels = create_panels(2, columns=2, size=(5.2, 3.6), sharey=False)
-    for axes, (name, title, scale) in zip(panels, _COMPARED[:2], strict=True):
-        for i, curve in enumerate(curves):
-            colour = COLOURS[i % len(COLOURS)]
-            values = np.array([s.mean.get(name, np.nan) for s in curve.summaries]) * scale
-            half = np.array([s.ci95.get(name, 0.0) for s in curve.summaries]) * scale
-            if len(curve.horizons) == 0:
-                axes.axhline(values[0], color=colour, linestyle="--", label=curve.label)
-                continue
-            axes.fill_between(
-                curve.horizons, values - half, values + half, color=colour, alpha=0.18, linewidth=0
-            )
-            axes.plot(curve.horizons, values, "o-", color=colour, markersize=4.5, label=curve.label)
-        if name == "imbalance" and all(s.mean[name] > 0 for c in curves for s in c.summaries):
-            axes.set_yscale("log")  # it differs by factors
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_locator(NullLocator())
-        finish_axes(axes, "horizon, steps", title)
-    panels[0].legend(frameon=False, fontsize="small")
     return figure
 
 

@@ -17,13 +17,28 @@ from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.registry import COUNT, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
-__all__ = ["ForecastRecording", "ReplayTrace", "in_steps", "read_recording", "write_recording"]
+__all__ = [
+    "MEASURED_INTERVAL",
+    "MEASURED_SIGMA",
+    "ForecastRecording",
+    "ReplayTrace",
+    "error_sigma",
+    "in_steps",
+    "read_recording",
+    "write_recording",
+]
 
 IntArray = npt.NDArray[np.int64]
 
 _KEY = b"headway"
 _VERSION = 1
 _STEPS = 65_535
+
+MEASURED_SIGMA = 1.25
+"""`error_sigma` of recordings/smollm2-135m-instruct.parquet."""
+
+MEASURED_INTERVAL = 20
+"""Tokens between two of the forecasts in it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,26 @@ class ReplayTrace(Checked, requests=COUNT):
         for size in block_sizes(self.requests):
             template = generator.integers(0, len(output), size)
             yield lengths_block(prompt[template], output[template], template)
+
+
+def error_sigma(recording: ForecastRecording) -> float:
+    r"""Return the standard deviation of :math:`\log(\hat r / r)` of the median remaining length.
+
+    Requests that were cut at their max_tokens count for nothing: how long they would have been
+    is not known.
+
+    Raises:
+        ValueError: fewer than two forecasts of requests that ended on their own.
+    """
+    owner = np.repeat(np.arange(len(recording)), recording.n_rows)
+    age = recording.interval * (np.arange(len(owner)) - recording.first_row[owner])
+    limit = recording.max_tokens[owner] - age
+    forecast = SurvivalForecast.new(recording.edges, recording.curves, limit)
+    median = np.maximum(forecast.median(), 1.0)
+    error = np.log(median / (recording.output[owner] - age))[~recording.cut[owner]]
+    if len(error) < 2:
+        raise ValueError("the recording has too few forecasts of requests that ended on their own")
+    return float(error.std(ddof=1))
 
 
 def in_steps(survival: npt.ArrayLike) -> npt.NDArray[np.float32]:

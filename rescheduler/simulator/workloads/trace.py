@@ -7,17 +7,15 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.cluster.registry import POSITIVE, Checked
-
 __all__ = [
     "BLOCK_REQUESTS",
     "ResampledTrace",
-    "TimedTrace",
     "Trace",
     "TraceBlock",
     "block_sizes",
     "first_requests",
     "lengths_block",
+    "timed_blocks",
 ]
 
 
@@ -91,10 +89,8 @@ def first_requests(trace: Trace, generator: np.random.Generator, at_most: int) -
     """Return the first requests of a trace as one block, such as a sample of its lengths.
 
     Raises:
-        ValueError: as `Trace.blocks`, or ``at_most`` is below 1.
+        ValueError: as `Trace.blocks`.
     """
-    if at_most < 1:
-        raise ValueError(f"at least one request must be asked for, not {at_most}")
     taken: list[TraceBlock] = []
     missing = at_most
     for block in trace.blocks(generator):
@@ -102,84 +98,44 @@ def first_requests(trace: Trace, generator: np.random.Generator, at_most: int) -
         missing -= len(block.prompt)
         if missing <= 0:
             break
-    return TraceBlock(
-        arrival=np.concatenate([block.arrival for block in taken])[:at_most],
-        prompt=np.concatenate([block.prompt for block in taken])[:at_most],
-        output=np.concatenate([block.output for block in taken])[:at_most],
-        template=np.concatenate([block.template for block in taken])[:at_most],
-    )
+    columns = zip(*taken, strict=True)
+    return TraceBlock(*(np.concatenate(column)[:at_most] for column in columns))
 
 
 ArrivalKind = Literal["revelation", "trace", "poisson", "gamma"]
 
 
-@dataclass(frozen=True)
-class TimedTrace(Checked, scale=POSITIVE, rate=POSITIVE, cv=POSITIVE):
-    r"""The requests of another trace, at other times.
+def timed_blocks(
+    trace: Trace,
+    generator: np.random.Generator,
+    kind: ArrivalKind,
+    scale: float = 1.0,
+    rate: float = 1.0,
+    cv: float = 1.0,
+) -> Iterator[TraceBlock]:
+    r"""Yield the blocks of a trace with other arrivals; with its own for ``revelation``.
 
     Gaps of ``poisson`` are exponential with mean 1/rate; those of ``gamma`` follow
 
     .. math:: \Gamma(k, \theta), \qquad k = 1 / cv^2, \qquad \theta = cv^2 / rate
 
     with mean 1/rate and coefficient of variation cv: 1 is a Poisson process, more is burstier.
-    The first request comes after a gap of its own.
-
-    Attributes:
-        trace: whose requests they are.
-        kind: ``trace``: its own times; ``poisson``; ``gamma``; ``revelation``: none, a request
-            is there as soon as the simulator has room for it.
-        scale: multiplies the rate of ``trace``: 2 makes it arrive twice as fast.
-        rate: mean requests per second of ``poisson`` and ``gamma``.
-        cv: of ``gamma``.
-
-    Raises:
-        ValueError: ``trace`` for a trace without times.
+    The first request comes after a gap of its own. Gaps are drawn from a generator of their own,
+    so that a seed gives the same lengths whatever the arrivals are.
     """
-
-    trace: Trace
-    kind: ArrivalKind
-    scale: float = 1.0
-    rate: float = 1.0
-    cv: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse what gives no times."""
-        super().__post_init__()
-        if self.kind == "trace" and not self.trace.has_arrivals:
-            raise ValueError(
-                f"{self.trace.name} has no arrival times; take arrivals poisson or gamma, or "
-                "revelation, which needs none"
-            )
-
-    @property
-    def name(self) -> str:
-        """Name of the trace."""
-        return self.trace.name
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether there are times."""
-        return self.kind != "revelation"
-
-    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
-        """Yield the trace's blocks with these arrivals.
-
-        Gaps are drawn from a generator of their own, so that a seed gives the same lengths
-        whatever the arrivals are.
-        """
-        (gaps,) = generator.spawn(1)
-        now = 0.0
-        for block in self.trace.blocks(generator):
-            n = len(block.prompt)
-            if self.kind == "trace":
-                arrival = block.arrival / self.scale
-            elif self.kind == "revelation":
-                arrival = np.full(n, np.nan)
-            else:
-                shape = 1.0 if self.kind == "poisson" else self.cv**-2
-                arrival = now + np.cumsum(gaps.gamma(shape, 1 / (shape * self.rate), n))
-                now = float(arrival[-1])
-            yield block._replace(arrival=arrival)
+    if kind == "revelation":
+        yield from trace.blocks(generator)
+        return
+    (gaps,) = generator.spawn(1)
+    now = 0.0
+    for block in trace.blocks(generator):
+        if kind == "trace":
+            arrival = block.arrival / scale
+        else:
+            shape = 1.0 if kind == "poisson" else cv**-2
+            arrival = now + np.cumsum(gaps.gamma(shape, 1 / (shape * rate), len(block.prompt)))
+            now = float(arrival[-1])
+        yield block._replace(arrival=arrival)
 
 
 _RUN = 500
@@ -235,12 +191,8 @@ class ResampledTrace:
             chosen = ((starts[:, None] + np.arange(length)) % n).ravel()[:size]
             arrival = now + np.cumsum(gaps[chosen])
             now = float(arrival[-1])
-            yield TraceBlock(
-                arrival=arrival,
-                prompt=self.recorded.prompt[chosen],
-                output=self.recorded.output[chosen],
-                template=self.recorded.template[chosen],
-            )
+            drawn = TraceBlock(*(column[chosen] for column in self.recorded))
+            yield drawn._replace(arrival=arrival)
 
     def _gaps(self) -> npt.NDArray[np.float64]:
         """Return [N] seconds before each request."""

@@ -84,9 +84,6 @@ class TraceFile:
         time_unit: of its arrivals; as its format has it when None.
         option: what the user calls ``time_unit``, for errors.
 
-    Attributes:
-        left_out: requests left out by the last reading, as far as it went.
-
     Raises:
         ValueError: the file cannot be opened, its first line is of no known format, or the unit
             of its arrivals is in doubt.
@@ -107,7 +104,6 @@ class TraceFile:
         self._path = Path(path)
         self._requests = requests
         self._skip_empty = skip_empty
-        self.left_out = 0
         try:
             self._reader = recognise(self._path, self._lines(), format, time_unit)
         except ParquetFileError as error:
@@ -136,7 +132,6 @@ class TraceFile:
                 bytes that are no UTF-8 or no whole gzip file.
         """
         del generator
-        self.left_out = 0
         first: float | None = None
         requests = islice(self._checked(), self._requests)
         while rows := list(islice(requests, BLOCK_REQUESTS)):
@@ -177,7 +172,6 @@ class TraceFile:
         times: list[float] = []
         with suppress(ValueError):
             times.extend(row[1] for row in islice(self._checked(), SAMPLED))
-        self.left_out = 0
         if not times:
             return None
         whole = all(float(time).is_integer() for time in times)
@@ -190,7 +184,6 @@ class TraceFile:
         for row in self._reader.rows(path, self._lines()):
             line, time, prompt, output = row
             if (output == 0 and logs_failures) or (skip_empty and 0 in (prompt, output)):
-                self.left_out += 1
                 continue
             if not (0 < prompt <= LONGEST and 0 < output <= LONGEST):
                 raise ValueError(f"{path}:{line}: {_wrong_length(prompt, output)}")

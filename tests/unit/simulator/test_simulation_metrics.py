@@ -13,9 +13,7 @@ from scipy import stats
 from rescheduler.simulator.config.simulation_config import PowerConfig, SimulationConfig, SLOConfig
 from rescheduler.simulator.engine.step_metrics import load_watts, mfu_watts, power_model, watts
 from rescheduler.simulator.results.figures import (
-    HorizonCurve,
     draw_comparison,
-    draw_horizons,
     draw_loads,
     draw_power,
     save_figure,
@@ -139,10 +137,6 @@ def test_the_document_has_plain_numbers_by_policy(summaries: dict[str, Summary])
 
 def test_the_pictures_are_drawn(tmp_path: Path, summaries: dict[str, Summary]) -> None:
     runs = [run_result(policy) for policy in ("fcfs", "jsq", "bfio")]
-    curves = [
-        HorizonCurve("bfio", [0, 20, 40], [summaries["bfio"]] * 3),
-        HorizonCurve("fcfs", [], [summaries["fcfs"]]),
-    ]
     loads = draw_loads(runs)
     assert [axes.get_title(loc="left") for axes in loads.axes] == ["fcfs", "jsq", "bfio"]
     assert [len(axes.lines) for axes in loads.axes] == [2, 2, 2], "a line for each instance"
@@ -155,9 +149,7 @@ def test_the_pictures_are_drawn(tmp_path: Path, summaries: dict[str, Summary]) -
         "throughput, thousand tokens/s",
         "TPOT, ms",
     ]
-    horizons = draw_horizons(curves)
-    assert [axes.get_xlabel() for axes in horizons.axes] == ["horizon, steps"] * 2
-    for i, figure in enumerate((loads, power, comparison, horizons)):
+    for i, figure in enumerate((loads, power, comparison)):
         path = save_figure(figure, tmp_path / f"{i}.png")
         assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,10 +137,6 @@ def test_an_implausible_unit_is_refused(
     assert len(arrivals(path, time_unit=unit)) == len(seconds)
 
 
-def test_requests_at_one_time_are_the_same_in_every_unit(tmp_path: Path) -> None:
-    assert arrivals(written(tmp_path / "log", "mooncake", [4.0, 4.0], "ms")) == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("format", "sentence"),
     [
@@ -147,21 +144,16 @@ def test_requests_at_one_time_are_the_same_in_every_unit(tmp_path: Path) -> None
         ("azure", "Azure's format by its first line; arrivals are dates"),
         ("burstgpt", "BurstGPT's format by its first line; Timestamp in seconds, as BurstGPT is"),
         ("mooncake", "timestamp in milliseconds, as Mooncake's traces are published: its requests"),
+        ("lengths", "Headway's format by its first line; no column arrival_s, so lengths without"),
     ],
 )
 def test_the_format_and_the_unit_are_said(tmp_path: Path, format: str, sentence: str) -> None:
-    assert sentence in TraceFile(written(tmp_path / "log", format, [0.0, 1.0, 2.0])).read_as
-
-
-def test_a_file_without_times_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text("timestamp,input_tokens,output_tokens\n1,2,3\n")
-    assert TraceFile(path).read_as == (
-        "log.csv: Headway's format by its first line; no column arrival_s, so lengths without "
-        "arrival times"
-    )
-    with pytest.raises(ValueError, match="no arrival_s that time_unit could be of"):
-        TraceFile(path, time_unit="s")
+    path = tmp_path / "log"
+    if format == "lengths":
+        path.write_text("timestamp,input_tokens,output_tokens\n1,2,3\n")
+    else:
+        written(path, format, [0.0, 1.0, 2.0])
+    assert sentence in TraceFile(path).read_as
 
 
 HEADWAY = "arrival_s,input_tokens,output_tokens\n"
@@ -191,10 +183,17 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (HEADWAY + "0,5,12,30\n", {}, "log:2: 4 columns, but the header has 3"),
         ('[\n{"timestamp": 1}\n]\n', {}, "log:1: JSON over several lines, or an array"),
         ('{\n"timestamp": 1}\n', {}, "log:1: JSON over several lines, or an array"),
+        (HEADWAY, {"scale": 2}, "no option 'scale'; it takes: requests, skip_empty, format, time"),
+        (HEADWAY, {"requests": 0}, "requests must be at least 1, not 0"),
+        (
+            "input_tokens,output_tokens\n",
+            {"time_unit": "s"},
+            "no arrival_s that time_unit could",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, text: str, options: dict[str, str], message: str
+    tmp_path: Path, text: str, options: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "log"
     path.write_text(text)

@@ -1,23 +1,20 @@
 """Traces: published files, generated lengths, arrival processes."""
 
 import gzip
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from rescheduler.simulator.workloads.trace import (
     BLOCK_REQUESTS,
-    TimedTrace,
     Trace,
     TraceBlock,
     first_requests,
+    timed_blocks,
 )
 from rescheduler.simulator.workloads.trace_files import GENERATORS, TraceFile, create_trace
-
-EVERYTHING = 10**9
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -47,13 +44,19 @@ def write(path: Path, text: str) -> Path:
 
 
 def whole(trace: Trace, seed: int = 0) -> TraceBlock:
-    return first_requests(trace, np.random.default_rng(seed), EVERYTHING)
+    return first_requests(trace, np.random.default_rng(seed), 10**9)
+
+
+def timed(trace: Trace, kind: Any, **options: Any) -> TraceBlock:
+    blocks = list(timed_blocks(trace, np.random.default_rng(0), kind, **options))
+    return TraceBlock(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 @pytest.mark.parametrize("name", ["log.txt", "log.gz"])
 @pytest.mark.parametrize(
     ("text", "arrival", "prompt", "output"),
     [
+        (LENGTHS, None, [29, 26], [610, 967]),
         (AZURE, [0, 0.052, 0.052], [4808, 3180, 110], [10, 8, 27]),
         (AZURE_2024, [0, 0.75], [1452, 656], [3, 14]),
         (BURSTGPT, [0, 113], [472, 417], [18, 276]),
@@ -65,34 +68,18 @@ def test_published_formats_are_read(
     tmp_path: Path,
     name: str,
     text: str,
-    arrival: list[float],
+    arrival: list[float] | None,
     prompt: list[int],
     output: list[int],
 ) -> None:
     trace = TraceFile(write(tmp_path / name, text))
     block = whole(trace)
-    assert trace.has_arrivals
     assert trace.name == name
-    assert block.arrival.tolist() == arrival
+    assert trace.has_arrivals == (arrival is not None)
+    assert np.isnan(block.arrival).all() if arrival is None else block.arrival.tolist() == arrival
     assert block.prompt.tolist() == prompt
     assert block.output.tolist() == output
     assert (block.template == -1).all()
-
-
-def test_lengths_without_times_are_a_trace_without_arrivals(tmp_path: Path) -> None:
-    trace = TraceFile(write(tmp_path / "lengths.csv", LENGTHS))
-    block = whole(trace)
-    assert not trace.has_arrivals
-    assert np.isnan(block.arrival).all()
-    assert block.output.tolist() == [610, 967]
-
-
-def test_failures_that_burstgpt_logged_are_counted(tmp_path: Path) -> None:
-    trace = TraceFile(write(tmp_path / "log.csv", BURSTGPT))
-    whole(trace)
-    assert trace.left_out == 1
-    whole(trace)
-    assert trace.left_out == 1
 
 
 def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Path) -> None:
@@ -341,14 +328,6 @@ def test_an_impossible_trace_is_refused(options: dict[str, object], message: str
         create_trace(**options)  # type: ignore[arg-type]
 
 
-def test_invalid_options_of_a_file_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "log", HEADWAY)
-    with pytest.raises(ValueError, match="no option 'scale'; it takes: requests, skip_empty, f"):
-        create_trace(path=path, scale=2)
-    with pytest.raises(ValueError, match="requests must be at least 1, not 0"):
-        create_trace(path=path, requests=0)
-
-
 @pytest.mark.parametrize(
     ("kind", "cv", "expected_cv"), [("poisson", 3.0, 1.0), ("gamma", 1.0, 1.0), ("gamma", 3.0, 3.0)]
 )
@@ -356,10 +335,7 @@ def test_drawn_arrivals_have_their_rate_and_spread(
     kind: str, cv: float, expected_cv: float
 ) -> None:
     trace = create_trace("homogeneous", requests=200_000)
-    timed = TimedTrace(trace, kind, rate=8.0, cv=cv)  # type: ignore[arg-type]
-    gaps = np.diff(whole(timed).arrival, prepend=0.0)
-    assert timed.has_arrivals
-    assert timed.name == "homogeneous"
+    gaps = np.diff(timed(trace, kind, rate=8.0, cv=cv).arrival, prepend=0.0)
     assert (gaps >= 0).all()
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.02)
     assert gaps.std() / gaps.mean() == pytest.approx(expected_cv, rel=0.03)
@@ -371,36 +347,11 @@ def test_arrivals_change_neither_lengths_nor_order() -> None:
     trace = create_trace("star", requests=300)
     plain = whole(trace)
     for kind in ("poisson", "gamma", "revelation"):
-        timed = whole(TimedTrace(trace, kind))
-        np.testing.assert_array_equal(timed.prompt, plain.prompt)
-        np.testing.assert_array_equal(timed.output, plain.output)
+        drawn = timed(trace, kind)
+        np.testing.assert_array_equal(drawn.prompt, plain.prompt)
+        np.testing.assert_array_equal(drawn.output, plain.output)
 
 
-def test_a_traces_own_times_are_scaled_or_dropped(tmp_path: Path) -> None:
+def test_a_traces_own_times_are_scaled(tmp_path: Path) -> None:
     trace = TraceFile(write(tmp_path / "log", BURSTGPT))
-    assert whole(TimedTrace(trace, "trace", scale=2)).arrival.tolist() == [0, 56.5]
-    revealed = TimedTrace(trace, "revelation")
-    assert not revealed.has_arrivals
-    assert np.isnan(whole(revealed).arrival).all()
-
-
-@pytest.mark.parametrize(
-    ("arrive", "message"),
-    [
-        (lambda trace: TimedTrace(trace, "trace"), "star has no arrival times; take arrivals"),
-        (lambda trace: TimedTrace(trace, "poisson", rate=0), "rate must be above 0, not 0"),
-        (lambda trace: TimedTrace(trace, "gamma", cv=-1), "cv must be above 0, not -1"),
-        (
-            lambda trace: TimedTrace(trace, "weibull"),  # type: ignore[arg-type]
-            "kind is one of 'revelation', 'trace', .* not 'weibull'",
-        ),
-    ],
-)
-def test_impossible_arrivals_are_refused(arrive: Callable[[Trace], Trace], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        arrive(create_trace("star"))
-
-
-def test_at_least_one_request_is_sampled() -> None:
-    with pytest.raises(ValueError, match="at least one request"):
-        first_requests(create_trace("star"), np.random.default_rng(0), 0)
+    assert timed(trace, "trace", scale=2).arrival.tolist() == [0, 56.5]
