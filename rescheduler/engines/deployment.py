@@ -10,7 +10,7 @@ from data_collection.text_file import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.emulation.emulate_options import EmulateOptions
-from rescheduler.ordering.engine_order_config import read_engine_order
+from rescheduler.ordering.service_order import read_engine_order
 
 __all__ = [
     "CoordinatorOptions",

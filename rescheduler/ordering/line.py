@@ -36,11 +36,7 @@ class Room(NamedTuple):
 
 
 class Line:
-    """Puts waiting requests in the order of service, and estimates the rate of a boost.
-
-    Args:
-        order: of service.
-    """
+    """Puts waiting requests in the order of service, and estimates the rate of a boost."""
 
     def __init__(self, order: ServiceOrder) -> None:
         self._parameters = order.parameters()

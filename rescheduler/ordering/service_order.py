@@ -1,19 +1,23 @@
 """Orders of service by name, as configurations give them."""
 
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from data_collection.capture.capture_config import SECTION
 from rescheduler.cluster.registry import POSITIVE, Checked, Registry
 from rescheduler.ordering.kernel import Kind, OrderParameters
 
 __all__ = [
     "Boost",
+    "EngineOrderConfig",
     "FirstComeFirstServed",
     "ResponseRatio",
     "ServiceOrder",
     "Shortest",
     "create_order",
+    "read_engine_order",
     "service_order",
 ]
 
@@ -113,3 +117,41 @@ class Boost(_Expected, gamma=POSITIVE):
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
         return super().parameters()._replace(gamma=float(self.gamma or 0.0))
+
+
+class EngineOrderConfig(NamedTuple):
+    """The ``order`` part of the ``headway`` section of ``--additional-config``.
+
+    Attributes:
+        order: of service.
+        prompt_checkpoint: predictor that reads prompts; None: what waits is expected to be like
+            what ended lately.
+    """
+
+    order: ServiceOrder
+    prompt_checkpoint: str | None
+
+
+def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig:
+    """Validate what vLLM's additional configuration says of the order.
+
+    Raises:
+        ValueError: it says nothing, there is no such order or option, or a value is invalid.
+    """
+    section = additional_config.get(SECTION)
+    given = section.get("order") if isinstance(section, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise ValueError(
+            f"--additional-config has no order's name in its {SECTION!r} section; give for example "
+            f'\'{{"{SECTION}": {{"order": {{"name": "boost"}}}}}}\''
+        )
+    options = dict(given)
+    checkpoint = options.pop("prompt_checkpoint", None)
+    if checkpoint is not None and not isinstance(checkpoint, str):
+        raise ValueError(
+            f"--additional-config, {SECTION}.order.prompt_checkpoint: a folder, not {checkpoint!r}"
+        )
+    try:
+        return EngineOrderConfig(create_order(**options), checkpoint)
+    except ValueError as error:
+        raise ValueError(f"--additional-config, {SECTION}.order: {error}") from error

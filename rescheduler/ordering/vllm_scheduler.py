@@ -1,7 +1,7 @@
 """vLLM's scheduler that serves its queue in another order than that of arrival.
 
 Given to vLLM as ``--scheduler-cls rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler``,
-configured by the ``headway`` section of ``--additional-config`` (see `engine_order_config`).
+configured by the ``headway`` section of ``--additional-config`` (see `EngineOrderConfig`).
 """
 
 from predictor.live.vllm_scheduler import LiveHeadwayScheduler

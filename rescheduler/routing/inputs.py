@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from predictor.compilation import compiled, compiled_core
+from predictor.compilation import compiled, compiled_core, compiled_inline
 from predictor.forecasts.curve import TILTS, add_load, aged_survival, no_load
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import SurvivalForecast
@@ -23,6 +23,7 @@ __all__ = [
     "best_by_load",
     "count_length",
     "empty_target",
+    "fits",
     "full",
     "length_bucket",
     "limit_placements",
@@ -32,6 +33,7 @@ __all__ = [
     "place_by_score",
     "place_least",
     "routing_inputs",
+    "settle",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -114,7 +116,7 @@ def length_bucket(edges: IntArray, tokens: float) -> int:
     return bucket
 
 
-@compiled
+@compiled_core
 def full(inputs: RoutingInputs) -> bool:
     """Return whether no instance has a slot left."""
     slots = inputs.slots
@@ -122,6 +124,12 @@ def full(inputs: RoutingInputs) -> bool:
         if slots[g] > 0:
             return False
     return True
+
+
+@compiled_inline
+def fits(inputs: RoutingInputs, i: int, g: int) -> bool:
+    """Return whether instance g has a slot and KV room for waiting request i."""
+    return bool(inputs.slots[g] > 0 and inputs.room[g] >= inputs.size[i])
 
 
 @compiled
@@ -136,11 +144,9 @@ def best_by_load(inputs: RoutingInputs, i: int, score: FloatArray) -> int:
 
     Ties go to the lowest load, then to the lowest index.
     """
-    load, slots, room = inputs.load, inputs.slots, inputs.room
-    size = inputs.size[i]
-    best = -1
+    load, best = inputs.load, -1
     for g in range(len(load)):
-        if slots[g] <= 0 or room[g] < size:
+        if not fits(inputs, i, g):
             continue
         if best < 0 or score[g] < score[best] or (score[g] == score[best] and load[g] < load[best]):
             best = g
@@ -153,16 +159,12 @@ def place_least(inputs: RoutingInputs, target: IntArray, measure: IntArray) -> N
 
     `place` keeps the measure up to date. Ties go to the lowest index.
     """
-    slots, room = inputs.slots, inputs.room
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         best = -1
         for g in range(len(measure)):
-            if slots[g] > 0 and room[g] >= size and (best < 0 or measure[g] < measure[best]):
+            if fits(inputs, i, g) and (best < 0 or measure[g] < measure[best]):
                 best = g
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 
@@ -179,12 +181,11 @@ def place_by_score(
         best = best_by_load(inputs, i, score)
         if best >= 0:
             score[best] += gain[i]
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 
-@compiled
+@compiled_core
 def place(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> None:
     """Assign waiting request i to instance g and count it there, in its load ahead too."""
     target[i] = g
@@ -205,6 +206,15 @@ def place(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> None:
         inputs.excess[g],
         inputs.alive[g],
     )
+
+
+@compiled_inline
+def settle(inputs: RoutingInputs, target: IntArray, i: int, g: int) -> bool:
+    """Place request i on g, unless g is -1; return whether others may still find a place."""
+    if g >= 0:
+        place(inputs, target, i, g)
+        return True
+    return not full(inputs)
 
 
 def new_routing_inputs(

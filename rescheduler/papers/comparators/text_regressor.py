@@ -170,17 +170,27 @@ class TextRegressor:
         self.validation_mae = training.history[training.monitor]
         self.training_seconds = time.monotonic() - started
 
+    @torch.inference_mode()
     def predict(self, rows: RowTable) -> npt.NDArray[np.float32]:
         """Return predicted remaining tokens, [n_rows].
-
-        Rows that are alike after truncation are computed once.
 
         Raises:
             RuntimeError: ``fit`` was not called.
             ValueError: token ids were not recorded, or the rows are of another model.
         """
         scale = fitted(self._scale, self.name)
-        return self._predict(self._inputs(rows), scale)
+        inputs = self._inputs(rows)
+        self._network.eval()
+        distinct = sorted({tuple(ids) for ids in inputs}, key=len)  # rows alike once truncated
+        place = {ids: i for i, ids in enumerate(distinct)}
+        outputs = np.empty(len(distinct), dtype=np.float32)
+        texts = LabelledTexts(distinct, np.arange(len(distinct)))
+        batches = text_batches(texts, self._settings.batch_size, self._tokenizer.pad_token_id)
+        for batch in tqdm(batches, desc=self.name, disable=None):
+            read = batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
+            outputs[batch.labels.numpy()] = self._network(*read).cpu().numpy()
+        tokens: npt.NDArray[np.float32] = np.maximum(outputs * np.float32(scale), 0)
+        return tokens[np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)]
 
     def _subsample(
         self, part: str, rows: RowTable, limit: int, order: np.random.Generator
@@ -206,20 +216,6 @@ class TextRegressor:
             return []
         encoded = self._tokenizer(texts, truncation=True, max_length=self._max_tokens)
         return list(encoded["input_ids"])
-
-    @torch.inference_mode()
-    def _predict(self, inputs: list[list[int]], scale: float) -> npt.NDArray[np.float32]:
-        self._network.eval()
-        distinct = sorted({tuple(ids) for ids in inputs}, key=len)
-        place = {ids: i for i, ids in enumerate(distinct)}
-        outputs = np.empty(len(distinct), dtype=np.float32)
-        texts = LabelledTexts(distinct, np.arange(len(distinct)))
-        batches = text_batches(texts, self._settings.batch_size, self._tokenizer.pad_token_id)
-        for batch in tqdm(batches, desc=self.name, disable=None):
-            read = batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
-            outputs[batch.labels.numpy()] = self._network(*read).cpu().numpy()
-        tokens: npt.NDArray[np.float32] = np.maximum(outputs * np.float32(scale), 0)
-        return tokens[np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)]
 
 
 class _RegressorTraining(FineTunedModule):

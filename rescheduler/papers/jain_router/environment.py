@@ -88,27 +88,20 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             place for.
         config: of the task.
         num_envs: B, simulations at once.
-        shaping: of the reward.
 
     Attributes:
-        shaping: may be changed between two steps.
+        shaping: of the reward, none at first; may be changed between two steps.
 
     Raises:
         ValueError: there are no forecasts, a simulation is of a kind that is not routed at
             intervals, the clusters differ in instances or slots, or some setup has no simulation.
     """
 
-    def __init__(
-        self,
-        setups: Sequence[RunSetup],
-        config: RouterConfig,
-        num_envs: int = 1,
-        shaping: Shaping = Shaping(),
-    ) -> None:
+    def __init__(self, setups: Sequence[RunSetup], config: RouterConfig, num_envs: int = 1) -> None:
         least = max(len(setups), 1)
         if num_envs < least:
             raise ValueError(f"at least {least} simulations at once, not {num_envs}")
-        self.config, self.shaping = config, shaping
+        self.config, self.shaping = config, Shaping()
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
         self.n_instances, slots = _cluster_of(setups)
@@ -244,8 +237,8 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
 class RouterEnvironment(gym.Env[FloatArray, np.int64]):
     """One simulated cluster; see `RouterVectorEnvironment`, of which this is one."""
 
-    def __init__(self, setup: RunSetup, config: RouterConfig, shaping: Shaping = Shaping()) -> None:
-        self.vector = RouterVectorEnvironment([setup], config, 1, shaping)
+    def __init__(self, setup: RunSetup, config: RouterConfig) -> None:
+        self.vector = RouterVectorEnvironment([setup], config)
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
 

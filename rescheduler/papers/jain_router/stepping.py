@@ -155,12 +155,8 @@ def _step(
     written: StepArrays,
     b: int,
 ) -> None:
-    rules, cluster, arrivals, policy_state = (
-        engine.rules,
-        engine.cluster,
-        engine.arrivals,
-        engine.policy_state,
-    )
+    rules, cluster, arrivals = engine.rules, engine.cluster, engine.arrivals
+    policy_state = engine.policy_state
     terms, order = written.terms[b], written.order[b]
     if written.wanted[b] == Wanted.ASK:
         _act(engine, rewards, NONE if action == NONE else order[action], terms)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import exp
@@ -32,6 +32,7 @@ __all__ = [
     "VARIANTS",
     "Job",
     "Trained",
+    "Training",
     "TrainingConfig",
     "Variant",
     "guided",
@@ -174,26 +175,20 @@ def guided(discount: float, decay: float, episode: int) -> tuple[float, float]:
     return (1.0 - fading) * discount, fading * discount
 
 
-def train_router(job: Job, after_episode: Callable[[int], None] | None = None) -> Trained:
+def train_router(job: Job) -> Trained:
     """Train a router, or resume an interrupted training; report each episode on standard error.
-
-    Args:
-        job: the training.
-        after_episode: called with the number of episodes after each, when its state is kept.
 
     Raises:
         ValueError: the folder has the state of another training, or a damaged one.
         KeyboardInterrupt: Ctrl-C; run it again to resume after the last whole episode.
     """
     torch.set_num_threads(1)  # the network is too small for more
-    made = _Training(job)
+    made = Training(job)
     while made.episode < job.training.episodes:
         made.run_episode()
         said = f"reward {made.rewards[-1]:.1f} a step, latency {made.latencies[-1]:.1f} s"
         count = f"episode {made.episode} of {job.training.episodes}"
         print(f"{job.title}: {said}, {count}", file=sys.stderr, flush=True)
-        if after_episode is not None:
-            after_episode(made.episode)
     return made.finished()
 
 
@@ -226,13 +221,13 @@ def _finished_training(job: Job) -> Trained | None:
     """Return what a training yielded that ran to its end, or None."""
     if not job.saved.exists() or _state_of(job)["episode"] < job.training.episodes:
         return None
-    return _Training(job).finished()
+    return Training(job).finished()
 
 
 _KEPT = ("episode", "rewards", "latencies", "best", "best_episode", "commits", "seconds")
 
 
-class _Training:
+class Training:
     """A training as it is after so many episodes; what `_KEPT` names is in its file."""
 
     def __init__(self, job: Job) -> None:

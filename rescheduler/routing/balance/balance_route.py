@@ -13,8 +13,8 @@ from rescheduler.routing.inputs import (
     IntArray,
     RoutingInputs,
     best_by_load,
-    full,
-    place,
+    fits,
+    settle,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -24,24 +24,23 @@ __all__ = ["BR0", "BRH", "brh_scores", "checked_steps", "discounts", "envelope",
 @compiled
 def br0(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where F_g is greatest."""
-    load, slots, room = inputs.load, inputs.slots, inputs.room
+    load = inputs.load
     n_instances = len(load)
     highest = load.max()
     for i in range(len(inputs.size)):
         size = inputs.size[i]
         best, best_score = -1, 0
         for g in range(n_instances):
-            if slots[g] <= 0 or room[g] < size:
+            if not fits(inputs, i, g):
                 continue
             margin = highest - load[g]
             score = size - n_instances * max(size - margin, 0)
             if best < 0 or score > best_score or (score == best_score and load[g] < load[best]):
                 best, best_score = g, score
-        if best >= 0:
-            place(inputs, target, i, best)
-            highest = max(highest, load[best])
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
+        if best >= 0:
+            highest = max(highest, load[best])
 
 
 @routing_policy("br0")
@@ -128,11 +127,10 @@ def brh(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None
         for g in range(len(scores)):
             scores[g] = -scores[g]
         best = best_by_load(inputs, i, scores)
-        if best >= 0:
-            place(inputs, target, i, best)
-            raise_envelope(highest, ahead[best])
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
+        if best >= 0:
+            raise_envelope(highest, ahead[best])
 
 
 def checked_steps(name: str, horizon: int, steps: Sequence[int]) -> tuple[int, ...]:

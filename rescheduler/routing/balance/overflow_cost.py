@@ -15,8 +15,7 @@ from rescheduler.routing.inputs import (
     IntArray,
     RoutingInputs,
     best_by_load,
-    full,
-    place,
+    settle,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -59,11 +58,10 @@ def overflow_cost(inputs: RoutingInputs, parameters: FloatArray, target: IntArra
     for i in range(len(inputs.size)):
         overflow_costs(inputs, parameters, i, highest, costs)
         best = best_by_load(inputs, i, costs)
-        if best >= 0:
-            place(inputs, target, i, best)
-            raise_envelope(highest, ahead[best])
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
+        if best >= 0:
+            raise_envelope(highest, ahead[best])
 
 
 @routing_policy("overflow")

@@ -8,7 +8,7 @@ from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
 from rescheduler.cluster.registry import NOT_NEGATIVE, POSITIVE
 from rescheduler.routing.heuristics.pool_order import UNBOUNDED
-from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, passable, place
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, fits, passable, place
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy, spaced_points
 
 __all__ = ["Headroom"]
@@ -24,12 +24,12 @@ def headroom(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) ->
     The parameters are [3] ε, β / a, and the steps after which a request is not passed any more.
     """
     held_back = 0
-    slots, room, load, running = inputs.slots, inputs.room, inputs.load, inputs.running
+    load, running = inputs.load, inputs.running
     known = bool(np.all(inputs.capacity < UNBOUNDED))  # else an unknown one would get everything
     for i in range(len(inputs.size)):
         best, least = -1, np.inf
         for g in range(len(load)):
-            if slots[g] <= 0 or room[g] < inputs.size[i]:
+            if not fits(inputs, i, g):
                 continue
             risk = _lost(inputs, i, g) * parameters[1] * (running[g] + 1)
             if risk > parameters[0] and running[g] > 0:

@@ -10,10 +10,10 @@ from rescheduler.routing.inputs import (
     FloatArray,
     IntArray,
     RoutingInputs,
-    full,
-    place,
+    fits,
     place_by_score,
     place_least,
+    settle,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -112,29 +112,25 @@ class DecodeBalancer(RoutingPolicy):
 def vllm_score(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where vLLM's score is least."""
     queue_weight, pressure_weight, rotates = parameters[0], parameters[1], parameters[2] > 0
-    slots, room, load, capacity = inputs.slots, inputs.room, inputs.load, inputs.capacity
     running, queued = inputs.running, inputs.queued
-    n_instances = len(slots)
+    n_instances = len(running)
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         first = inputs.dispatched[0] % n_instances if rotates else 0
         best, least = -1, 0.0
         for step in range(n_instances):
             g = (first + step) % n_instances
-            if slots[g] <= 0 or room[g] < size:
+            if not fits(inputs, i, g):
                 continue
             waiting = queued[g]
             started = running[g] - waiting
-            usage = min(load[g] / capacity[g], 1.0)
+            usage = min(inputs.load[g] / inputs.capacity[g], 1.0)
             pressure = pressure_weight * max(0.0, usage - 0.5)
             score = started + waiting * (queue_weight + pressure)
             if best < 0 or score < least:
                 best, least = g, score
         if best >= 0:
-            place(inputs, target, i, best)
-            # vLLM counts what it routes as waiting until the engine reports.
-            queued[best] += 1
-        elif full(inputs):
+            queued[best] += 1  # vLLM counts what it routes as waiting until the engine reports
+        if not settle(inputs, target, i, best):
             return
 
 

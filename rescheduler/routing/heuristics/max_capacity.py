@@ -7,7 +7,15 @@ import numpy as np
 from predictor.compilation import compiled
 from rescheduler.cluster.registry import NOT_NEGATIVE, POSITIVE
 from rescheduler.routing.heuristics.pool_order import UNBOUNDED
-from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, full, passable, place
+from rescheduler.routing.inputs import (
+    FloatArray,
+    IntArray,
+    RoutingInputs,
+    fits,
+    passable,
+    place,
+    settle,
+)
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
 __all__ = ["DedicatedSmallLarge", "MaxCapacity"]
@@ -21,18 +29,16 @@ def max_capacity(inputs: RoutingInputs, parameters: FloatArray, target: IntArray
     """
     held_back = 0
     capacity, load = inputs.capacity, inputs.load
-    slots, room = inputs.slots, inputs.room
     reserve = parameters[0]
     known = bool(np.all(capacity < UNBOUNDED))
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         best, most = -1, 0
         for g in range(len(load)):
-            if slots[g] <= 0 or room[g] < size:
+            if not fits(inputs, i, g):
                 continue
             free = capacity[g] - load[g]
-            kept = reserve * capacity[g]
-            if reserve > 0 and load[g] > 0 and min(room[g], free) - size < kept:
+            left = min(inputs.room[g], free) - inputs.size[i]
+            if reserve > 0 and load[g] > 0 and left < reserve * capacity[g]:
                 continue
             rank = free if known else -load[g]
             if best < 0 or rank > most or (rank == most and load[g] < load[best]):
@@ -96,7 +102,7 @@ class MaxCapacity(RoutingPolicy, every=NOT_NEGATIVE, reserve="[0, 1)", starvatio
 def dedicated_small_large(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, among the instances of its class."""
     heavy_tokens, share = parameters[0], parameters[1]
-    running, slots, room = inputs.running, inputs.slots, inputs.room
+    running = inputs.running
     n_instances = len(running)
     n_heavy = min(max(int(share * n_instances + 0.5), 1), n_instances - 1)
     for i in range(len(inputs.size)):
@@ -104,14 +110,11 @@ def dedicated_small_large(inputs: RoutingInputs, parameters: FloatArray, target:
         first, last = (0, n_heavy) if heavy else (n_heavy, n_instances)
         if n_instances == 1:
             first, last = 0, 1
-        size = inputs.size[i]
         best = -1
         for g in range(first, last):
-            if slots[g] > 0 and room[g] >= size and (best < 0 or running[g] < running[best]):
+            if fits(inputs, i, g) and (best < 0 or running[g] < running[best]):
                 best = g
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 

@@ -12,8 +12,9 @@ from rescheduler.routing.inputs import (
     IntArray,
     RoutingInputs,
     best_by_load,
-    full,
+    fits,
     place,
+    settle,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
@@ -28,17 +29,16 @@ reported its KV capacity."""
 @compiled
 def fcfs(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Fill the instances in turn; stop at the first request that fits nowhere."""
-    slots, room, queued = inputs.slots, inputs.room, inputs.queued
-    load, capacity = inputs.load, inputs.capacity
+    queued = inputs.queued
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         best, shortest = -1, 0
-        for g in range(len(slots)):
-            if slots[g] <= 0 or room[g] < size:
+        for g in range(len(queued)):
+            if not fits(inputs, i, g):
                 continue
             queue = 0
-            if slots[g] >= UNBOUNDED:
-                queue = queued[g] + (1 if load[g] + size > capacity[g] else 0)
+            if inputs.slots[g] >= UNBOUNDED:
+                lacks_room = inputs.load[g] + inputs.size[i] > inputs.capacity[g]
+                queue = queued[g] + (1 if lacks_room else 0)
             if best < 0 or queue < shortest:
                 best, shortest = g, queue
             if queue == 0:
@@ -156,21 +156,18 @@ class MaxMin(RoutingPolicy):
 def throttled(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Send each request, in order of arrival, to the first instance below the threshold."""
     limit = int(parameters[0])
-    running, slots, room = inputs.running, inputs.slots, inputs.room
+    running = inputs.running
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         best = -1
         for g in range(len(running)):
-            if slots[g] <= 0 or room[g] < size:
+            if not fits(inputs, i, g):
                 continue
             if running[g] < limit:
                 best = g
                 break
-            if slots[g] >= UNBOUNDED and (best < 0 or running[g] < running[best]):
+            if inputs.slots[g] >= UNBOUNDED and (best < 0 or running[g] < running[best]):
                 best = g
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 

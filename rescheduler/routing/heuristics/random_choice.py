@@ -7,7 +7,7 @@ import numpy as np
 
 from predictor.compilation import compiled, compiled_inline
 from rescheduler.cluster.registry import COUNT
-from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, full, place
+from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, fits, settle
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
 __all__ = ["PowerOfD", "RandomChoice", "RoundRobin", "splitmix64"]
@@ -33,27 +33,27 @@ def draw(seed: int, counter: int, which: int, n: int) -> int:
     return np.int64(splitmix64(key + np.uint64(which)) % np.uint64(n))  # type: ignore[return-value]
 
 
+@compiled_inline
+def _list_fitting(inputs: RoutingInputs, i: int, fitting: IntArray) -> int:
+    """Write the instances that request i fits, in ascending order; return how many there are."""
+    n_fitting = 0
+    for g in range(len(inputs.slots)):
+        if fits(inputs, i, g):
+            fitting[n_fitting] = g
+            n_fitting += 1
+    return n_fitting
+
+
 @compiled
 def random_choice(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, on one of the instances it fits."""
-    seed = int(parameters[0])
-    slots, room = inputs.slots, inputs.room
+    fitting = np.empty(len(inputs.slots), dtype=np.int64)
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
-        n_fitting = 0
-        for g in range(len(slots)):
-            n_fitting += slots[g] > 0 and room[g] >= size
-        if n_fitting == 0:
-            if full(inputs):
-                return
-            continue
-        skip = draw(seed, inputs.dispatched[0], 0, n_fitting)
-        for g in range(len(slots)):
-            if slots[g] > 0 and room[g] >= size:
-                if skip == 0:
-                    place(inputs, target, i, g)
-                    break
-                skip -= 1
+        n_fitting, best = _list_fitting(inputs, i, fitting), -1
+        if n_fitting > 0:
+            best = fitting[draw(int(parameters[0]), inputs.dispatched[0], 0, n_fitting)]
+        if not settle(inputs, target, i, best):
+            return
 
 
 @routing_policy("random")
@@ -83,16 +83,9 @@ def power_of_d(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) 
     """Place each request, in order of arrival, on the least of d sampled instances."""
     seed, d, by_load = int(parameters[0]), int(parameters[1]), parameters[2] > 0
     queue = inputs.load if by_load else inputs.running
-    slots, room = inputs.slots, inputs.room
     sample = np.empty(len(queue), dtype=np.int64)
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
-        n_fitting = 0
-        for g in range(len(queue)):
-            if slots[g] > 0 and room[g] >= size:
-                sample[n_fitting] = g
-                n_fitting += 1
-        best = -1
+        n_fitting, best = _list_fitting(inputs, i, sample), -1
         for drawn in range(min(d, n_fitting)):
             # The first places of a shuffle, one at a time: distinct instances.
             at = drawn + draw(seed, inputs.dispatched[0], drawn, n_fitting - drawn)
@@ -100,9 +93,7 @@ def power_of_d(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) 
             sample[at] = sample[drawn]
             if best < 0 or queue[g] < queue[best] or (queue[g] == queue[best] and g < best):
                 best = g
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 
@@ -143,20 +134,16 @@ class PowerOfD(RoutingPolicy, d=COUNT, seed=SEED):
 @compiled
 def round_robin(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Send each request, in order of arrival, to the instance whose turn it is."""
-    slots, room = inputs.slots, inputs.room
-    n_instances = len(slots)
+    n_instances = len(inputs.slots)
     for i in range(len(inputs.size)):
-        size = inputs.size[i]
         turn = inputs.dispatched[0] % n_instances
         best = -1
         for step in range(n_instances):
             g = (turn + step) % n_instances
-            if slots[g] > 0 and room[g] >= size:
+            if fits(inputs, i, g):
                 best = g
                 break
-        if best >= 0:
-            place(inputs, target, i, best)
-        elif full(inputs):
+        if not settle(inputs, target, i, best):
             return
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from data_collection.shipped_files import find_shipped
 from predictor.compilation import compiled
-from rescheduler.routing.inputs import RoutingInputs, place
+from rescheduler.routing.inputs import RoutingInputs, fits, place
 from rescheduler.routing.learned.router_network import (
     RouterCheckpoint,
     action_values,
@@ -45,8 +45,7 @@ def learned_router(
     best = n_instances if inputs.running.sum() > 0 else -1
     for m in range(n_instances - 1, -1, -1):
         g = order[m]
-        fits = inputs.slots[g] > 0 and inputs.room[g] >= inputs.size[0]
-        if fits and (best < 0 or values[m] >= values[best]):
+        if fits(inputs, 0, g) and (best < 0 or values[m] >= values[best]):
             best = m
     if 0 <= best < n_instances:
         place(inputs, target, 0, order[best])

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from predictor.live.engine_forecasts import LiveConfig
@@ -93,21 +91,6 @@ def test_absurd_objectives_are_refused_by_name(given: dict[str, Any], message: s
 def test_tokens_are_due_one_tpot_apart_from_the_ttft_on() -> None:
     """Lyu et al. 2025, §3.1."""
     assert [DEFAULT.deadline(10.0, j) for j in (0, 1, 5)] == [12.0, 12.2, 13.0]
-
-
-@given(
-    st.floats(0.001, 3600),
-    st.floats(0.0001, 60),
-    st.floats(0, 1e9),
-    st.integers(0, 100_000),
-    st.integers(1, 1000),
-)
-def test_deadlines_do_not_depend_on_progress(
-    ttft: float, tpot: float, arrival: float, token: int, more: int
-) -> None:
-    """A token that comes early makes those after it no more urgent."""
-    objectives = Objectives(ttft, tpot)
-    assert objectives.deadline(arrival, token + more) >= objectives.deadline(arrival, token)
 
 
 def test_a_reserve_makes_every_token_due_earlier() -> None:

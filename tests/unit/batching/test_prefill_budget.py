@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from reference_batches import Formation, Held, plain_budget
+from reference_batches import Held
 
 from rescheduler.batching.batch_formation import FAIR, BatchRules
 from rescheduler.batching.prefill_budget import prefill_budget
@@ -35,16 +35,6 @@ def test_the_formula_as_printed() -> None:
     left = 2 - 0.4375 - 0.78125 - 0.1875 - 0.125
     expected = left / (0.0625 + 1 / 1024) - 40
     assert budget(0.125, 0.0625, 1 / 1024, 2.0, 0.5, held, False) == pytest.approx(expected)
-
-
-def test_whole_steps_are_the_tokens_that_fall_due() -> None:
-    # Due at 0.75, 1.25 and 1.75; at 1.5 and 2; the prefill's first token at 1.5, which is its
-    # prompt's, and one at 2. Three batches end in time for them, and a fourth uses what is left.
-    held = [Held(0.75, 256, 0), Held(1.5, 128, 0), Held(1.5, 64, 40)]
-    left = 2 - 4 * 0.125 - 3 * 0.3125 - 2 * 0.1875 - 0.125
-    assert left == 0.0625
-    expected = 0.0625 / (0.0625 + 1 / 1024) - 40
-    assert budget(0.125, 0.0625, 1 / 1024, 2.0, 0.5, held, True) == pytest.approx(expected)
 
 
 def test_an_idle_engine_has_one_batch_of_prompts() -> None:
@@ -133,32 +123,11 @@ def test_as_many_prompt_tokens_as_batches_laid_out_one_by_one(held: list[Held]) 
 # Bounds
 
 
-@given(held_requests(), st.booleans(), st.sampled_from([0.0, 1 / 1024]))
-def test_the_plain_form_says_the_same(held: list[Held], whole: bool, c: float) -> None:
-    rules = Formation("fairbatching", 1 / 32, 1 / 256, c, 8192, 8192)
-    said = budget(1 / 32, 1 / 256, c, 2.0, 0.5, held, whole)
-    assert said == pytest.approx(plain_budget(rules, 2.0, 0.5, held, whole))
-
-
 @given(held_requests(), held_requests(1), st.booleans())
 def test_more_requests_leave_less(held: list[Held], more: list[Held], whole: bool) -> None:
     one = budget(1 / 32, 1 / 256, 1 / 16384, 2.0, 0.5, held, whole)
     both = budget(1 / 32, 1 / 256, 1 / 16384, 2.0, 0.5, held + more, whole)
     assert both <= one + 1e-9
-
-
-@given(held_requests(), st.booleans(), st.floats(0.0, 2.0))
-def test_a_longer_ttft_leaves_more_until_the_work_is_late(
-    held: list[Held], whole: bool, longer: float
-) -> None:
-    # With the deadlines as they are; a longer window has more tokens due, which must fit it.
-    tpot, a, b, c = 0.5, 1 / 64, 1 / 1024, 1 / 65536
-    share = sum(b + c * one.context for one in held) + a
-    assume(share < tpot)
-    short = budget(a, b, c, 2.0, tpot, held, whole)
-    long = budget(a, b, c, 2.0 + longer, tpot, held, whole)
-    most = len(held) + 1 if whole else 0  # a token that falls due takes its time at once
-    assert long >= short - most * (share + a) / (b + c) - 1e-6
 
 
 @given(held_requests(), st.booleans(), st.floats(0.0, 1.0))

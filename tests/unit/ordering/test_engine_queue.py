@@ -15,7 +15,7 @@ from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.ordering.engine_order import EngineOrder
-from rescheduler.ordering.engine_order_config import read_engine_order
+from rescheduler.ordering.service_order import read_engine_order
 
 
 class _Request:
@@ -74,12 +74,6 @@ def names(part: EngineOrder) -> list[str]:
     return [request.request_id for request in part.scheduler.waiting]
 
 
-def test_what_may_generate_least_goes_first() -> None:
-    made = part(_Request("a", 10, 90), _Request("b", 10, 5), _Request("c", 10, 40))
-    made.before_scheduling()
-    assert names(made) == ["b", "c", "a"]
-
-
 def test_it_is_put_in_order_now_and_then_only() -> None:
     made = part(_Request("a", 10, 90), _Request("b", 10, 5))
     made.before_scheduling()
@@ -118,21 +112,6 @@ def test_a_preempted_request_is_expected_to_generate_what_is_left() -> None:
     made = part(_Request("new", 10, 1000), forecast, old, forecasts={"forecast": 90})
     made.before_scheduling()
     assert names(made) == ["old", "forecast", "new"]
-
-
-def test_a_long_queue_is_put_in_order_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = part(_Request("a", 10, 90), _Request("b", 10, 5))
-    now = 1000.0
-
-    def slow(part: EngineOrder) -> None:
-        nonlocal now
-        now += 2.0
-
-    monkeypatch.setattr(EngineOrder, "_order", slow)
-    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
-    monkeypatch.setattr("rescheduler.ordering.engine_order.time", clock)
-    made.before_scheduling()
-    assert made._order_at == pytest.approx(1002.0 + 40.0)
 
 
 def test_prompts_are_forecast_a_few_at_a_time() -> None:

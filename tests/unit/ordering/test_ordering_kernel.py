@@ -86,17 +86,6 @@ def test_the_order_is_that_of_the_formulas(line: Line, order: ServiceOrder, gamm
     assert alone == (line.waited[first] >= max(due[first], HOLDS_BACK * due[first]))
 
 
-@given(lines(), st.sampled_from(ORDERS))
-def test_what_comes_later_never_passes_what_is_overdue(line: Line, order: ServiceOrder) -> None:
-    """Whatever arrives: at most those that became overdue earlier go before it."""
-    due = line.due(order)
-    found, _ = line.served(order)
-    for place, i in enumerate(found):
-        since = line.waited[i] - due[i]
-        if since >= 0:
-            assert all(line.waited[j] - due[j] >= since for j in found[:place])
-
-
 @settings(max_examples=20)
 @given(st.sampled_from(ORDERS), st.integers(0, 10_000), st.integers(1, 3))
 def test_one_that_is_long_is_served_however_many_short_ones_come(
@@ -122,18 +111,6 @@ def test_one_that_is_long_is_served_however_many_short_ones_come(
 def test_of_equal_costs_the_first_to_come_goes_first() -> None:
     line = Line([9.0, 5.0, 3.0, 1.0], [2.0, 1.0, 2.0, 1.0], [100.0] * 4, [math.inf] * 4)
     assert line.served(create_order("shortest"))[0] == [1, 3, 0, 2]
-
-
-def test_a_boost_lies_between_the_two_others() -> None:
-    """γ → ∞ serves as they come; γ → 0 the shortest first."""
-    generator = np.random.default_rng(0)
-    waited = np.sort(generator.uniform(0, 50, 30))[::-1].tolist()
-    cost = generator.uniform(1, 30, 30).tolist()
-    line = Line(waited, cost, [1e6] * 30, [math.inf] * 30)
-    slowly = line.served(create_order("boost", gamma=1e-12))[0]
-    assert slowly == line.served(create_order("shortest"))[0]
-    line.alone = [30.0] * 30
-    assert line.served(create_order("boost", gamma=1e3))[0] == list(range(30))
 
 
 def test_the_rate_of_a_tail_is_estimated() -> None:

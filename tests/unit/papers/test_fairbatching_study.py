@@ -1,4 +1,4 @@
-"""The study of FairBatching's systems: its configurations, its comparison, what it refuses."""
+"""The study of FairBatching's systems: its comparison, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -9,37 +9,15 @@ import yaml
 
 from rescheduler.commands.command_line import main
 from rescheduler.papers.studies.fairbatching import LoadCurve
-from rescheduler.simulator.config.simulation_config import read_config
-from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.results.metrics import Summary
-from rescheduler.simulator.run_setup import create_policies, run_setup
 
 ROOT = Path(__file__).parents[3]
-OWN = ("cases", "systems", "baselines", "tuned", "loads", "case_loads", "latency_load")
-CONFIGURATIONS = ("node", "breakdown", "readings", "budgets", "slo_grid", "cluster")
 
 
 def values_of(name: str) -> dict[str, Any]:
     values = yaml.safe_load((ROOT / f"configs/papers/fairbatching_{name}.yaml").read_text())
     assert isinstance(values, dict)
     return values
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_every_configuration_is_accepted(name: str) -> None:
-    values = values_of(name)
-    config = read_config({key: v for key, v in values.items() if key not in OWN})
-    assert set(values["baselines"]) <= set(values["systems"])
-    changes = [
-        case | system
-        for case in values["cases"].values()
-        for system in (*values["systems"].values(),)
-    ]
-    for each in changes:
-        for group in groups(config, {key: [value] for key, value in each.items()}):
-            found = read_config(group.cells[0].config)
-            run_setup(found)
-            create_policies(found)
 
 
 def small(**changes: Any) -> dict[str, Any]:

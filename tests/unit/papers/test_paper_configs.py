@@ -24,6 +24,11 @@ from rescheduler.simulator.workloads.length_generators import BurstGPTSample, Lo
 ROOT = Path(__file__).parents[3]
 TABLES = ("bfio_table1", "mixed_workloads")
 STUDIES = ("bfio_theory", "barrier_tax", "barrier_tax_points")
+SYSTEMS = ("node", "breakdown", "readings", "budgets", "slo_grid", "cluster")
+OWN = (
+    *("vary", "cases", "overheads", "systems", "baselines", "tuned", "loads", "case_loads"),
+    "latency_load",
+)
 
 
 def values_of(name: str) -> dict[str, Any]:
@@ -33,8 +38,7 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 def plain(values: dict[str, Any]) -> SimulationConfig:
-    kept = {key: v for key, v in values.items() if key not in ("vary", "cases", "overheads")}
-    return read_config(kept)
+    return read_config({key: v for key, v in values.items() if key not in OWN})
 
 
 def first_runs(config: SimulationConfig) -> dict[str, RunResult]:
@@ -42,16 +46,19 @@ def first_runs(config: SimulationConfig) -> dict[str, RunResult]:
     return {label: run(setup, p, 0, label) for label, p in create_policies(config).items()}
 
 
-@pytest.mark.parametrize("name", [*TABLES, *STUDIES])
+@pytest.mark.parametrize("name", [*TABLES, *STUDIES, *(f"fairbatching_{name}" for name in SYSTEMS)])
 def test_every_configuration_is_accepted(name: str) -> None:
     values = values_of(name)
     config = plain(values)
-    assert len(create_policies(config)) > 1
-    run_setup(config)
+    systems = values.get("systems", {"all": {}})
+    assert set(values.get("baselines", ())) <= set(systems)
     for changes in values.get("cases", {"as it is": {}}).values():
-        every = {key: [value] for key, value in changes.items()} | values.get("vary", {})
-        for group in groups(config, every):
-            run_setup(read_config(group.cells[0].config))  # seeds share their configuration
+        for system in systems.values():
+            every = {key: [value] for key, value in (changes | system).items()}
+            for group in groups(config, every | values.get("vary", {})):
+                found = read_config(group.cells[0].config)  # seeds share their configuration
+                run_setup(found)
+                create_policies(found)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -329,19 +329,6 @@ def test_every_bucket_keeps_its_probability(drawn: tuple[BucketCurve, list[list[
     np.testing.assert_allclose(curve.buckets.masses(curve.forecast(masses)), shares, atol=1e-9)
 
 
-@given(forecast_masses(), st.integers(0, 4000), st.integers(0, 4000))
-def test_a_running_request_is_conditioned_on_its_age(
-    drawn: tuple[BucketCurve, list[list[float]]], age: int, h: int
-) -> None:
-    curve, masses = drawn
-    fresh = curve.forecast(masses)
-    alive, later = fresh.at(float(age)), fresh.at(float(age + h))
-    known = alive > 1e-12
-    aged = fresh.aged(age).at(float(h))
-    expected = later[known] / alive[known] if h else np.ones(int(known.sum()))
-    np.testing.assert_allclose(aged[known], expected, rtol=1e-6, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("shape", "survival"),
     [("linear", [1, 2 / 3, 1 / 3, 0]), ("geometric", [1, 1 / 2, 1 - np.log(3) / np.log(4), 0])],
@@ -350,14 +337,6 @@ def test_the_first_bucket_by_hand(shape: Shape, survival: list[float]) -> None:
     # Lengths 1, 2 and 3: alike; or so that 1 and 2-3 tokens, one doubling each, are alike.
     curve = BucketCurve(LengthBuckets((0, 4)), tail_mean=10, limit=100, shape=shape)
     np.testing.assert_allclose(curve.forecast([[1.0, 0.0]]).at([0, 1, 2, 3])[0], survival)
-
-
-def test_a_closed_bucket_by_hand() -> None:
-    linear = BucketCurve(PAPER, tail_mean=100, limit=8192).forecast([[0.5, 0.5, 0.0]])
-    np.testing.assert_allclose(linear.at([249, 624, 999])[0], [0.5, 0.25, 0])
-    geometric = BucketCurve(PAPER, 100, 8192, "geometric").forecast([[0.5, 0.5, 0.0]])
-    # 250 to 500 and 500 to 1000 are one doubling each.
-    np.testing.assert_allclose(geometric.at([249, 499, 999])[0], [0.5, 0.25, 0], atol=2e-3)
 
 
 def test_the_tail_is_exponential() -> None:

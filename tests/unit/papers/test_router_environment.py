@@ -24,7 +24,7 @@ from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
 from rescheduler.routing.inputs import routing_inputs
 from rescheduler.routing.learned.router_network import action_values, network_parameters
-from rescheduler.routing.learned.router_state import router_state, state_bounds, state_size
+from rescheduler.routing.learned.router_state import router_state, state_size
 from rescheduler.simulator.engine.engine_state import FIRST_POOL
 from rescheduler.simulator.simulation import run
 
@@ -36,11 +36,6 @@ few = settings(max_examples=settings.default.max_examples // 2)  # an episode ea
 @pytest.mark.filterwarnings("ignore:.*A Box observation space:UserWarning")
 def test_gymnasium_finds_nothing_wrong() -> None:
     check_env(RouterEnvironment(small_setup(), TASK), skip_render_check=True)
-
-
-def test_a_state_of_four_instances_and_three_buckets_has_27_numbers() -> None:
-    assert state_size(4, 3) == 27
-    assert all(len(bound) == 27 for bound in state_bounds(4, 3, TASK.scales(128)))
 
 
 def lone_request() -> RouterEnvironment:
@@ -207,7 +202,8 @@ def test_an_episode_is_cut_at_its_longest() -> None:
 
 def test_shaping_adds_the_terms_that_info_has() -> None:
     plain = RouterVectorEnvironment([small_setup()], TASK)
-    shaped = RouterVectorEnvironment([small_setup()], TASK, shaping=Shaping(2.0, 3.0))
+    shaped = RouterVectorEnvironment([small_setup()], TASK)
+    shaped.shaping = Shaping(2.0, 3.0)
     plain.reset(seed=4)
     shaped.reset(seed=4)
     for row in random_actions(4, 1, 200):

@@ -22,13 +22,14 @@ from router_tasks import (
 from routing_views import cluster
 
 from rescheduler.commands.command import run_command
-from rescheduler.papers.jain_router.agent import AgentConfig, DoubleDQN, Episode
+from rescheduler.papers.jain_router.agent import AgentConfig
 from rescheduler.papers.jain_router.environment import RouterVectorEnvironment
 from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.papers.jain_router.router_study import competitors, play, study_table
 from rescheduler.papers.jain_router.train_router import train_routers
 from rescheduler.papers.jain_router.training import (
     Job,
+    Training,
     TrainingConfig,
     guided,
     train_router,
@@ -93,28 +94,6 @@ def test_values_are_those_of_the_layers() -> None:
         values = np.maximum(weight.astype(np.float64) @ values + bias, 0.0)
     expected = layers[-1][0].astype(np.float64) @ values + layers[-1][1]
     np.testing.assert_allclose(action_values(network_parameters(layers), state), expected)
-
-
-def test_the_agent_learns_with_the_layers_that_it_acts_with() -> None:
-    agent = DoubleDQN(15, 3, AGENT, seed=0)
-    assert [weight.shape for weight, _ in agent.layers()] == [(32, 15), (32, 32), (3, 32)]
-    generator = np.random.default_rng(0)
-    states = generator.random((400, 15))
-    actions = generator.integers(0, 3, 400)
-    anything = np.array([True])
-    # One action is worth 100 (times the scale of 0.01), and nothing follows.
-    rewards = np.where(actions == 1, 100.0, 0.0)
-    for t in range(399):  # episodes of one step each
-        work = np.zeros((2, 4))
-        episode = Episode(
-            states[t : t + 2], actions[t : t + 1], rewards[t : t + 1], anything, work, True
-        )
-        agent.remember(episode, 0.9)
-    losses = [agent.learn() for _ in range(300)]
-    assert losses[-1] < losses[0] / 5
-    assert (agent.act(states[:50], 0.0, generator) == 1).all()
-    drawn = agent.act(np.repeat(states, 3, axis=0), 1.0, generator)
-    assert set(drawn.tolist()) == {0, 1, 2}
 
 
 def test_another_number_of_instances_is_refused() -> None:
@@ -207,16 +186,9 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, tmp_path / "whole"))
 
     folder = tmp_path / "stopped"
-
-    class StopError(Exception):
-        pass
-
-    def stop_after_two(episodes: int) -> None:
-        if episodes == 2:
-            raise StopError
-
-    with pytest.raises(StopError):
-        train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, folder), stop_after_two)
+    stopped = Training(Job((config,), SLOW, AGENT, brief, "guided", 0, folder))
+    for _ in range(2):
+        stopped.run_episode()
     resumed = train_router(Job((config,), SLOW, AGENT, brief, "guided", 0, folder))
     assert resumed.rewards == whole.rewards
     assert resumed.latencies == whole.latencies
@@ -275,32 +247,12 @@ def test_a_pooled_router_fills_no_queue_of_an_instance(tmp_path: Path) -> None:
 
 def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "rl"
-    arguments = [
-        "--config",
-        str(ROOT / "configs/rl/quick.yaml"),
-        "--out",
-        str(out),
-        "--training.episodes",
-        "2",
-        "--training.updates",
-        "20",
-        "--trace.requests",
-        "30",
-        "--trace.name",
-        "five_tasks",
-        "--variants",
-        '["guided"]',
-        "--seeds",
-        "2",
-        "--training.seeds",
-        "1",
-        "--router.interval",
-        "0.1",
-        "--workers",
-        "2",
-        "--published",
-        '{"rl guided": 11.4, "rl aware": 7.8}',
-    ]
+    words = (
+        f"--config {ROOT}/configs/rl/quick.yaml --out {out} --training.episodes 2 "
+        "--training.updates 20 --training.seeds 1 --trace.requests 30 --trace.name five_tasks "
+        '--variants ["guided"] --seeds 2 --router.interval 0.1 --workers 2 --published'
+    )
+    arguments = [*words.split(), '{"rl guided": 11.4, "rl aware": 7.8}']
     assert run_command(train_routers, arguments, "train-router") == 0
     rows = json.loads((out / "study.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["round_robin", "jsq_load", "rl guided"]

@@ -15,7 +15,7 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO, Needs, create_policy
 from rescheduler.routing.bfio.exact import solve_exactly
-from rescheduler.routing.bfio.foresight import FURTHEST, foresight
+from rescheduler.routing.bfio.foresight import FURTHEST
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.policy import spaced_points
 
@@ -32,7 +32,6 @@ def cluster(
     waiting_left: list[float] | None = None,
     room: int | list[int] = UNLIMITED,
     waited: list[int] | None = None,
-    instant: bool = False,
 ) -> ClusterView:
     """A cluster with so many free slots and so much free room beside the running requests."""
     running = np.array([size for instance in sizes for size in instance], dtype=np.int64)
@@ -52,7 +51,6 @@ def cluster(
         waiting_generated_tokens=np.zeros(len(waiting), dtype=np.int64),
         waiting_forecast=PointForecast.new(waiting_left or [1e9] * len(waiting)),
         waited_steps=np.array(waited or [0] * len(waiting), dtype=np.int64),
-        instant=instant,
     )
 
 
@@ -78,23 +76,15 @@ def random_cluster(
     def contexts(n: int) -> IntArray:
         return np.maximum(generator.lognormal(6, 1, n), 1).astype(np.int64)
 
-    instance = np.repeat(np.arange(n_instances), running)
-    size, waiting = contexts(len(instance)), contexts(n_waiting)
-    load = np.bincount(instance, weights=size, minlength=n_instances).astype(np.int64)
+    size, waiting = contexts(n_instances * running), contexts(n_waiting)
     room = (generator.uniform(0, 1.5, n_instances) * slots * waiting.mean()).astype(np.int64)
-    return ClusterView(
-        slots=slots + running,
-        kv_capacity=load + room if tight else np.full(n_instances, UNLIMITED),
-        queued=np.zeros(n_instances, dtype=np.int64),
-        instance=instance,
-        prompt_tokens=size,
-        generated_tokens=np.zeros(len(size), dtype=np.int64),
-        forecast=forecast(len(size)),
-        waiting_prompt_tokens=waiting,
-        waiting_generated_tokens=np.zeros(n_waiting, dtype=np.int64),
-        waiting_forecast=forecast(n_waiting),
-        waited_steps=np.zeros(n_waiting, dtype=np.int64),
+    view = cluster(
+        size.reshape(n_instances, running).tolist(),
+        waiting.tolist(),
+        slots.tolist(),
+        room=room.tolist() if tight else UNLIMITED,
     )
+    return replace(view, forecast=forecast(len(size)), waiting_forecast=forecast(n_waiting))
 
 
 @st.composite
@@ -256,21 +246,6 @@ def test_lemma_1_holds_whatever_the_sizes(sizes: list[int], n_instances: int, so
     assert load.max() - load.min() <= max(sizes)
 
 
-@given(view=clusters(most_waiting=9))
-def test_weights_fall_from_one_and_freed_slots_are_filled_from_the_pool(view: ClusterView) -> None:
-    steps = spaced_points(FURTHEST, 1.1)
-    weight, refill = foresight(inputs_of(view, None))
-    chance = weight / np.diff(steps, prepend=-1)[: len(weight)]
-    expected, filled = weights_and_refills(view, steps)
-
-    assert chance[0] == 1
-    assert ((chance > 0) & (chance <= 1)).all()
-    assert (np.diff(chance) <= 1e-12).all()
-    np.testing.assert_allclose(weight, expected[: len(weight)], rtol=1e-9)
-    np.testing.assert_allclose(refill, filled[: len(refill)])
-    assert (expected[len(weight) :] < 1e-3 * steps[len(weight) :]).all()
-
-
 @pytest.mark.parametrize("solver", ["fast", "exact"])
 def test_looking_ahead_places_where_room_will_be(solver: str) -> None:
     view = cluster([[100], [90]], [50], slots=1, left=[[2], [1e9]])
@@ -379,22 +354,6 @@ def test_only_lookahead_needs_forecasts() -> None:
         assert assigned(blind, horizon=0, solver=solver).tolist() == [1]
         with pytest.raises(ValueError, match="forecasts"):
             assigned(blind, horizon=5, solver=solver)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"solver": "simplex"}, "solver is 'fast' or 'exact', not 'simplex'"),
-        ({"horizon": -1}, "horizon must be at least 0, not -1"),
-        ({"horizon": 2.5}, "horizon must be a whole number, not 2.5"),
-        ({"horizon": True}, "horizon must be a whole number, not True"),
-        ({"time_limit": 0}, "time_limit must be above 0, not 0"),
-        ({"starvation": -2}, "starvation must be at least 0, not -2"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_policy("bfio", **options)
 
 
 def test_the_milp_solver_is_loaded_only_when_it_is_asked() -> None:
