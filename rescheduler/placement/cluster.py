@@ -39,18 +39,11 @@ class Cluster(Generic[R]):
     Whatever runs in the background runs here: an error in it is logged, and it ends with the
     cluster.
 
-    Args:
-        deployment: which instances, and how.
-
     Attributes:
         instances: by name.
         all: of them, in the order of the deployment.
         decodes: of them, those that decode.
-        upstream: connections to them.
         step: how long a decode step takes.
-        moves: the latest.
-        placements: which requests are on which instance.
-        dispatcher: chooses instances.
         line: says which request goes first; None: as they come, or another process does.
         planner: plans moves, every so many seconds; None: nothing does here.
         telemetry: what the engines publish; None if none does, or another process hears it.
@@ -150,8 +143,7 @@ class Cluster(Generic[R]):
     async def close(self, patience: float = 0.0) -> None:
         """End what runs in the background, and close every connection.
 
-        Args:
-            patience: seconds for which what was to end by itself is waited for.
+        What was to end by itself is waited for, for so many seconds.
         """
         for loop in self._loops:
             loop.cancel()
@@ -187,13 +179,10 @@ class Cluster(Generic[R]):
         """Count a failure against an instance.
 
         Whatever requests see, at least half of the instances of a role stay in service: where all
-        of them fail, the cause is seldom the instances. What is certain takes any instance out.
+        of them fail, the cause is seldom the instances. What is certain, since nothing listens
+        there, takes any instance out.
 
         Source: the design follows Envoy's outlier detection (``max_ejection_percent``).
-
-        Args:
-            instance: that has failed.
-            certain: nothing listens there, so that one failure is enough.
         """
         if not (certain or self.may_leave(instance)):
             return

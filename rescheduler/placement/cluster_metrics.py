@@ -21,13 +21,9 @@ class ClusterMetrics(Collector, Generic[R]):
     """Counters, histograms, and gauges that are read whenever Prometheus asks.
 
     Args:
-        cluster: of which they are.
         prefix: of their names.
         tasks: what is told of the event loop's tasks.
         others: of the same process.
-
-    Attributes:
-        planning: seconds of the planner's decisions.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def cluster_view(
     room, and the engine answers that it is too long.
 
     Args:
-        placements: which requests are on which instance.
+        placements: of all requests.
         instances: that requests may go to.
         waiting: requests that wait for one of them, in order of arrival.
         forecasts: of remaining lengths; None if the decision needs none.

@@ -37,7 +37,6 @@ class Dispatcher(Generic[R]):
 
     Args:
         policy: chooses the decode instance.
-        clock: seconds, of the event loop.
         forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
         line: the order in which requests are served; as they come when None.
@@ -178,11 +177,8 @@ class Dispatcher(Generic[R]):
     def choose(self, requests: Sequence[R], source: InstanceState) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
-        By the policy, or by least KV load where that may hold requests back.
-
-        Args:
-            requests: all on one instance.
-            source: which that is; what cannot read its KV cache is left out.
+        By the policy, or by least KV load where that may hold requests back. All are on the same
+        instance; what cannot read its KV cache is left out.
         """
         available = [one for one in self._decodes if one.available]
         targets = [one for one in available if not source.is_unlike(one)]

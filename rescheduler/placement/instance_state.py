@@ -16,14 +16,11 @@ _LONGEST = 16  # times the first wait
 
 
 class BreakerState(Enum):
-    """Whether an instance is in service."""
+    """Whether an instance is in service, out of it and left alone, or being probed."""
 
     CLOSED = "closed"
-    """It is."""
     OPEN = "open"
-    """It is not, and is left alone."""
     HALF_OPEN = "half_open"
-    """It is not, and is being probed."""
 
 
 class CircuitBreaker:
@@ -60,9 +57,7 @@ class CircuitBreaker:
     def failed(self, now: float, certain: bool = False) -> bool:
         """Note a failure; return whether it took the instance out of service.
 
-        Args:
-            now: seconds.
-            certain: nothing listens there, so that one failure is enough.
+        One is enough if it is ``certain``: nothing listens there.
         """
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
@@ -93,11 +88,7 @@ logger = logging.getLogger("headway.serve")
 class InstanceState:
     """An instance in service, or not.
 
-    Args:
-        control: client of its control socket; None if it has none.
-
     Attributes:
-        breaker: whether it works.
         draining: it gets no new requests.
         engine: as its control socket last reported it; None before, and without one.
         left_out: how many decisions were taken without it, since what is known of it could not be
@@ -115,7 +106,7 @@ class InstanceState:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """That of the instance."""
         return self.instance.name
 
     @property
@@ -143,9 +134,7 @@ class InstanceState:
     def is_unlike(self, other: "InstanceState", moves: bool = True) -> bool:
         """Return whether another instance cannot read this one's KV cache, as far as is known.
 
-        Args:
-            other: the instance that is to read.
-            moves: whether running requests are to move, and not only prefilled ones.
+        Without ``moves`` it is to read prefilled requests only, not running ones.
         """
         mine, theirs, end = self.kind, other.kind, None if moves else -1
         return mine is not None and theirs is not None and mine[:end] != theirs[:end]

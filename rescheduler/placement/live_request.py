@@ -12,6 +12,7 @@ from rescheduler.openai.openai_stream import StreamSplicer
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Decision, Placeable, Placements
 from rescheduler.placement.request_state import (
+    TRANSITIONS,
     Copying,
     Decoding,
     Finished,
@@ -29,7 +30,6 @@ from rescheduler.placement.request_state import (
     Returned,
     Unanswered,
     Waiting,
-    check_transition,
 )
 from rescheduler.tracing.span import NO_SPAN, Span
 
@@ -70,11 +70,9 @@ class LiveRequest(Placeable):
         tokenizer: of the model; a request without one never moves.
 
     Attributes:
-        splicer: its tokens and its stream.
         hop: number of its placement on decode instances, from 0; -1 before the first.
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
-        trace: its span.
     """
 
     def __init__(
@@ -359,7 +357,10 @@ class LiveRequest(Placeable):
 
     def _enter(self, state: RequestState, pause: float | None = None) -> None:
         """Go to another state: the only place where a request's state changes."""
-        check_transition(self._state, state)
+        if type(state) not in TRANSITIONS[type(self._state)]:
+            raise IllegalTransitionError(
+                f"a request cannot go from {self._name} to {type(state).__name__}"
+            )
         self.on_its_way = self.on_its_way and isinstance(state, Placed)
         before, self._state = self._state, state
         self.instance = _instance(state)

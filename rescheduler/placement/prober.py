@@ -29,7 +29,6 @@ class Prober:
 
     Args:
         wake: called when an instance may have more room.
-        model: name that the engines serve.
         changed: called when an instance has become of another kind.
     """
 

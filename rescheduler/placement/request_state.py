@@ -25,7 +25,6 @@ __all__ = [
     "Returned",
     "Unanswered",
     "Waiting",
-    "check_transition",
 ]
 
 Params = dict[str, Any]
@@ -41,9 +40,7 @@ class Move:
     """A migration from one decode instance to another.
 
     Attributes:
-        source: instance that the request leaves.
         hop: placement that it leaves.
-        target: instance that it goes to.
         answered: done once it is known whether the source has frozen the request, or that the
             source does not answer.
         landed: seconds from the last token at the source to the first at the target; None if it
@@ -59,12 +56,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an instance keeps of a request, perhaps in vain.
-
-    Attributes:
-        instance: that keeps its KV blocks.
-        hop: placement of the request there.
-    """
+    """KV blocks that an instance keeps of a request, which was placed there, perhaps in vain."""
 
     instance: InstanceState
     hop: int
@@ -72,12 +64,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prefill that is done.
-
-    Attributes:
-        kept: its blocks.
-        params: for a decode instance to pull them with.
-    """
+    """A prefill that is done: its blocks, and how a decode instance pulls them."""
 
     kept: Kept
     params: Params
@@ -96,11 +83,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """Being prefilled on a prefill instance.
-
-    Attributes:
-        hop: attempts before.
-    """
+    """Being prefilled on a prefill instance, after ``hop`` other attempts."""
 
     instance: InstanceState
     hop: int
@@ -157,11 +140,9 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Frozen by the source, whose stream still brings the last tokens.
+    """Frozen by the source, which reports all tokens so far; its stream still brings the last.
 
-    Attributes:
-        output_token_ids: all tokens generated so far, as the source reports them.
-        params: for the target to pull the KV cache with.
+    With ``params`` the target pulls the KV cache.
     """
 
     move: Move
@@ -174,7 +155,6 @@ class Landing:
     """At the target of its move, without a token from there.
 
     Attributes:
-        params: for the target to pull the KV cache with.
         accepted: whether the target has accepted the request, which then frees the source.
     """
 
@@ -216,11 +196,3 @@ TRANSITIONS: Mapping[type[RequestState], tuple[type[RequestState], ...]] = {
     Finished: (),
 }
 """The states that may follow each state; `docs/migrate.md` draws them."""
-
-
-def check_transition(old: RequestState, new: RequestState) -> None:
-    """Raise `IllegalTransitionError` unless one state may follow another."""
-    if type(new) not in TRANSITIONS[type(old)]:
-        raise IllegalTransitionError(
-            f"a request cannot go from {type(old).__name__} to {type(new).__name__}"
-        )

@@ -51,8 +51,6 @@ class UpstreamError(Exception):
     """Raised when an engine fails; the request can be tried again.
 
     Args:
-        instance: that failed.
-        reason: what happened.
         unsent: the request never reached it.
         answered: it answered with an error, perhaps because of the request.
     """
@@ -65,12 +63,7 @@ class UpstreamError(Exception):
 
 
 class EngineFullError(UpstreamError):
-    """Raised when an engine has no room for a request; another one may have.
-
-    Args:
-        instance: that turned it away.
-        seconds: after which it is worth another try there.
-    """
+    """Raised when an engine has no room for a request for some seconds; another one may have."""
 
     def __init__(self, instance: Instance, seconds: int) -> None:
         super().__init__(instance, f"has no room for a request for {seconds} s")
@@ -78,12 +71,7 @@ class EngineFullError(UpstreamError):
 
 
 class EngineRefusedError(Exception):
-    """Raised when an engine refuses a request as invalid.
-
-    Args:
-        status: of its answer.
-        body: of its answer, in OpenAI's shape.
-    """
+    """Raised when an engine refuses a request as invalid; the body is in OpenAI's shape."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
@@ -211,13 +199,7 @@ class Upstream:
     async def get(
         self, instance: Instance, path: str, headers: Mapping[str, str] | None = None
     ) -> bytes:
-        """Return what an engine answers to a GET.
-
-        Args:
-            instance: the engine.
-            path: what it is asked for.
-            headers: a client's; None: the proxy asks for itself.
-        """
+        """Return what an engine answers to a GET with a client's headers, or the proxy's own."""
         timeout = self._options.control_seconds
         url = instance.url.rstrip("/") + path
         if headers is None:
@@ -284,10 +266,7 @@ class _Connector(aiohttp.TCPConnector):
 def _answering(instance: Instance, late: str, what: str = "") -> Iterator[None]:
     """Raise an error that names what is wrong with an engine that does not answer.
 
-    Args:
-        instance: that is asked.
-        late: what is wrong if time runs out.
-        what: it is asked for; empty: the kind of the error is named in its place.
+    That is ``late`` if time runs out, else what it is asked for, or the kind of the error.
     """
     try:
         yield

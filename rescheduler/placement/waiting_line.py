@@ -27,8 +27,6 @@ class WaitingLine(Generic[R]):
         decodes: that serve.
         forecasts: of remaining lengths; None if no engine publishes them, so that all requests
             are expected to be like those that ended lately.
-        step: how long a decode step takes.
-        clock: seconds, of the event loop.
         longest: seconds for which a request may wait; well before, it is overdue.
     """
 
@@ -56,10 +54,10 @@ class WaitingLine(Generic[R]):
         self._line.ended(self._clock() - request.arrived)
 
     def in_order(self, requests: Sequence[R]) -> tuple[list[R], bool]:
-        """Return requests in the order of service, and whether the first holds back the others.
+        """Return requests, given as they came, in the order of service.
 
-        Args:
-            requests: in order of arrival.
+        Returns:
+            Those, and whether the first holds back the others.
         """
         n = len(requests)
         if n == 0:

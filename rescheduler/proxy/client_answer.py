@@ -122,11 +122,7 @@ class ClientAnswer:
         return await self.end()
 
     async def _flushed(self) -> None:
-        """Wait until the client has taken what was kept for it, as long as it takes any.
-
-        Raises:
-            ClientGoneError: it has stopped reading.
-        """
+        """Wait until the client has taken what was kept for it, as long as it takes any."""
         loop, transport = asyncio.get_running_loop(), self._http.transport
         left, since, pause = -1, loop.time(), 0.0
         while transport is not None and not transport.is_closing():
@@ -142,11 +138,7 @@ class ClientAnswer:
             pause = _POLL_SECONDS
 
     async def _in_time(self, written: Awaitable[object]) -> None:
-        """Wait until bytes are written, or kept for the client.
-
-        Raises:
-            ClientGoneError: the client has closed its connection, or takes nothing.
-        """
+        """Wait until bytes are written, or kept for the client."""
         try:
             async with asyncio.timeout(self._seconds):
                 await written

@@ -1,6 +1,7 @@
 """How long answers are expected to be before anything of them is computed."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from data_collection.models import name_of, resolve_model
@@ -9,7 +10,7 @@ from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.prompt_text import prompt_text, temperature
 
-__all__ = ["EmulatedLengths", "ExpectedLengths", "expected_lengths"]
+__all__ = ["ExpectedLengths", "expected_lengths"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -49,8 +50,7 @@ class ExpectedLengths:
             prompt = prompt_text(client.body)
             if prompt is None:
                 return None
-            asked = temperature(client.body)
-            most = client.max_tokens
+            most, asked = client.max_tokens, temperature(client.body)
             expected = self._predictor.expected_tokens(prompt, most, asked)
             return max(1, round(expected))
         except Exception:
@@ -60,28 +60,18 @@ class ExpectedLengths:
             return None
 
 
-class EmulatedLengths:
-    """Forecasts requests whose answers are scripted, as well as a deployment asks for."""
-
-    def __init__(self, prompts: EmulatedPrompts) -> None:
-        self._prompts = prompts
-
-    def of(self, client: ClientRequest) -> int | None:
-        """Return the tokens that an answer is expected to have; None if nothing is known."""
-        if client.direct:
-            return None
-        return self._prompts.expected_tokens(client.body, client.max_tokens)
-
-
-def expected_lengths(deployment: Deployment) -> ExpectedLengths | EmulatedLengths | None:
+def expected_lengths(deployment: Deployment) -> Callable[[ClientRequest], int | None] | None:
     """Return what forecasts a deployment's requests as they arrive, if anything does.
+
+    It returns the tokens that an answer is expected to have; None if nothing is known.
 
     Raises:
         DeploymentError: the prompt checkpoint cannot be used.
     """
     emulate = deployment.engine.emulate
     if emulate is not None and emulate.prompt_forecast is not None:
-        return EmulatedLengths(EmulatedPrompts(emulate.lengths, emulate.prompt_forecast))
+        prompts = EmulatedPrompts(emulate.lengths, emulate.prompt_forecast)
+        return lambda one: None if one.direct else prompts.expected_tokens(one.body, one.max_tokens)
     if deployment.prompt_checkpoint is not None:
-        return ExpectedLengths(deployment.prompt_checkpoint, deployment.model)
+        return ExpectedLengths(deployment.prompt_checkpoint, deployment.model).of
     return None

@@ -30,17 +30,11 @@ _FREEING_SECONDS = 1.0
 class Proxy:
     """Serves one deployment; make it, `start` it and `close` it in one event loop.
 
-    Args:
-        deployment: which instances, and how.
-        tokenizer: of the served model.
-
     Attributes:
         cluster: the instances, and who decides.
-        metrics: counts and times.
         flow: of requests that may move.
         pass_through: of those that stay.
         drainer: empties instances; None where the coordinator does.
-        migrator: moves requests.
         running: requests that have arrived and not ended.
         ending: no new ones are taken.
         cutting: those that run are being ended.
@@ -114,7 +108,7 @@ class Proxy:
         )
         request.trace = trace
         if self._expected is not None:
-            request.expected_tokens = self._expected.of(client)
+            request.expected_tokens = self._expected(client)
         self.cluster.began(request)
         return request
 

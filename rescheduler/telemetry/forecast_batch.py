@@ -19,7 +19,6 @@ class ForecastBatch:
     """Forecasts of some requests of one engine; never changed once made.
 
     Attributes:
-        instance: name of the engine.
         edges: [n_edges] grid of the curves, in tokens.
         names: [n] ids of the requests as clients know them.
         prompt_tokens: [n] of each request.

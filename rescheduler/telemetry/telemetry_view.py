@@ -34,23 +34,14 @@ __all__ = [
     "TelemetryView",
 ]
 
-_KEPT_FORECASTS = 256
-"""Forecasts kept of a running request, beyond which every second one goes."""
-
-_KEPT_OF_ALL = 1 << 18
-"""Forecasts kept of an engine's running requests, beyond which fewer are kept of each."""
-
+_KEPT_FORECASTS = 256  # of a running request; beyond, every second one goes
+_KEPT_OF_ALL = 1 << 18  # of an engine's running requests; beyond, fewer are kept of each
 _KEPT_FINISHED = 20_000
 _KEPT_VANISHED = 1_000
 _KEPT_GAPS = 1_000
-_KEPT_BATCHED = 16_384
-"""Forecasts kept of an engine until somebody takes them."""
-
-_MOST_RUNNING = 16_384
-"""Requests that run on an engine and are kept; its next ones are not."""
-
-_MOST_ENGINES = 16
-"""Engines that one connection speaks for, as one that passes on what others publish."""
+_KEPT_BATCHED = 16_384  # forecasts of an engine until somebody takes them
+_MOST_RUNNING = 16_384  # requests on an engine; its next ones are not kept
+_MOST_ENGINES = 16  # that one connection speaks for, as one that passes on what others publish
 
 
 class InstanceKey(NamedTuple):
@@ -61,13 +52,7 @@ class InstanceKey(NamedTuple):
 
 
 class KeptForecast(msgspec.Struct, frozen=True, gc=False):
-    """A forecast as it was received; there may be a hundred thousand.
-
-    Attributes:
-        forecast_at: generated tokens n when it was made.
-        tokens_left: tokens to ``max_tokens`` from there.
-        survival: the curve at the grid's edges, coded.
-    """
+    """A forecast as it was received, with its curve coded; there may be a hundred thousand."""
 
     forecast_at: int
     tokens_left: int
@@ -184,7 +169,7 @@ class InstanceView:
         received: when a message last came, seconds on this machine's monotonic clock.
         seq: number of the newest message.
         step: engine steps by then.
-        gauges: state of the engine at the last snapshot.
+        gauges: at the last snapshot.
         model: name of the serving model; empty before the first snapshot.
         checkpoint: fingerprint of its predictor; empty before the first snapshot.
         k: steps between two predictions; 0 before the first snapshot.

@@ -44,7 +44,8 @@ _UNASKED_BYTES_A_SECOND = 100e6
 class ControlClient:
     """Asks one engine to freeze, release and keep requests; calls may overlap.
 
-    Use it within one running event loop.
+    Use it within one running event loop. Every call raises `ControlError` if no valid answer comes
+    in time.
 
     Args:
         endpoint: that the engine's connector binds, such as ``tcp://127.0.0.1:8111``.
@@ -80,59 +81,38 @@ class ControlClient:
     async def freeze(self, id: str, hop: int, timeout: float) -> Frozen:
         """End a request after its next token and keep its KV cache for another engine.
 
+        Without an answer in time it may freeze later nevertheless.
+
         Raises:
             NotFrozenError: it had ended by itself, is unknown, or cannot be moved.
-            ControlError: no valid answer in time; it may freeze later nevertheless.
         """
-        number = next(self._numbers)
-        reply = await self._ask(Freeze(number=number, id=id, hop=hop), timeout)
-        if isinstance(reply, NotFrozen):
-            raise NotFrozenError(f"{self.endpoint}: {reply.reason}")
-        return self._expected(reply, Frozen)
+        command = Freeze(number=next(self._numbers), id=id, hop=hop)
+        return await self._ask(command, Frozen, timeout)
 
     async def unfreeze(self, id: str, timeout: float) -> bool:
-        """Return whether a request goes on as if no freeze had been asked.
-
-        Raises:
-            ControlError: no valid answer in time.
-        """
-        reply = await self._ask(Unfreeze(number=next(self._numbers), id=id), timeout)
-        return self._expected(reply, Unfrozen).done
+        """Return whether a request goes on as if no freeze had been asked."""
+        command = Unfreeze(number=next(self._numbers), id=id)
+        return (await self._ask(command, Unfrozen, timeout)).done
 
     async def release(self, id: str, hop: int, timeout: float) -> bool:
         """Free what is kept of a request, now and later; return whether there was anything.
 
-        Args:
-            id: the migration id.
-            hop: placement that is over, and so are those before it.
-            timeout: seconds.
-
-        Raises:
-            ControlError: no valid answer in time.
+        The placement ``hop`` is over, and so are those before it.
         """
-        reply = await self._ask(Release(number=next(self._numbers), id=id, hop=hop), timeout)
-        return self._expected(reply, Released).done
+        command = Release(number=next(self._numbers), id=id, hop=hop)
+        return (await self._ask(command, Released, timeout)).done
 
     async def snapshot(self, id: str, timeout: float) -> Snapshot:
         """Keep the full blocks of a running request for another engine while it goes on.
 
         Raises:
             NotFrozenError: it does not run, or fills no block.
-            ControlError: no valid answer in time.
         """
-        reply = await self._ask(TakeSnapshot(number=next(self._numbers), id=id), timeout)
-        if isinstance(reply, NotFrozen):
-            raise NotFrozenError(f"{self.endpoint}: {reply.reason}")
-        return self._expected(reply, Snapshot)
+        return await self._ask(TakeSnapshot(number=next(self._numbers), id=id), Snapshot, timeout)
 
     async def state(self, timeout: float) -> EngineState:
-        """Return how full the engine is.
-
-        Raises:
-            ControlError: no valid answer in time.
-        """
-        reply = await self._ask(GetState(number=next(self._numbers)), timeout)
-        return self._expected(reply, EngineState)
+        """Return how full the engine is."""
+        return await self._ask(GetState(number=next(self._numbers)), EngineState, timeout)
 
     def close(self) -> None:
         """Close the socket; calls under way raise ControlError."""
@@ -146,7 +126,7 @@ class ControlClient:
         self._socket.close(linger=0)
         self._context.term()
 
-    async def _ask(self, command: Command, timeout: float) -> Reply:
+    async def _ask(self, command: Command, kind: type[Expected], timeout: float) -> Expected:
         if self._reader is None or self._reader.done():
             self._reader = asyncio.get_running_loop().create_task(self._read())
         asked: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -154,7 +134,7 @@ class ControlClient:
         try:
             async with asyncio.timeout(timeout):
                 await self._socket.send_multipart(encode(command))
-                return await asked
+                reply = await asked
         except TimeoutError as error:
             raise ControlError(
                 f"{self.endpoint}: no answer within {timeout:g} s; does the engine run with the "
@@ -162,6 +142,13 @@ class ControlClient:
             ) from error
         finally:
             self._asked.pop(command.number, None)
+        if isinstance(reply, kind):
+            return reply
+        if isinstance(reply, NotFrozen) and kind in (Frozen, Snapshot):
+            raise NotFrozenError(f"{self.endpoint}: {reply.reason}")
+        if isinstance(reply, Refused):
+            raise ControlError(f"{self.endpoint}: refused: {reply.reason}")
+        raise ControlError(f"{self.endpoint}: answered {type(reply).__name__}")
 
     async def _read(self) -> None:
         """Hand out replies for as long as any is due; what nobody asked for costs little time."""
@@ -176,10 +163,3 @@ class ControlClient:
                 asked.set_result(decode_reply(frames))
             except ControlError as error:
                 asked.set_exception(ControlError(f"{self.endpoint}: {error}"))
-
-    def _expected(self, reply: Reply, kind: type[Expected]) -> Expected:
-        if isinstance(reply, Refused):
-            raise ControlError(f"{self.endpoint}: refused: {reply.reason}")
-        if not isinstance(reply, kind):
-            raise ControlError(f"{self.endpoint}: answered {type(reply).__name__}")
-        return reply

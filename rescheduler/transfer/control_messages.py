@@ -47,30 +47,14 @@ __all__ = [
 TOPIC = b"headway-control/4"
 """The first frame of every message: name and version of the schema."""
 
-LARGEST_COMMAND = 1 << 20
-"""Bytes of a command, at most."""
-
+LARGEST_COMMAND = 1 << 20  # bytes
 LARGEST_REPLY = 16 << 20
-"""Bytes of a reply, at most."""
-
-LARGEST_PARAMS = 4 << 20
-"""Bytes of ``kv_transfer_params``, coded, at most."""
-
-LONGEST_REASON = 1000
-"""Characters that say why something was not done, at most."""
-
-MOST_TOKENS = 1 << 21
-"""Tokens of a request that a reply lists, at most."""
-
-MOST_REQUESTS = 1 << 20
-"""Requests that an engine runs, has waiting, or could run at a time, at most."""
-
-MOST_BLOCKS = 1 << 32
-"""Blocks of a KV cache, at most."""
-
-MOST_KV_TOKENS = 1 << 40
-"""Tokens that a KV cache holds, at most: more than 10,000 times what any engine has today."""
-
+LARGEST_PARAMS = 4 << 20  # coded
+LONGEST_REASON = 1000  # characters that say why something was not done
+MOST_TOKENS = 1 << 21  # of a request
+MOST_REQUESTS = 1 << 20  # that an engine runs, has waiting, or could run at a time
+MOST_BLOCKS = 1 << 32  # of a KV cache
+MOST_KV_TOKENS = 1 << 40  # in one: more than 10,000 times what any engine has today
 _MOST_KEPT = 1 << 16
 _MOST_PARAMS = 64
 _LONGEST_PATH = 4096
@@ -104,9 +88,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Freeze(_Message, frozen=True, kw_only=True, tag="freeze"):
     """End a running request after its next token, and keep its KV cache for another engine.
 
-    Attributes:
-        id: the request's migration id.
-        hop: which of its placements is meant, from 0.
+    The ``id`` is its migration id, and ``hop`` says which of its placements is meant, from 0.
     """
 
     id: Id
@@ -122,10 +104,8 @@ class Unfreeze(_Message, frozen=True, kw_only=True, tag="unfreeze"):
 class Release(_Message, frozen=True, kw_only=True, tag="release"):
     """Free what is kept of a request that no engine will ask for, and keep nothing of it later.
 
-    Attributes:
-        id: the request's migration id.
-        hop: placement that is over, and so are those before it; one that still runs or is yet to
-            arrive keeps nothing when it ends.
+    The placement ``hop`` is over, and so are those before it; one that still runs or is yet to
+    arrive keeps nothing when it ends.
     """
 
     id: Id
@@ -143,11 +123,9 @@ class GetState(_Message, frozen=True, kw_only=True, tag="state"):
 
 
 class Frozen(_Message, frozen=True, kw_only=True, tag="frozen"):
-    """The request has ended here, and another engine may pull its KV cache.
+    """The request has ended here, and another engine may pull its KV cache with ``params``.
 
-    Attributes:
-        output_token_ids: everything generated so far, here and before.
-        params: ``kv_transfer_params`` of the request at the engine that takes over.
+    The ``output_token_ids`` are everything generated so far, here and before.
     """
 
     output_token_ids: TokenIds
@@ -175,9 +153,8 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
     """Full blocks of a running request, kept for another engine.
 
-    Attributes:
-        token_ids: in those blocks, a multiple of the block size.
-        params: ``kv_transfer_params`` of a request for them.
+    The ``token_ids`` in them are a multiple of the block size; ``params`` are for a request for
+    them.
     """
 
     token_ids: TokenIds
@@ -190,18 +167,14 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     Attributes:
         version: of vLLM.
         model: as vLLM was given it; NIXL takes another path of the same model for another model.
-        dtype: of the model.
         kv_dtype: of its KV cache, as vLLM was given it.
         kv_groups: whether layers of several kinds have KV caches of their own.
         tensor_parallel: ranks that share each layer.
         block_size: tokens in a block of the KV cache.
         max_num_seqs: requests in a batch at most.
         max_model_len: tokens of a request at most.
-        prefix_caching: whether requests share the blocks of a prompt they both begin with.
         num_blocks: blocks that requests can have.
         free_blocks: those that none has; all of them when the engine is idle.
-        running: requests in the batch.
-        waiting: requests that wait to be scheduled.
         frozen: migration ids whose KV cache is kept for another engine.
         failed_loads: reads of another engine's KV cache, since it started, that failed; what they
             were of was computed again.
@@ -272,11 +245,7 @@ def encode(message: Command | Reply) -> list[bytes]:
 
 
 def decode_command(frames: list[bytes]) -> Command:
-    """Read a command.
-
-    Raises:
-        ControlError: another version of the schema, or no command.
-    """
+    """Read a command, or raise `ControlError`: another version of the schema, or no command."""
     command: Command = _decoded(frames, _commands)
     return command
 

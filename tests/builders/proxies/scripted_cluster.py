@@ -51,6 +51,10 @@ OPTIONS = ProxyOptions(
 )
 
 
+At = Callable[[int], Awaitable[None]]
+"""Called with how many tokens have come."""
+
+
 @dataclass
 class Cluster:
     """A proxy and its engines, in one event loop."""
@@ -84,7 +88,7 @@ class Cluster:
     async def stream(
         self,
         body: dict[str, Any],
-        at: Callable[[int], Awaitable[None]] | None = None,
+        at: At | None = None,
         path: str = "/v1/completions",
     ) -> list[dict[str, Any]]:
         """Chunks of a stream; ``at`` is called with how many tokens have come."""
@@ -103,6 +107,15 @@ class Cluster:
                     if at is not None and "error" not in chunk and tokens_of([chunk]):
                         await at(tokens)
         assert done
+        return chunks
+
+    async def answered(
+        self, tokens: int, at: At | None = None, **asked: Any
+    ) -> list[dict[str, Any]]:
+        """Chunks of a completion of so many tokens, each of which is as it must be."""
+        body = {"prompt": PROMPT, "max_tokens": tokens, **asked}
+        chunks = await self.stream(body, at)
+        assert tokens_of(chunks) == self.expected(tokens, body["prompt"])
         return chunks
 
     def live(self) -> LiveRequest:
@@ -130,22 +143,23 @@ class Cluster:
 
     async def moved(
         self,
-        body: dict[str, Any],
+        tokens: int,
         before: Callable[[ScriptedEngine, ScriptedEngine], object] = lambda source, target: None,
         at: int = 10,
+        **asked: Any,
     ) -> tuple[list[dict[str, Any]], str]:
-        """Chunks of a stream whose request begins to move at a token, and how the move ended.
+        """Chunks of `answered`, whose request begins to move at a token, and how the move ended.
 
         ``before`` is called first, with the engine that runs it and the one that it moves to.
         """
         moves: list[asyncio.Task[str]] = []
 
-        async def move(tokens: int) -> None:
-            if tokens == at:
+        async def move(came: int) -> None:
+            if came == at:
                 before(*self.source_and_target())
                 moves.append(asyncio.create_task(self.move()))
 
-        chunks = await self.stream({"prompt": PROMPT, **body}, move)
+        chunks = await self.answered(tokens, move, **asked)
         return chunks, await moves[0]
 
     async def connect(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

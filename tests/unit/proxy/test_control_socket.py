@@ -22,40 +22,15 @@ from rescheduler.transfer.control_messages import (
     GetState,
     NotFrozen,
     NotFrozenError,
-    Refused,
     Release,
     Released,
     Reply,
-    Snapshot,
-    TakeSnapshot,
     Unfreeze,
-    Unfrozen,
     decode_command,
-    decode_reply,
     encode,
 )
 from rescheduler.transfer.control_server import ControlServer
 from rescheduler.transfer.migration_params import ConnectorConfig, connector_config
-
-MESSAGES: list[Command | Reply] = [
-    Freeze(number=1, id="a", hop=0),
-    Unfreeze(number=2, id="a"),
-    Release(number=3, id="a", hop=2),
-    TakeSnapshot(number=4, id="a"),
-    GetState(number=5),
-    Frozen(number=6, output_token_ids=[3, 1], params={"remote_block_ids": [[4, 7]]}),
-    NotFrozen(number=7, reason="it ended by itself"),
-    Unfrozen(number=8, done=True),
-    Released(number=9, done=False),
-    Snapshot(number=10, token_ids=[0] * 64, params={}),
-    Refused(number=0, reason="no command"),
-]
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_way(message: Command | Reply) -> None:
-    decode = decode_command if isinstance(message, Command) else decode_reply
-    assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -69,6 +44,7 @@ def test_a_message_survives_the_way(message: Command | Reply) -> None:
             [TOPIC, msgspec.msgpack.encode({"type": "freeze", "number": 1, "id": "", "hop": 0})],
             "id",
         ),
+        ([TOPIC, encode(Release(number=1, id="aaaa", hop=0))[1].replace(b"a", b"\xff")], "invalid"),
         ([TOPIC, msgspec.msgpack.encode({"type": "kill", "number": 1})], "kill"),
         ([TOPIC, encode(Frozen(number=1, output_token_ids=[], params={}))[1]], "frozen"),
     ],
@@ -76,12 +52,6 @@ def test_a_message_survives_the_way(message: Command | Reply) -> None:
 def test_a_malformed_command_says_what_is_wrong(frames: list[bytes], said: str) -> None:
     with pytest.raises(ControlError, match=said):
         decode_command(frames)
-
-
-def test_an_id_that_is_no_utf8_is_refused() -> None:
-    payload = encode(Release(number=1, id="aaaa", hop=0))[1].replace(b"aaaa", b"\xff" * 4)
-    with pytest.raises(ControlError, match="invalid control message"):
-        decode_command([TOPIC, payload])
 
 
 class Engine:
@@ -190,43 +160,12 @@ async def test_a_command_does_not_wait_for_an_engine_that_starts_later() -> None
     assert [type(command) for command in arrived] == [Release]
 
 
-async def test_a_malformed_message_is_refused_and_the_server_goes_on(
-    engine: Engine, client: ControlClient
-) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        peer.connect(engine.endpoint)
-        peer.send_multipart([TOPIC, b"\xc1"])
-        assert peer.poll(120_000)
-        assert isinstance(decode_reply(peer.recv_multipart()), Refused)
-        peer.close(linger=0)
-    assert await client.release("gone", 0, 120) is False
-
-
 async def test_a_command_that_fails_is_refused_and_the_server_goes_on(
     client: ControlClient,
 ) -> None:
     with pytest.raises(ControlError, match="it failed; see the engine's log"):
         await client.state(120)
     assert await client.release("gone", 0, 120) is False
-
-
-async def test_a_reply_that_is_damaged_does_not_end_the_client() -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
-        port = engine.bind_to_random_port("tcp://127.0.0.1")
-        with connected(f"tcp://127.0.0.1:{port}") as client:
-            for reply in (b"\xff", encode(Unfrozen(number=0, done=True))[1]):
-                asking = asyncio.create_task(client.unfreeze("a", 0.5 if reply == b"\xff" else 120))
-                peer, *frames = await asyncio.to_thread(engine.recv_multipart)
-                number = decode_command(frames).number
-                if reply != b"\xff":
-                    reply = encode(Unfrozen(number=number, done=True))[1]
-                engine.send_multipart([peer, TOPIC, reply])
-                if reply == b"\xff":
-                    with pytest.raises(ControlError, match="no answer"):
-                        await asking
-                else:
-                    assert await asking is True
-        engine.close(linger=0)
 
 
 async def test_a_closed_client_ends_its_calls(engine: Engine, client: ControlClient) -> None:

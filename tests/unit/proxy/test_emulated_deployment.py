@@ -15,7 +15,6 @@ from rescheduler.engines.deployment import (
     CoordinatorOptions,
     Deployment,
     DeploymentError,
-    EngineOptions,
     ProxyOptions,
     read_deployment,
 )
@@ -182,7 +181,3 @@ def test_a_model_without_a_tokenizer_or_an_end_is_refused(tmp_path: Path, smollm
         (tmp_path / "config.json").write_text(f'{{"vocab_size": 9{eos}}}')
         with pytest.raises(ValueError, match="eos_token_id"):
             emulated_model(str(tmp_path))
-
-
-def test_options_of_engines_know_nothing_of_it_by_default() -> None:
-    assert EngineOptions().emulate is None

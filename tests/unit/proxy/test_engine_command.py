@@ -97,17 +97,16 @@ def test_traced_engines_record_what_the_proxy_records(endpoint: str, protocol: s
     }
 
 
-def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts() -> None:
-    command = engine_command(deployment(), DECODE, "/models/smollm2", "/venv/bin/python")
+@pytest.mark.parametrize("keys", [None, "runs/keys"])
+def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts(keys: str | None) -> None:
+    command = engine_command(deployment(keys=keys), DECODE, "/models/smollm2", "/venv/bin/python")
     transfer = json.loads(after(command, "--kv-transfer-config"))
     assert transfer["kv_role"] == "kv_consumer"
-    assert transfer["kv_connector_extra_config"]["headway"]["control"] == "tcp://127.0.0.1:8111"
+    moves = {"control": "tcp://127.0.0.1:8111", "keys": keys, "time_to_live": 15.0}
+    assert transfer["kv_connector_extra_config"]["headway"] == moves
     forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
-    assert forecast["telemetry"] == {
-        "bind": "tcp://127.0.0.1:8112",
-        "instance": "decode-0",
-        "keys": None,
-    }
+    telemetry = {"bind": "tcp://127.0.0.1:8112", "instance": "decode-0", "keys": keys}
+    assert forecast["telemetry"] == telemetry
     assert command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
 
 
@@ -139,14 +138,6 @@ def test_a_cpu_engine_runs_its_model_itself_unless_a_flag_may_need_more(flags: l
     assert executors(replace(ON_CPU, arguments=flags)) == [False, False]
     assert executors(ON_CPU, replace(DECODE, arguments=flags)) == [False, True]
     assert IN_PROCESS not in engine_command(deployment(), DECODE, "m", None).arguments
-
-
-def test_keys_reach_the_control_socket_and_telemetry() -> None:
-    command = engine_command(deployment(keys="runs/keys"), DECODE, "m", "python")
-    transfer = json.loads(after(command, "--kv-transfer-config"))
-    assert transfer["kv_connector_extra_config"]["headway"]["keys"] == "runs/keys"
-    forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
-    assert forecast["telemetry"]["keys"] == "runs/keys"
 
 
 def test_on_gpus_nothing_of_the_cpu_remains() -> None:

@@ -11,19 +11,17 @@ import zmq
 from fuzzing import fuzzed
 from hypothesis import example, given
 from hypothesis import strategies as st
+from live_requests import instance_state, live_request
 from published_telemetry import Engine, frames, publisher
-from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
+from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from benchmarks.support.engine_states import engine_state
 from predictor.live.telemetry_messages import Gauges
-from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
+from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import PrefillBudgets
-from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
@@ -33,7 +31,7 @@ from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_messages import EngineState
 
-BODY = {"prompt": PROMPT, "max_tokens": 5}
+BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 PLANNER = {"name": "star", "prediction": False, "interval_seconds": 0.05}
 HUGE = [2**31, 2**53, 2**62, 2**63, 2**64 - 1]
 
@@ -58,8 +56,7 @@ LIES: list[dict[str, Any]] = [
 
 async def served(it: Cluster, n: int = 6) -> None:
     """Whatever an engine says, every request gets its tokens."""
-    for chunks in await asyncio.gather(*(it.stream(BODY) for _ in range(n))):
-        assert tokens_of(chunks) == it.expected(5)
+    await asyncio.gather(*(it.answered(5) for _ in range(n)))
     async with it.session.get(it.url + "/metrics") as response:
         assert response.status == 200
 
@@ -97,7 +94,7 @@ async def test_a_request_that_fits_nowhere_is_refused_at_once(tokenizer: Tokeniz
             engine.says = {"max_num_seqs": 0}
         states = [it.proxy.cluster.instances[engine.name] for engine in it.decodes]
         await until(lambda: not any(state.slots for state in states))
-        status, answer, headers = await it.post({"model": "m", **BODY})
+        status, answer, headers = await it.post(BODY)
         assert status == 503
         assert "Retry-After" in headers
         assert "can hold" in answer["error"]["message"]
@@ -211,7 +208,7 @@ async def test_placing_on_the_healthy_never_stops(
     options, clock = ProxyOptions(), asyncio.get_running_loop().time
     instances = []
     for i, said in enumerate([HEALTHY, *lies]):
-        instance = InstanceState(Instance(f"{i}", "decode", f"http://{i}:1"), options, None)
+        instance = instance_state(f"{i}")
         instance.engine = said
         instances.append(instance)
     placements, policy = Placements[LiveRequest](), create_policy(name)
@@ -234,9 +231,8 @@ async def test_placing_on_the_healthy_never_stops(
         forecasts,
         PrefillBudgets(telemetry),
     )
-    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
     for i, prompt in enumerate(prompts):
-        request = LiveRequest(str(i), str(i), client, {}, 0.0, tokenizer, placements)
+        request = live_request(str(i), tokenizer, placements)
         request.prompt_tokens = prompt
         async with asyncio.timeout(60):
             await dispatcher.place(request)

@@ -9,24 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 from coordinated_cluster import Coordinated, Make, link_of
-from scripted_cluster import Cluster, tokens_of, until
+from scripted_cluster import PROMPT, Cluster, until
 from tokenizers import Tokenizer
 
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.engines.deployment import CoordinatorOptions, DeploymentError
 from rescheduler.proxy.proxy import Proxy
 
-LONG = {"prompt": "Tell me of a river", "max_tokens": 400}
-SHORT = {"prompt": "Tell me of a river", "max_tokens": 5}
+SHORT = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 
 
-def streams(cluster: Cluster, n: int, body: dict[str, Any] = LONG) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(cluster.stream(body)) for _ in range(n)]
-
-
-async def all_as_expected(cluster: Cluster, tasks: list[asyncio.Task[Any]], tokens: int) -> None:
-    for chunks in await asyncio.gather(*tasks):
-        assert tokens_of(chunks) == cluster.expected(tokens)
+def streams(cluster: Cluster, n: int, tokens: int = 400) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(cluster.answered(tokens)) for _ in range(n)]
 
 
 def generating(it: Coordinated) -> int:
@@ -46,7 +40,7 @@ async def test_the_coordinator_places_what_all_proxies_ask_for(coordinated: Make
             await until(lambda: generating(it) == 6)
             assert len(it.coordinator.sessions) == 2
             assert {it.load("decode-0"), it.load("decode-1")} in ({3}, {2, 4})
-        await all_as_expected(first, tasks, 400)
+        await asyncio.gather(*tasks)
         await until(lambda: it.load("decode-0") + it.load("decode-1") == 0)
 
 
@@ -62,7 +56,7 @@ async def test_draining_moves_the_requests_of_every_proxy(coordinated: Make) -> 
             assert it.load("decode-1") == 4, "none has ended meanwhile"
             assert all(one.proxy.cluster.instances["decode-0"].draining for one in it.proxies)
             await until(lambda: b'outcome="moved"' in it.coordinator.metrics.text())
-        await all_as_expected(first, tasks, 400)
+        await asyncio.gather(*tasks)
         status, listed = await it.ask("POST", "undrain/decode-0")
         assert (status, listed["draining"]) == (200, False)
         await until(lambda: not second.proxy.cluster.instances["decode-0"].draining)
@@ -78,7 +72,7 @@ async def test_the_planner_moves_requests_of_different_proxies(coordinated: Make
             await until(lambda: it.load("decode-0") == 4 and generating(it) == 4)
             await it.ask("POST", "undrain/decode-1")
             await until(lambda: it.load("decode-1") > 0)
-        await all_as_expected(it.proxies[0], tasks, 400)
+        await asyncio.gather(*tasks)
 
 
 async def test_without_the_coordinator_proxies_place_by_what_they_hear_of_each_other(
@@ -93,11 +87,11 @@ async def test_without_the_coordinator_proxies_place_by_what_they_hear_of_each_o
             (busy,) = [name for name in ("decode-0", "decode-1") if it.engines[name].running]
             (idle,) = {"decode-0", "decode-1"} - {busy}
             await until(lambda: heard(second, busy) == 1)
-            (own,) = streams(second, 1, LONG)
+            (own,) = streams(second, 1)
             await until(lambda: len(it.engines[idle].running) == 1)
             await until(lambda: heard(first, idle) == 1)
-        await all_as_expected(first, [before, own], 400)
-        status, answer, _ = await first.post({"model": "m", **SHORT})
+        await asyncio.gather(before, own)
+        status, answer, _ = await first.post(SHORT)
         assert status == 200, answer
         await it.start_coordinator()
 
@@ -121,7 +115,7 @@ async def test_a_proxy_that_alone_is_cut_off_hears_the_others(coordinated: Make)
             await until(lambda: heard(second, busy) == 1)
             del link_of(second).receive
             await it.coordinated()
-        await all_as_expected(first, tasks, 400)
+        await asyncio.gather(*tasks)
 
 
 async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
@@ -140,7 +134,7 @@ async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
             await it.ask("POST", "drain/decode-1")
             await until(lambda: it.load("decode-1") == 0)
             assert it.load("decode-0") == 5
-        await all_as_expected(first, tasks, 400)
+        await asyncio.gather(*tasks)
 
 
 async def test_an_instance_drains_on_with_a_new_coordinator(coordinated: Make) -> None:
@@ -176,10 +170,10 @@ async def test_what_a_lost_proxy_had_is_forgotten(coordinated: Make) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await second.listeners.close()
-        await all_as_expected(first, streams(first, 1, SHORT), 5)
+        await first.answered(5)
         third = await it.start_proxy()
         await it.coordinated()
-        await all_as_expected(third, streams(third, 1, SHORT), 5)
+        await third.answered(5)
 
 
 async def test_a_proxy_with_other_instances_is_refused_and_serves_by_itself(
@@ -193,21 +187,20 @@ async def test_a_proxy_with_other_instances_is_refused_and_serves_by_itself(
         await until(lambda: link_of(stranger).refused is not None)
         assert "lists other instances" in link_of(stranger).refused
         assert len(it.coordinator.sessions) == 1
-        await all_as_expected(stranger, streams(stranger, 1, SHORT), 5)
+        await stranger.answered(5)
         it.deployment = whole
 
 
 async def test_the_conversation_is_encrypted_with_keys(coordinated: Make, tmp_path: Path) -> None:
     create_keys(tmp_path / "keys")
     async with coordinated(keys=tmp_path / "keys") as it:
-        tasks = [*streams(it.proxies[0], 1, SHORT), *streams(it.proxies[1], 1, SHORT)]
-        await all_as_expected(it.proxies[0], tasks, 5)
+        await asyncio.gather(*(one.answered(5) for one in it.proxies))
         (tmp_path / "others").mkdir()
         create_keys(tmp_path / "others" / "keys")
         whole = it.deployment
         it.deployment = msgspec.structs.replace(whole, keys=str(tmp_path / "others" / "keys"))
         stranger = await it.start_proxy()
-        await all_as_expected(stranger, streams(stranger, 1, SHORT), 5)
+        await stranger.answered(5)
         assert not link_of(stranger).alive
         assert len(it.coordinator.sessions) == 2
         it.deployment = whole
@@ -216,7 +209,7 @@ async def test_the_conversation_is_encrypted_with_keys(coordinated: Make, tmp_pa
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing(coordinated: Make) -> None:
     async with coordinated(prefill_concurrency=1) as it:
         it.engines["prefill-0"].answers_late = True
-        tasks = [*streams(it.proxies[0], 2, SHORT), *streams(it.proxies[1], 2, SHORT)]
+        tasks = [*streams(it.proxies[0], 2, 5), *streams(it.proxies[1], 2, 5)]
         await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 3)
         for task in tasks:
             task.cancel()
@@ -224,7 +217,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing(coordinated: M
         await until(lambda: not it.coordinator.cluster.dispatcher.waiting_for_prefill)
         await until(lambda: it.load("prefill-0") == 0)
         it.engines["prefill-0"].answers_late = False
-        await all_as_expected(it.proxies[0], streams(it.proxies[0], 1, SHORT), 5)
+        await it.proxies[0].answered(5)
 
 
 async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: Make) -> None:
@@ -232,12 +225,12 @@ async def test_a_pool_that_is_full_refuses_whatever_proxy_is_asked(coordinated: 
     patient = {"lost_seconds": 60.0, "silent_seconds": 60.0}
     async with coordinated(prefill_concurrency=1, pool=2, **patient) as it:
         it.engines["prefill-0"].answers_late = True
-        tasks = streams(it.proxies[0], 1, SHORT)
+        tasks = streams(it.proxies[0], 1, 5)
         await until(lambda: len(it.engines["prefill-0"].bodies) == 1)
         # Each proxy has its share of the pool: one that had fewer there would be let in.
-        tasks += [*streams(it.proxies[0], 1, SHORT), *streams(it.proxies[1], 1, SHORT)]
+        tasks += [*streams(it.proxies[0], 1, 5), *streams(it.proxies[1], 1, 5)]
         await until(lambda: it.coordinator.cluster.dispatcher.waiting_for_prefill == 2)
-        status, answer, headers = await it.proxies[1].post({"model": "m", **SHORT})
+        status, answer, headers = await it.proxies[1].post(SHORT)
         assert status == 429, answer
         assert int(headers["Retry-After"]) > 0
         for task in tasks:
@@ -253,12 +246,12 @@ async def test_a_number_that_fits_no_message_leaves_the_coordinator_in_charge(
     async with coordinated() as it:
         first, second = it.proxies
         with it.unhurried():
-            (odd,) = streams(first, 1, {**LONG, "max_tokens": most})
+            odd = asyncio.create_task(first.stream({"prompt": PROMPT, "max_tokens": most}))
             tasks = [*streams(first, 2), *streams(second, 2)]
             await until(lambda: generating(it) >= 4)
             odd.cancel()
             await asyncio.gather(odd, return_exceptions=True)
-        await all_as_expected(first, tasks, 400)
+        await asyncio.gather(*tasks)
         await it.coordinated()
         assert len(it.coordinator.sessions) == 2
 
@@ -273,7 +266,7 @@ async def test_what_a_proxy_cannot_say_or_follow_is_not_its_last_word(
         assert not all(s.listening for s in sessions(it))
         seen = link_of(second).view
         await until(lambda: link_of(second).view is not seen)
-        await all_as_expected(second, streams(second, 1, SHORT), 5)
+        await second.answered(5)
         seen = link_of(second).view
         await until(lambda: link_of(second).view is not seen)
         assert link_of(second).alive

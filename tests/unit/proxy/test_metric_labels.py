@@ -2,19 +2,8 @@
 
 import re
 
-import msgspec
-import pytest
 from scripted_cluster import PROMPT, cluster
 from tokenizers import Tokenizer
-
-from rescheduler.coordination.messages import (
-    Answer,
-    CoordinationError,
-    Notice,
-    Refusal,
-    decode,
-    encode,
-)
 
 
 def label_values(text: str) -> dict[str, set[str]]:
@@ -44,12 +33,3 @@ async def test_no_client_adds_a_series(tokenizer: Tokenizer) -> None:
         assert before["instance_name"] == set(it.engines)
         paths = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
         assert before["path"] <= paths
-
-
-@pytest.mark.parametrize("status", [-1, 0, 200, 399, 600, 2**40])
-def test_a_refusal_has_a_status_of_http(status: int) -> None:
-    answer = Answer(1, -1, Refusal(status, "why", None))
-    with pytest.raises(CoordinationError, match="invalid message"):
-        decode(encode(Notice("a", 1, answers=[answer])), Notice)
-    refused = msgspec.structs.replace(answer, refusal=Refusal(429, "why", 1))
-    assert decode(encode(Notice("a", 1, answers=[refused])), Notice).answers == [refused]

@@ -3,19 +3,17 @@
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_requests import instance_state, live_request
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.placement.request_state import (
@@ -41,15 +39,10 @@ DOCS = Path(__file__).parents[3] / "docs"
 PARAMS = {"remote_request_id": "blocks"}
 
 
-def instance(name: str, role: str = "decode") -> InstanceState:
-    control: Any = "a client"
-    return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)
+TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
 
-
-def new_request(name: str, placements: Placements[LiveRequest]) -> LiveRequest:
-    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
-    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-    return LiveRequest(name, name, client, {}, 0.0, tokenizer, placements)
+instance = partial(instance_state, control="a client")
+new_request = partial(live_request, tokenizer=TOKENIZER)
 
 
 @settings(deadline=None, max_examples=150)
@@ -62,7 +55,7 @@ async def live(data: st.DataObject) -> None:
     """Take two requests on three decode instances through any legal events to their ends."""
     placements: Placements[LiveRequest] = Placements()
     prefill, decodes = instance("prefill", "prefill"), [instance(name) for name in "abc"]
-    requests = [new_request(name, placements) for name in ("r1", "r2")]
+    requests = [new_request(name, placements=placements) for name in ("r1", "r2")]
     moves: list[tuple[LiveRequest, Move]] = []
     kept: dict[LiveRequest, Kept] = {}
 
@@ -157,7 +150,7 @@ async def live(data: st.DataObject) -> None:
 
 
 def test_an_illegal_event_raises_and_changes_nothing() -> None:
-    request = new_request("r", Placements())
+    request = new_request("r")
     for event in (
         request.prefill_failed,
         request.accepted,
@@ -185,7 +178,7 @@ def test_an_illegal_event_raises_and_changes_nothing() -> None:
 async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() -> None:
     source, target = instance("a"), instance("b")
     for in_service in (True, False):
-        request = new_request("r", Placements())
+        request = new_request("r")
         request.place(source)
         request.token(0.0)
         move = request.move_to(target)
@@ -209,7 +202,7 @@ def test_the_diagram_shows_every_state_and_every_transition() -> None:
 
 
 async def test_a_client_that_leaves_during_a_freeze_disturbs_nobody_else() -> None:
-    request = new_request("r", Placements())
+    request = new_request("r")
     request.place(instance("a"))
     request.token(0.0)
     move = request.move_to(instance("b"))

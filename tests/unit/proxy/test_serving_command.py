@@ -88,6 +88,7 @@ def test_it_serves_without_any_engine_and_ends_when_asked(
     [
         ("routing: {name: nearest}", "routing: no routing policy 'nearest'"),
         ("routing: {name: bfio}", "routing.name: bfio requires forecasts"),
+        ("routing: {name: bfio, solver: exact}", "routing: solver: exact may take seconds"),
         (
             "routing: {name: pab}",
             "routing.name: pab chooses between engines that prefill and decode; here prefill-0",

@@ -10,6 +10,8 @@ LOCAL = Path(__file__).parents[3] / "configs" / "serve" / "local-pd.yaml"
 
 PREFILL = "{name: p, role: prefill, url: 'http://127.0.0.1:1'}"
 DECODE = "{name: d, role: decode, url: 'http://127.0.0.1:2'}"
+ALONE = f"model: m\ninstances: [{DECODE}]\n"
+BOTH = f"model: m\ninstances: [{PREFILL}, {DECODE}]\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -51,63 +53,50 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
         ("model: [", "invalid YAML"),
         ("[1, 2]", "Expected `object`"),
         (
-            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{endpoint: 'otel:4317'}}}}",
+            f"{ALONE}proxy: {{traces: {{endpoint: 'otel:4317'}}}}",
             "proxy.traces.endpoint: 'otel:4317' is not like http://127.0.0.1:4317",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\n"
-            "proxy: {traces: {endpoint: 'http://me:secret@otel:4318/v1/traces'}}",
+            f"{ALONE}proxy: {{traces: {{endpoint: 'http://me:secret@otel:4318/v1/traces'}}}}",
             "proxy.traces.endpoint: must not hold a name or a password",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{sample: 0.1}}}}",
+            f"{ALONE}proxy: {{traces: {{sample: 0.1}}}}",
             "proxy.traces: Object missing required field `endpoint`",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\n"
-            "proxy: {traces: {endpoint: 'http://otel:4317', sample: 10}}",
+            f"{ALONE}proxy: {{traces: {{endpoint: 'http://otel:4317', sample: 10}}}}",
             "proxy.traces.sample: Expected `float` <= 1",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\nproxy: {{traces: {{endpoint: 'http://o:1'}}}}\n"
+            f"{ALONE}proxy: {{traces: {{endpoint: 'http://o:1'}}}}\n"
             "engine: {arguments: [--disable-log-stats]}",
             "remove --disable-log-stats",
         ),
         (f"model: m\ninstances: [{PREFILL}]", "at least one must have the role decode"),
         (
-            f"model: m\ninstances: [{PREFILL}, {DECODE}]\nengine: {{batching: {{}}}}",
+            f"{BOTH}engine: {{batching: {{}}}}",
             "engine.batching: requires engines that both prefill and decode, but p",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{admission: true}}}}",
+            f"{ALONE}engine: {{batching: {{admission: true}}}}",
             "yaml: engine.batching: admission needs to know how long a batch takes",
         ),
         (
-            f"model: m\ninstances: [{DECODE}]\nengine: {{batching: {{profil: a}}}}",
+            f"{ALONE}engine: {{batching: {{profil: a}}}}",
             "yaml: engine.batching: .*`profil`.*Known keys: .*profile",
         ),
         ("model: m\ninstances: [{name: p, role: both, url: x}]", r"instances\[0\].role"),
-        (f"model: m\nports: 1\ninstances: [{PREFILL}, {DECODE}]", "ports"),
-        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nproxy: {{port: 99999}}", "proxy.port"),
-        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nproxy: {{pool: 0}}", "proxy.pool"),
-        (f"model: m\ninstances: [{PREFILL}, {DECODE}]\nrouting: {{}}", "routing.name"),
-        (
-            f"model: m\ninstances: [{PREFILL}, {DECODE}]\nmigration: {{name: a, "
-            "interval_seconds: 0}",
-            "migration.interval_seconds",
-        ),
+        (f"{BOTH}ports: 1", "ports"),
+        (f"{BOTH}proxy: {{port: 99999}}", "proxy.port"),
+        (f"{BOTH}proxy: {{pool: 0}}", "proxy.pool"),
+        (f"{BOTH}routing: {{}}", "routing.name"),
+        (f"{BOTH}migration: {{name: a, interval_seconds: 0}}", "migration.interval_seconds"),
         (f"model: m\ninstances: [{PREFILL}, {PREFILL}]", r"instances\[1\].name: p is also"),
+        (BOTH.replace("http://127.0.0.1:2", "ftp://h:1"), r"instances\[1\].url"),
+        (BOTH.replace("name: d", "name: d/e"), r"instances\[1\].name"),
         (
-            f"model: m\ninstances: [{PREFILL}, {{name: d, role: decode, url: 'ftp://h:1'}}]",
-            r"instances\[1\].url",
-        ),
-        (
-            f"model: m\ninstances: [{PREFILL}, {{name: d/e, role: decode, url: 'http://h:1'}}]",
-            r"instances\[1\].name",
-        ),
-        (
-            f"model: m\ninstances: [{PREFILL}, {{name: d, role: decode, url: 'http://h:1', "
-            "control: 'tcp://10.0.0.1:5'}]",
+            BOTH.replace("role: decode", "role: decode, control: 'tcp://10.0.0.1:5'"),
             r"instances\[1\].control: .*headway keys",
         ),
         ('model: m\n"li\\nne": 1\ninstances: []', "unknown field `li ne`"),

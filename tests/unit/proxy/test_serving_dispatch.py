@@ -2,19 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from live_requests import instance_state, live_request
 from router_tasks import checkpoint, random_layers
 from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -48,48 +48,40 @@ class OneAtATime(RoutingPolicy):
         return Assignment(target)
 
 
-def requests(
-    tokenizer: Tokenizer, n: int, placements: Placements[LiveRequest]
-) -> list[LiveRequest]:
-    client = read_request(COMPLETIONS, b'{"prompt": "a"}')
-    return [LiveRequest(str(i), str(i), client, {}, 0.0, tokenizer, placements) for i in range(n)]
+def dispatcher_of(
+    states: Sequence[InstanceState], policy: RoutingPolicy, step: MeanStepTime | None = None
+) -> tuple[Dispatcher[LiveRequest], Callable[[int], list[LiveRequest]]]:
+    """A dispatcher, and what makes some requests for it."""
+    placements, clock = Placements[LiveRequest](), asyncio.get_running_loop().time
+    options = ProxyOptions()
+    made = Dispatcher(placements, states, policy, options, step or MeanStepTime(), clock)
+    return made, lambda n: [live_request(str(i), placements=placements) for i in range(n)]
 
 
-async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals(
-    tokenizer: Tokenizer,
-) -> None:
-    clock = asyncio.get_running_loop().time
-    options, policy = ProxyOptions(), OneAtATime()
-    states = [
-        InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "abc"
-    ]
-    placements: Placements[LiveRequest] = Placements()
-    dispatcher = Dispatcher(placements, states, policy, options, MeanStepTime(), clock)
+async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals() -> None:
+    policy, states = OneAtATime(), [*map(instance_state, "abc")]
+    dispatcher, requests = dispatcher_of(states, policy)
 
     async def place(request: LiveRequest) -> str:
         return (await dispatcher.place(request)).name
 
     states[0].draining = True
     began = time.monotonic()
-    where = await asyncio.gather(*(place(r) for r in requests(tokenizer, 4, placements)))
+    where = await asyncio.gather(*map(place, requests(4)))
     assert where == ["b"] * 4, "the one that drains is shown, without slots"
     assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
     # Each may come late, but none before as many intervals are over.
     assert (np.array(policy.decided) - began >= 0.9 * EVERY * np.arange(4)).all()
     states[0].draining = False
-    assert [await place(r) for r in requests(tokenizer, 1, placements)] == ["a"]
+    assert [await place(r) for r in requests(1)] == ["a"]
     await asyncio.sleep(2 * EVERY)
     assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
 
 
-async def test_requests_that_avoid_other_instances_share_the_room(tokenizer: Tokenizer) -> None:
-    options, placements = ProxyOptions(), Placements[LiveRequest]()
-    states = [
-        InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
-    ]
-    clock = asyncio.get_running_loop().time
-    dispatcher = Dispatcher(placements, states, JSQ(), options, MeanStepTime(), clock)
-    first, second = requests(tokenizer, 2, placements)
+async def test_requests_that_avoid_other_instances_share_the_room() -> None:
+    states = [*map(instance_state, "ab")]
+    dispatcher, requests = dispatcher_of(states, JSQ())
+    first, second = requests(2)
     first.avoid = frozenset({states[1]})
     where = await asyncio.gather(dispatcher.place(first), dispatcher.place(second))
     assert where == states, "the second sees the first where it has just been placed"
@@ -108,18 +100,13 @@ def test_a_pause_is_no_step() -> None:
     assert step.seconds == pytest.approx(2.0, rel=0.05), "a slower engine is believed"
 
 
-async def test_requests_are_placed_after_many_tokens_that_came_in_one_packet(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_requests_are_placed_after_many_tokens_that_came_in_one_packet() -> None:
     """As when the proxy is late, so that there is no time between them."""
-    placements: Placements[LiveRequest] = Placements()
-    options, step = ProxyOptions(), MeanStepTime()
-    state = InstanceState(Instance("decode-0", "decode", "http://127.0.0.1:1"), options, None)
-    clock = asyncio.get_running_loop().time
-    dispatcher = Dispatcher(placements, [state], JSQ(), options, step, clock)
+    state, step = instance_state("a"), MeanStepTime()
+    dispatcher, requests = dispatcher_of([state], JSQ(), step)
     for _ in range(10_000):
         step.took(0.0)
-    (request,) = requests(tokenizer, 1, placements)
+    (request,) = requests(1)
     async with asyncio.timeout(60):
         assert await dispatcher.place(request) is state
     for _ in range(1000):

@@ -21,17 +21,16 @@ from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.engines.deployment import DeploymentError, ProxyOptions
 from rescheduler.placement import upstream
 from rescheduler.placement.guarded_policy import GuardedPolicy, crowded_view
-from rescheduler.proxy.proxy import Proxy
+from rescheduler.placement.upstream import engine_key
 from rescheduler.routing.policy import create_policy
 from rescheduler.serving import connection
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 LONG: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5000, "stream": True}
 PADDING = 20_000
-INSTANCES = [Instance("decode-0", "decode", "http://127.0.0.1:1")]
 
 _HEAD = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
@@ -84,25 +83,20 @@ async def test_a_probe_that_is_not_allowed_shows_an_engine_that_works(tokenizer:
         await until(lambda: decode.breaker.closed)
 
 
-async def test_a_key_file_that_cannot_be_read_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    options = ProxyOptions(engine_key_file=str(tmp_path / "none"))
-    with pytest.raises(DeploymentError, match="engine_key_file"):
-        Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
-
-
 @pytest.mark.parametrize("key", ["secret\n", "sec\nret", "sec\0ret"])
-async def test_a_key_that_no_header_can_hold_is_told(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+def test_a_key_that_cannot_be_read_or_that_no_header_can_hold_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     file = tmp_path / "key"
     file.write_text(f"a{key}b")
-    options = ProxyOptions(engine_key_file=str(file))
     with pytest.raises(DeploymentError, match=r"engine_key_file: (the key holds a line end|.*NUL)"):
-        Proxy(Deployment(model="m", instances=INSTANCES, proxy=options), tokenizer)
+        engine_key(ProxyOptions(engine_key_file=str(file)))
+    with pytest.raises(DeploymentError, match=r"engine_key_file: .*No such file"):
+        engine_key(ProxyOptions(engine_key_file=str(tmp_path / "none")))
     if "\0" not in key:  # no variable holds that
         monkeypatch.setenv("VLLM_API_KEY", key)
         with pytest.raises(DeploymentError, match="VLLM_API_KEY: the key holds a line end"):
-            Proxy(Deployment(model="m", instances=INSTANCES), tokenizer)
+            engine_key(ProxyOptions())
 
 
 @pytest.mark.parametrize("pinned", [{}, {"tools": [{"type": "function"}]}])
@@ -133,15 +127,11 @@ async def test_a_client_that_reads_slowly_loses_nothing_and_keeps_its_engine_onl
 
         async def at(tokens: int) -> None:
             if tokens == 1:
-                instances = it.proxy.cluster.all
-                await until(
-                    lambda: not any(it.proxy.cluster.placements.on(one) for one in instances)
-                )
+                await until(lambda: not it.requests())
                 read.set()
 
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 300}, at)
+        await it.answered(300, at)
         assert read.is_set()
-        assert tokens_of(chunks) == it.expected(300)
 
 
 def test_a_connection_serves_many_requests_on_either_loop(tokenizer: Tokenizer) -> None:
@@ -178,14 +168,11 @@ async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
             assert await it.move() == "gone"
 
             async def move_other() -> str:
-                instances = it.proxy.cluster.all
-                on = {r: i for i in instances for r in it.proxy.cluster.placements.on(i)}
-                other = next((request for request in on if request is not blocked), None)
+                other = next((one for one in it.requests() if one is not blocked), None)
                 if other is None:
                     return "gone"
-                target = next(
-                    i for i in instances if i is not on[other] and i.instance.role == "decode"
-                )
+                decodes = it.proxy.cluster.decodes
+                target = next(one for one in decodes if one is not other.instance)
                 return (await it.proxy.migrator.move(other, target, "test")).outcome
 
             async def at(tokens: int) -> None:
@@ -195,8 +182,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other_clients_move(
                     outcomes.append(asyncio.create_task(move_other()))
 
             outcomes: list[asyncio.Task[str]] = []
-            chunks = await it.stream({"prompt": PROMPT, "max_tokens": 200}, at)
-            assert tokens_of(chunks) == it.expected(200)
+            await it.answered(200, at)
             assert "moved" in await asyncio.gather(*outcomes)
 
 
@@ -422,20 +408,6 @@ async def test_what_a_client_expects_is_answered(
         writer.close()
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/completions", 405)]
-)
-async def test_every_error_has_openais_shape(
-    tokenizer: Tokenizer, method: str, path: str, status: int
-) -> None:
-    async with (
-        cluster(tokenizer) as it,
-        it.session.request(method, it.url + path) as response,
-    ):
-        assert response.status == status
-        assert (await response.json())["error"]["code"] == status
-
-
 async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,8 +448,7 @@ async def test_a_prefill_that_takes_too_long_is_released_and_tried_again(
     async with cluster(tokenizer, prefill_seconds=1.0) as it:
         prefill = it.engines["prefill-0"]
         prefill.answers_late = True
-        chunks = await it.stream({"prompt": PROMPT, "max_tokens": 5})
-        assert tokens_of(chunks) == it.expected(5)
+        await it.answered(5)
         hops = [body["kv_transfer_params"]["headway"]["hop"] for body in prefill.bodies]
         assert hops == [0, 1], "a release of the first attempt spares the second"
         await until(lambda: not prefill.kept)
@@ -574,9 +545,3 @@ def test_a_policy_that_fails_is_replaced_for_a_while(
     now = 31.0
     guarded.assign(view)
     assert calls == 2
-
-
-async def test_a_solver_that_takes_seconds_is_refused_live(tokenizer: Tokenizer) -> None:
-    routing = {"name": "bfio", "solver": "exact"}
-    with pytest.raises(DeploymentError, match="exact may take seconds"):
-        Proxy(Deployment(model="m", instances=INSTANCES, routing=routing), tokenizer)

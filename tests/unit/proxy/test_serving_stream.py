@@ -147,21 +147,17 @@ def test_a_stop_string_that_begins_before_a_cut_is_found_and_none_is_looked_for_
     assert text.stopped == "o three" and text.text == "one tw"
 
 
-def test_nothing_of_a_stop_string_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("one two three four five").ids
-    for cut in range(1, len(tokens)):
-        _, seen = spliced(tokenizer, tokens, [cut], False, stop=["four five"])
-        assert text_of(seen) == "one two three "
-
-
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stop_string_that_does_not_come_holds_nothing_back(
-    tokenizer: Tokenizer, chat: bool
+@pytest.mark.parametrize(
+    ("stop", "text"), [("four five", "one two three "), ("four fifty", "one two three four five")]
+)
+def test_of_a_stop_string_nothing_is_shown_before_it_is_certain_that_it_does_not_come(
+    tokenizer: Tokenizer, chat: bool, stop: str, text: str
 ) -> None:
     tokens = tokenizer.encode("one two three four five").ids
     for cut in range(1, len(tokens)):
-        _, seen = spliced(tokenizer, tokens, [cut], chat, stop=["four fifty"])
-        assert text_of(seen) == "one two three four five"
+        _, seen = spliced(tokenizer, tokens, [cut], chat, stop=[stop])
+        assert text_of(seen) == text
 
 
 def test_min_tokens_also_count_over_the_cut(tokenizer: Tokenizer) -> None:

@@ -1,16 +1,15 @@
 """What policies see of the proxy's requests."""
 
 import asyncio
-import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
+from live_requests import instance_state, live_request
 from published_telemetry import frames, snapshot
 from tokenizers import Tokenizer
 
@@ -24,10 +23,7 @@ from predictor.live.telemetry_messages import (
     encode_survival,
 )
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
-from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.cluster_state import cluster_view
 from rescheduler.placement.guarded_policy import PrefillBudgets, crowded_view
 from rescheduler.placement.instance_state import InstanceState
@@ -39,13 +35,6 @@ from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
 EDGES = [0, 10, 100, 1000]
-
-
-@pytest.fixture
-def publisher() -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-        socket.linger = 0
-        yield socket
 
 
 @dataclass
@@ -73,8 +62,7 @@ def heard() -> Iterator[Heard]:
 ENGINE = engine_state(max_num_seqs=8, max_model_len=512, num_blocks=100, free_blocks=90)
 
 
-def instance(name: str, control: Any = "a client") -> InstanceState:
-    return InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), control)
+instance = partial(instance_state, control="a client")
 
 
 def request(
@@ -86,8 +74,7 @@ def request(
     placements: Placements[LiveRequest] | None = None,
     **body: Any,
 ) -> LiveRequest:
-    client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
-    made = LiveRequest(name, name, client, {}, 0.0, tokenizer, placements or Placements())
+    made = live_request(name, tokenizer, placements, **body)
     made.begin_prefill(instance("prefill"))
     made.prefilled({}, prompt)
     if at is not None:
@@ -157,53 +144,27 @@ def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
     assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
 
 
-def test_forecasts_follow_their_requests_and_age(
-    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
-) -> None:
-    port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    curve = np.array([1.0, 0.8, 0.4, 0.0])
-    forecast = RequestForecast("cmpl-r1-0-0123abcd", 10, 5, 5, 500, encode_survival(curve[None])[0])
-    header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
-    published = snapshot("a", [forecast], EDGES)
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-        known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
-        unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
-        deadline = time.monotonic() + 120
-        while not telemetry.view.instances and time.monotonic() < deadline:
-            publisher.send_multipart(frames(published))
-            time.sleep(0.05)
-        forecasts.refresh()
-        both = forecasts.forecast([known, unknown])
-        # Ten tokens after its forecast: S(h) = S(10 + h) / S(10).
-        assert both.at([0, 90])[0] == pytest.approx([1.0, 0.4 / 0.8], abs=1e-4)
-        assert both.at([0, 39, 40])[1].tolist()[2] == 0.0  # its max_tokens
+def test_forecasts_follow_their_requests_and_age(tokenizer: Tokenizer, heard: Heard) -> None:
+    forecasts = heard.forecasts
+    known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
+    unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
+    heard.receive(snapshot_of("a", 0, EDGES, r1=[1.0, 0.8, 0.4, 0.0]))
+    both = forecasts.forecast([known, unknown])
+    # Ten tokens after its forecast: S(h) = S(10 + h) / S(10).
+    assert both.at([0, 90])[0] == pytest.approx([1.0, 0.4 / 0.8], abs=1e-4)
+    assert both.at([0, 39, 40])[1].tolist()[2] == 0.0  # its max_tokens
 
-        # Its engine has handed it over: the forecast stays until the next engine has its own.
-        event = FinishedEvent("cmpl-r1-0-0123abcd", "moved", 10, 6, 500)
-        finished = Finished(instance="a", seq=1, requests=[event], **header)
-        publisher.send_multipart(frames(finished))
-        time.sleep(0.3)
-        forecasts.refresh()
-        assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
-        later = msgspec.structs.replace(
-            forecast,
-            request_id="cmpl-r1-0-ffff0000",
-            prompt_tokens=25,
-            generated_tokens=0,
-            forecast_at=0,
-            survival=encode_survival(np.array([[1.0, 0.5, 0.2, 0.0]]))[0],
-        )
-        publisher.send_multipart(frames(snapshot("b", [later], EDGES)))
-        deadline = time.monotonic() + 120
-        while len(telemetry.view.instances) < 2:
-            assert time.monotonic() < deadline, "nothing came of the other engine"
-            time.sleep(0.01)
-        forecasts.refresh()
-        assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
-        forecasts.ended(known, True)
-        assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
+    # Its engine has handed it over: the forecast stays until the next engine has its own.
+    event = FinishedEvent("cmpl-r1-0-00000000", "moved", 10, 6, 500)
+    header = {"rank": 0, "epoch": 1, "step": 1, "time": 0.0}
+    heard.receive(frames(Finished(instance="a", seq=1, requests=[event], **header)))
+    assert forecasts.forecast([known]).at([90])[0] == pytest.approx([0.5], abs=1e-4)
+    (curve,) = encode_survival(np.array([[1.0, 0.5, 0.2, 0.0]]))
+    later = RequestForecast("cmpl-r1-0-ffff0000", 25, 0, 0, 500, curve)
+    heard.receive(frames(snapshot("b", [later], EDGES)))
+    assert forecasts.forecast([known]).at([10])[0] == pytest.approx([0.5], abs=1e-4)
+    forecasts.ended(known, True)
+    assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
 
 
 def test_a_client_may_ask_for_more_tokens_than_a_float_holds(
@@ -214,24 +175,16 @@ def test_a_client_may_ask_for_more_tokens_than_a_float_holds(
 
 
 def test_an_engine_says_how_many_tokens_a_request_has_whose_stream_is_not_read(
-    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
+    tokenizer: Tokenizer, heard: Heard
 ) -> None:
-    port = publisher.bind_to_random_port("tcp://127.0.0.1")
     a, on = instance("a"), Placements[LiveRequest]()
     read = request(tokenizer, "read", 300, 4, a, on)
     whole = request(tokenizer, "whole", 300, 0, a, on, echo=True)
     several = request(tokenizer, "several", 300, 0, a, on, n=2)
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}", view=view) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-        curve = [1.0, 0.8, 0.4, 0.0]
-        for one in (read, whole, several):
-            forecasts.began(one)
-        while not view.instances:
-            curves = {"read": curve, "whole": curve, "several": curve}
-            publisher.send_multipart(snapshot_of("a", 0, EDGES, **curves))
-            time.sleep(0.01)
-        forecasts.refresh()
+    for one in (read, whole, several):
+        heard.forecasts.began(one)
+    curve = [1.0, 0.8, 0.4, 0.0]
+    heard.receive(snapshot_of("a", 0, EDGES, read=curve, whole=curve, several=curve))
     known = [(one.prompt_tokens, one.generated_tokens) for one in (read, whole, several)]
     assert known == [(300, 4), (10, 5), (300, 0)]
 
@@ -296,46 +249,34 @@ def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer, heard: Hea
 
 
 def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
-    tokenizer: Tokenizer, publisher: "zmq.Socket[bytes]"
+    tokenizer: Tokenizer, heard: Heard
 ) -> None:
-    port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    instances = [instance("a"), instance("b")]
-    with TelemetrySubscriber(f"tcp://127.0.0.1:{port}") as telemetry:
-        budgets = PrefillBudgets(telemetry)
+    instances, budgets = [instance("a"), instance("b")], PrefillBudgets(heard.telemetry)
 
-        def spend(at: InstanceState, tokens: int, accepted: bool) -> LiveRequest:
-            sent = request(tokenizer, f"{tokens}", tokens, 0, at)
-            budgets.spend(at, sent)
-            if accepted:
-                sent.accepted()
-            return sent
+    def spend(at: InstanceState, tokens: int, accepted: bool) -> LiveRequest:
+        sent = request(tokenizer, f"{tokens}", tokens, 0, at)
+        budgets.spend(at, sent)
+        if accepted:
+            sent.accepted()
+        return sent
 
-        def publish(seq: int, budget: float) -> None:
-            published = frames(snapshot("a", seq=seq, prefill_budget=budget))
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline:
-                with telemetry.lock:
-                    known = [view.snapshot_seq for view in telemetry.view.instances.values()]
-                if known == [seq]:
-                    return
-                publisher.send_multipart(published)
-                time.sleep(0.05)
-            raise AssertionError("no telemetry came")
+    def publish(seq: int, budget: float) -> None:
+        heard.receive(frames(snapshot("a", seq=seq, prefill_budget=budget)))
 
-        assert budgets.left(instances).tolist() == [0.0, 0.0]
-        publish(0, 100.5)
-        spend(instances[0], 30, accepted=True)
-        spend(instances[0], 40, accepted=True)
-        assert budgets.left(instances).tolist() == [100.5, 100.5]  # accepted before it published
-        spend(instances[0], 30, accepted=True)
-        late = spend(instances[0], 90, accepted=False)
-        spend(instances[1], 20, accepted=True)
-        assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
-        publish(1, 97.0)
-        assert budgets.left(instances).tolist() == [7.0, 77.0], "one is still on its way"
-        late.accepted()
-        publish(2, -3.0)
-        assert budgets.left(instances).tolist() == [-3.0, -23.0]
+    assert budgets.left(instances).tolist() == [0.0, 0.0]
+    publish(0, 100.5)
+    spend(instances[0], 30, accepted=True)
+    spend(instances[0], 40, accepted=True)
+    assert budgets.left(instances).tolist() == [100.5, 100.5]  # accepted before it published
+    spend(instances[0], 30, accepted=True)
+    late = spend(instances[0], 90, accepted=False)
+    spend(instances[1], 20, accepted=True)
+    assert budgets.left(instances[::-1]).tolist() == [80.5, -19.5]
+    publish(1, 97.0)
+    assert budgets.left(instances).tolist() == [7.0, 77.0], "one is still on its way"
+    late.accepted()
+    publish(2, -3.0)
+    assert budgets.left(instances).tolist() == [-3.0, -23.0]
 
 
 @pytest.mark.parametrize("prediction", [True, False])

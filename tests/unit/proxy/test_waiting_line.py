@@ -7,17 +7,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from live_requests import instance_state, live_request
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
+from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.ordering import create_order
 from rescheduler.placement.guarded_policy import deployed_order
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
 from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
@@ -28,15 +26,11 @@ def line_of(
     tokenizer: Tokenizer, order: dict[str, Any], now: float = 100.0, longest: float = 1e6
 ) -> tuple[WaitingLine[LiveRequest], list[LiveRequest]]:
     """A line without forecasts, and requests that came one second apart."""
-    state = InstanceState(Instance("d", "decode", "http://d:1"), ProxyOptions(), None)
-    line = WaitingLine[LiveRequest](
-        create_order(**order), [state], None, MeanStepTime(), lambda: now, longest
-    )
-    client = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 10}')
-    placements: Placements[LiveRequest] = Placements()
+    made, decodes = create_order(**order), [instance_state("d")]
+    line = WaitingLine[LiveRequest](made, decodes, None, MeanStepTime(), lambda: now, longest)
     requests = []
     for i, tokens in enumerate(PROMPTS):
-        request = LiveRequest(str(i), str(i), client, {}, float(i), tokenizer, placements)
+        request = live_request(str(i), tokenizer, arrived=float(i), max_tokens=10)
         request.prompt_tokens = tokens
         requests.append(request)
     return line, requests
@@ -72,20 +66,6 @@ def test_lengths_of_requests_that_ended_are_learned(tokenizer: Tokenizer) -> Non
     for _ in range(100):
         line.ended(ended)
     assert names(line, requests[1:]) == ["1", "3", "2"]
-
-
-def test_what_is_expected_is_asked_anew_now_and_then(tokenizer: Tokenizer) -> None:
-    """Not at each decision, and a request that has ended leaves nothing behind."""
-    now = 200.0
-    line, requests = line_of(tokenizer, {"name": "shortest", "starvation": 1e9})
-    line._clock = lambda: now
-    line.in_order(requests)
-    assert set(line._left) == set(requests)
-    now += 1.0
-    line.in_order(requests[1:2])
-    assert set(line._left) == {requests[1]}
-    line.in_order([])
-    assert not line._left
 
 
 @pytest.fixture

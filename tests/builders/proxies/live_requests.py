@@ -1,0 +1,31 @@
+"""Requests and instances as a proxy knows them, without engines."""
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Placements
+
+__all__ = ["instance_state", "live_request"]
+
+
+def instance_state(name: str, role: Any = "decode", control: Any = None) -> InstanceState:
+    return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)
+
+
+def live_request(
+    name: str,
+    tokenizer: Tokenizer | None = None,
+    placements: Placements[LiveRequest] | None = None,
+    arrived: float = 0.0,
+    **body: Any,
+) -> LiveRequest:
+    client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
+    on = placements if placements is not None else Placements[LiveRequest]()
+    return LiveRequest(name, name, client, {}, arrived, tokenizer, on)
