@@ -81,7 +81,6 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
 
 
 def _config_type(function: Callable[..., Any]) -> tuple[Any, bool]:
-    """Return the type of a function's configuration, and whether it can do without one."""
     hint = typing.get_type_hints(function)["config"]
     members = typing.get_args(hint) or (hint,)
     return next(member for member in members if member is not NoneType), NoneType in members
@@ -130,14 +129,7 @@ def _is_struct(kind: Any) -> bool:
 def _struct_of(struct: Any, parser: CommandParser, given: Namespace, optional: bool) -> Any:
     """Return the struct that a parsed command line describes, by its ``from_values``.
 
-    Args:
-        struct: its type.
-        parser: reports that a required key is missing.
-        given: what it parsed.
-        optional: None stands for a struct whose required keys were not given.
-
-    Raises:
-        ValueError: names the file and the field, and what the field should be.
+    If it is optional, None stands for one whose required keys were not given. Errors name the file.
     """
     values = {field.name: given.get(field.name) for field in msgspec.structs.fields(struct)}
     required = [field.name for field in msgspec.structs.fields(struct) if field.required]

@@ -34,9 +34,7 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
     - ``--vary KEY=VALUE`` becomes ``--vary.KEY VALUE`` where it is a mapping.
     - ``--config NAME`` becomes ``--config=FILE`` where a shipped configuration has that name.
 
-    Args:
-        parser: that will parse it; what it does not know is left as it is.
-        arguments: of the command line.
+    What the parser does not know is left as it is.
     """
     subcommands = parser._subcommands_action
     result: list[str] = []
@@ -112,7 +110,6 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_words(kind: Any) -> bool:
-    """Return whether a value is a sequence of words."""
     return any(
         get_origin(member) in (list, Sequence)
         and all(item is str or get_origin(item) is Literal for item in get_args(member))
@@ -246,7 +243,6 @@ def _suggestion(parser: Any, unknown: re.Match[str]) -> str:
 
 
 def _options(parser: Any) -> Iterator[str]:
-    """Yield the options of a parser and of its subcommands."""
     yield from parser._option_string_actions
     subcommands = parser._subcommands_action
     for subparser in subcommands.choices.values() if subcommands else ():

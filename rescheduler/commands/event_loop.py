@@ -50,7 +50,6 @@ def _refuse_to_reload() -> None:
 
 
 def _has_terminal() -> bool:
-    """Return whether this process has a controlling terminal, whatever its output goes to."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -68,10 +67,7 @@ def held_interrupts(*others: signal.Signals) -> Iterator[None]:
     A `KeyboardInterrupt` may be raised between any two Python instructions: while a row group is
     written, or where numba turns arguments into pointers, which replaces it by a `TypeError`.
     Only the main thread receives it, so that elsewhere there is nothing to hold, nor where a
-    signal is ignored.
-
-    Args:
-        others: signals that are held likewise.
+    signal is ignored. Other signals are held likewise.
     """
     handlers = {}
     if current_thread() is main_thread():

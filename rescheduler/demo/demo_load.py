@@ -94,12 +94,11 @@ class ServedRequest:
 class LoadRun:
     """Sends a load to a server, each request when its time comes, whatever the others do.
 
-    The salt keeps a run from finding its prompts in the engines' prefix caches.
+    The salt keeps a run from finding its prompts in the engines' prefix caches. It started and
+    ended at these seconds of the monotonic clock; 0 before.
 
     Attributes:
         served: what was sent so far, by name; it changes while the load runs.
-        started: when the load began, seconds on the monotonic clock; 0 before.
-        ended: when its last request ended; 0 before.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class LoadRun:
 
 
 async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None:
-    """Read server-sent events, a line each, to their end."""
     async for chunk in read_events(response.content):
         if "error" in chunk:
             served.error = str(chunk["error"])

@@ -12,6 +12,7 @@ from rescheduler.step_time.profile import BatchTime, Profile
 
 __all__ = [
     "EMULATE_SECTION",
+    "MACHINE_FIELDS",
     "AnswerLengths",
     "EmulateConfig",
     "EmulateOptions",
@@ -124,6 +125,10 @@ class EmulatedMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     transfer: KVTransfer | None = None
 
 
+MACHINE_FIELDS = ("step_time", "kv_tokens", "max_num_batched_tokens", "transfer")
+"""What an `EmulatedMachine` is like, and `EmulateOptions` may say in its place."""
+
+
 class EmulateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``headway_emulate`` section of ``--additional-config``.
 
@@ -184,9 +189,9 @@ class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         found = self
         if self.profile is not None:
             machine = read_machine(self.profile)
-            fields = ("step_time", "kv_tokens", "max_num_batched_tokens", "transfer")
-            missing = {name: getattr(machine, name) for name in fields if not getattr(self, name)}
-            found = msgspec.structs.replace(self, profile=None, **missing)
+            missing = [name for name in MACHINE_FIELDS if not getattr(self, name)]
+            given = {name: getattr(machine, name) for name in missing}
+            found = msgspec.structs.replace(self, profile=None, **given)
         if found.step_time is None:
             raise ValueError("give a profile, or step_time: how long steps take")
         return found

@@ -34,11 +34,8 @@ _WIDTH = 64  # 512 bytes of KV cache a token
 def emulated_model(model: str) -> Path:
     """Return the folder of a model of one layer, with the tokenizer and the name of another.
 
-    Its weights are drawn by vLLM (``--load-format dummy``), and never used.
-
-    Args:
-        model: what `resolve_model` returned. Of a Hugging Face id the tokenizer and configuration
-            are downloaded, no weights.
+    Its weights are drawn by vLLM (``--load-format dummy``), and never used. Of a Hugging Face id
+    the tokenizer and configuration are downloaded, no weights.
 
     Raises:
         ValueError: the model has no tokenizer, or its configuration cannot be read.

@@ -1,12 +1,18 @@
-"""What is expected of a remaining length, by its law and by what was seen of it."""
+"""What is expected of scripted lengths, by their law and by what was seen of them."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Raw
 from scipy.special import ndtr
 
-from rescheduler.emulation.emulate_options import AnswerLengths
+from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
+from rescheduler.emulation.scripted_answers import LENGTH, SEED, standard_normal
 
-__all__ = ["forecast_edges", "posterior_survival"]
+__all__ = ["EmulatedPrompts", "forecast_edges", "posterior_survival"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,18 +37,10 @@ def posterior_survival(
 
     .. math:: p(r \mid y) \propto f(n + r)\, e^{-(y - \log r)^2 / 2\sigma^2}
 
-    with f the law's density, n the tokens generated, and y what was seen of :math:`\log r`. It is
-    calibrated: the curve of a request is right as often as it says.
-
-    Args:
-        law: of whole answers.
-        sigma: of the error in the observation; above 0.
-        generated: [n_requests] tokens.
-        observed: [n_requests] :math:`\log r + \sigma z`.
-        edges: [n_edges] tokens.
-
-    Returns:
-        [n_requests, n_edges].
+    with f the law's density, n the tokens ``generated`` [n_requests], and y what was ``observed``
+    of :math:`\log r` [n_requests], with an error of ``sigma`` above 0. ``edges`` [n_edges] are
+    tokens, the result is [n_requests, n_edges]. It is calibrated: the curve of a request is right
+    as often as it says.
     """
     n = np.asarray(generated, dtype=np.float64)[:, None]
     y = np.asarray(observed, dtype=np.float64)[:, None]
@@ -58,3 +56,41 @@ def posterior_survival(
     weight /= weight.sum(axis=1, keepdims=True)
     reached = np.c_[np.zeros(len(n)), np.cumsum(weight, axis=1)]
     return np.array([1.0 - np.interp(edges, ends, row, left=0.0, right=1.0) for row in reached])
+
+
+_PROMPT_POINTS = 96
+_xargs = msgspec.json.Decoder(dict[str, Any])
+
+
+class EmulatedPrompts:
+    """What a predictor that reads prompts would expect of requests that state their lengths."""
+
+    def __init__(self, law: AnswerLengths, quality: ForecastQuality) -> None:
+        self._law, self._quality = law, quality
+        self._seen = 0
+        self._edges = np.unique(
+            np.round(np.r_[0.0, np.geomspace(1.0, law.longest, _PROMPT_POINTS)])
+        )
+
+    def expected_tokens(self, body: Mapping[str, Raw], most: int | None) -> int | None:
+        """Return the tokens expected of an answer, at most so many; None: it states no length."""
+        try:
+            arguments = _xargs.decode(body["vllm_xargs"])
+        except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        length = arguments.get(LENGTH)
+        if isinstance(length, float) and length.is_integer():
+            length = int(length)
+        if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 1 << 31:
+            return None
+        quality, limit = self._quality, min(most or self._law.longest, self._law.longest)
+        if quality.sigma == 0:
+            return min(length, most or length)
+        self._seen += 1
+        key = arguments.get(SEED, f"request {self._seen}")
+        z = standard_normal(f"prompt {quality.seed} {key} {length}")
+        observed = np.log(length) + quality.sigma * z
+        edges = np.minimum(self._edges, limit)
+        survival = posterior_survival(self._law, quality.sigma, [0], [observed], edges)[0]
+        heights = (survival[1:] + survival[:-1]) / 2
+        return max(1, round(float((heights * np.diff(edges)).sum())))

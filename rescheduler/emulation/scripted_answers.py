@@ -41,13 +41,7 @@ def _digest(key: str) -> bytes:
 
 
 class Script(NamedTuple):
-    """An answer.
-
-    Attributes:
-        length: in tokens, the end included.
-        seed: of its words.
-        key: what its request is called on every engine.
-    """
+    """An answer: its tokens with the end, its words, and its request's name on every engine."""
 
     length: int
     seed: int
@@ -57,9 +51,7 @@ class Script(NamedTuple):
 class ScriptedAnswers:
     """The answers of the requests that an engine has, the same on every engine that they move to.
 
-    Args:
-        law: of lengths that requests do not state.
-        vocabulary: tokens that the tokenizer knows.
+    Lengths that requests do not state follow the law; words are of the vocabulary's tokens.
 
     Attributes:
         scripts: the answers, by the request's id in the engine.
@@ -95,7 +87,6 @@ class ScriptedAnswers:
 
 
 def _key(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return what a request is called on every engine."""
     transfer = arguments.get("kv_transfer_params")
     headway = transfer.get(MIGRATION_PARAMS) if isinstance(transfer, dict) else None
     id = headway.get("id") if isinstance(headway, dict) else None

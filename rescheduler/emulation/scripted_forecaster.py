@@ -23,11 +23,7 @@ _UNKNOWN = 1 << 31
 class ScriptedForecaster:
     """A `StepForecaster` that knows the lengths, and shows them through an error.
 
-    Args:
-        law: of the lengths.
-        quality: of the forecasts.
-        answers: of the engine's requests.
-        publisher: publishes forecasts and ends; None publishes nothing.
+    Without a publisher, only the engine's own scheduler gets its forecasts.
     """
 
     cadence: Cadence = "step"

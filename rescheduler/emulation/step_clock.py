@@ -25,10 +25,7 @@ class StepClock:
     the scheduler and the server do in between is hidden in the step, as asynchronous scheduling
     hides it on a GPU. A step that is late is caught up with by the next one, and no further.
 
-    Args:
-        step_time: seconds of a step.
-        dilation: all steps take so many times as long.
-        log: CSV file of the steps; None: they are not logged.
+    The dilation makes all steps so many times as long. The log is a CSV file of the steps.
 
     Raises:
         OSError: the log cannot be written.

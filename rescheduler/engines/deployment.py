@@ -276,11 +276,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def from_values(cls, values: Any) -> Self:
-        """Return the deployment that a mapping describes, as a YAML file would.
-
-        Raises:
-            DeploymentError: names the field, and what it should be.
-        """
+        """Return the deployment that a mapping describes; raises as `check` does."""
         try:
             deployment = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
@@ -378,15 +374,8 @@ def _check_addresses(deployment: Deployment) -> None:
 
 
 def check_policies(deployment: Deployment) -> None:
-    """Refuse policies and batches that the types allow and no deployment can have.
-
-    Raises:
-        DeploymentError: names the field, and what it should be.
-    """
-    if deployment.engine.batching is not None:
-        _check_batching(deployment)
-    if deployment.engine.order is not None:
-        _check_engine_order(deployment)
+    """Refuse policies and batches that no deployment can have; raises as `Deployment.check`."""
+    _check_batches(deployment)
     if deployment.engine.emulate is not None:
         _check_emulate(deployment, deployment.engine.emulate)
     for field in ("routing", "order", "migration"):
@@ -439,27 +428,23 @@ def _check_traces(deployment: Deployment, traces: TraceOptions) -> None:
         )
 
 
-def _check_batching(deployment: Deployment) -> None:
-    if deployment.prefill:
+def _check_batches(deployment: Deployment) -> None:
+    engine = deployment.engine
+    if engine.batching is not None and deployment.prefill:
         raise DeploymentError(
             "engine.batching: requires engines that both prefill and decode, but "
             f"{deployment.prefill[0].name} is a prefill instance"
         )
-    section = {"batching": deployment.engine.batching, "forecast": deployment.engine.checkpoint}
-    try:
-        read_batching_config({"headway": section})
-    except ValueError as error:
-        where = str(error).removeprefix("--additional-config, headway.")
-        raise DeploymentError(f"engine.{where}") from error
-
-
-def _check_engine_order(deployment: Deployment) -> None:
-    if deployment.engine.batching is not None:
+    if engine.batching is not None and engine.order is not None:
         raise DeploymentError(
             "engine.order: engine.batching already decides who goes first; drop one"
         )
     try:
-        read_engine_order({"headway": {"order": deployment.engine.order}})
+        if engine.batching is not None:
+            section = {"batching": engine.batching, "forecast": engine.checkpoint}
+            read_batching_config({"headway": section})
+        if engine.order is not None:
+            read_engine_order({"headway": {"order": engine.order}})
     except ValueError as error:
         where = str(error).removeprefix("--additional-config, headway.")
         raise DeploymentError(f"engine.{where}") from error

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import fields, replace
 
 from data_collection.models import resolve_model
-from rescheduler.emulation.emulate_options import EmulateConfig, EmulateOptions
+from rescheduler.emulation.emulate_options import MACHINE_FIELDS, EmulateConfig, EmulateOptions
 from rescheduler.emulation.emulated_model import MOST_TOKENS, emulated_model
 from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
 
@@ -64,21 +64,12 @@ _OF_HARDWARE = {
 
 
 def emulated(deployment: Deployment, profile: str) -> Deployment:
-    """Return a deployment whose engines emulate a machine.
+    """Return a deployment whose engines emulate a shipped machine, or that of a file.
 
-    Args:
-        deployment: its own ``engine.emulate`` keeps all that does not describe a machine.
-        profile: name of a shipped machine, or a file.
+    What its own ``engine.emulate`` says beside the machine stays.
     """
     before = deployment.engine.emulate or EmulateOptions()
-    emulate = replace(
-        before,
-        profile=profile,
-        step_time=None,
-        kv_tokens=None,
-        max_num_batched_tokens=None,
-        transfer=None,
-    )
+    emulate = replace(before, profile=profile, **dict.fromkeys(MACHINE_FIELDS))
     return replace(deployment, engine=replace(deployment.engine, emulate=emulate))
 
 
@@ -120,11 +111,7 @@ def model_to_load(deployment: Deployment) -> str:
 
 
 def emulated_engine(options: EngineOptions) -> EngineOptions:
-    """Return the options of the engine that emulates one with these options.
-
-    Raises:
-        DeploymentError: nothing says what is emulated.
-    """
+    """Return the options of the engine that emulates one with these; raises `DeploymentError`."""
     emulate = _resolved(options)
     block = -(-options.block_size // _BLOCK_OF) * _BLOCK_OF
     tokens = emulate.kv_tokens

@@ -152,11 +152,7 @@ def engine_command(
 def lone_engine_command(
     options: EngineOptions, model: str, served_name: str, url: str, python: str | None
 ) -> EngineCommand:
-    """Return the command of an engine that both prefills and decodes.
-
-    Its further flags say everything beyond what all engines have; the rest is as of
-    `engine_command`.
-    """
+    """Return the command of an engine without a deployment; the rest is as of `engine_command`."""
     where = urlsplit(url)
     arguments = _flags(options, model, served_name, where.hostname or "", where.port or 80, python)
     environment = _cpu_environment(options) if python is not None else {}
@@ -295,10 +291,7 @@ def cpu_interpreter() -> str | None:
 
 
 def check_versions(moves: bool = True) -> None:
-    """Refuse a vLLM that Headway's plugins do not know, and a missing NIXL.
-
-    Args:
-        moves: whether the engines move KV caches, so that they need NIXL.
+    """Refuse a vLLM that Headway does not know, and if KV caches move, a missing NIXL.
 
     Raises:
         LaunchError: names what to install.
@@ -319,11 +312,7 @@ def check_versions(moves: bool = True) -> None:
 
 
 def check_emulation(deployment: Deployment) -> None:
-    """Refuse to emulate engines where vLLM is not its CPU build.
-
-    Raises:
-        LaunchError: says what to install.
-    """
+    """Refuse to emulate engines where vLLM is not its CPU build; raises as `check_versions`."""
     if deployment.engine.emulate is not None and cpu_interpreter() is None:
         raise LaunchError(
             "engines are emulated by vLLM's CPU build, and another one is installed: see "

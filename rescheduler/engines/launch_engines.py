@@ -29,7 +29,13 @@ from rescheduler.engines.engine_command import (
     engine_command,
 )
 from rescheduler.engines.launch_local import write_deployment
-from rescheduler.engines.launch_process import GRACE_SECONDS, ServerGroup, ServerProcess, Stage
+from rescheduler.engines.launch_process import (
+    GRACE_SECONDS,
+    ServerGroup,
+    ServerProcess,
+    Stage,
+    end_of_log,
+)
 
 __all__ = [
     "LaunchProgress",
@@ -80,9 +86,7 @@ def _bound(instance: Instance, where: str) -> Instance:
 def bound_address(endpoint: str, where: str) -> str:
     """Return an endpoint with the address of its host; one without a host name as it is.
 
-    Raises:
-        DeploymentError: the name, in the deployment's field ``where``, has no IPv4 address here, or
-            one that other machines cannot reach.
+    Raises as `with_bound_addresses` does; ``where`` is the deployment's field.
     """
     named = _NAMED.fullmatch(endpoint)
     if named is None:
@@ -191,11 +195,7 @@ def launched(
 
 
 def chosen(deployment: Deployment, only: Sequence[str]) -> list[Instance]:
-    """Return the instances with these names, in the file's order; all when none is named.
-
-    Raises:
-        LaunchError: an unknown name.
-    """
+    """Return the instances with these names, in the file's order; all when none is named."""
     known = [instance.name for instance in deployment.instances]
     unknown = [name for name in only if name not in known]
     if unknown:
@@ -261,12 +261,7 @@ class LaunchProgress:
         return table
 
     def _last_line(self, name: str) -> str:
-        try:
-            with (self._logs / f"{name}.log").open("rb") as log:
-                log.seek(max(0, log.seek(0, 2) - _READ_AT_END))
-                lines = log.read().decode(errors="replace").split("\n")
-        except OSError:
-            return ""
+        lines = end_of_log(self._logs / f"{name}.log", _READ_AT_END).split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         return "".join(letter for letter in last if letter.isprintable())
 
@@ -348,17 +343,13 @@ def _summary(running: Launched, serve: bool) -> str:
 
 
 def _watch(running: Launched) -> int:
-    """Report what ends until all has, or until asked to stop; return the exit status.
-
-    Raises:
-        LaunchError: the proxy or the last engine ended.
-    """
+    """Report what ends until the proxy or all has, or until asked to stop; return the status."""
     status = 0
     try:
         while True:
             for server in running.take_ended():
                 status = 1
-                if server.name == "proxy" or not running.is_running:
+                if server.name == _PROXY or not running.is_running:
                     raise LaunchError(server.why_it_ended())
                 print(f"headway launch: {server.why_it_ended()}", file=sys.stderr, flush=True)
             time.sleep(_WATCH_SECONDS)

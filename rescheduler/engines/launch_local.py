@@ -63,9 +63,6 @@ def write_deployment(deployment: Deployment, path: Path) -> None:
 def free_ports(count: int) -> list[int]:
     """Return as many adjacent ports of the loopback that nothing listens on now.
 
-    Where the search begins depends on the process, so that two that search at the same time
-    seldom find the same.
-
     Raises:
         LaunchError: none are free.
     """

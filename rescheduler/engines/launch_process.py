@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rescheduler.commands.event_loop import ending_signals_held
 from rescheduler.engines.engine_command import EngineCommand, LaunchError
 
-__all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage"]
+__all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage", "end_of_log"]
 
 
 START_SECONDS = 1800.0
@@ -64,11 +64,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
-        """Return whether it is healthy after its start.
-
-        Raises:
-            LaunchError: it has ended, or takes too long; shows the end of its log.
-        """
+        """Return whether it is healthy; raises `LaunchError` if it has ended, or takes too long."""
         if not self.is_running:
             raise LaunchError(self.why_it_ended())
         if self.is_healthy():
@@ -146,14 +142,7 @@ class ServerProcess:
         return f"{self.name} {how}{because}\n{self.log} ends:{shown}"
 
     def _printed(self) -> str:
-        """Return the end of its log; nothing if somebody has removed that."""
-        try:
-            with self.log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - _LOG_END))
-                return log.read().decode(errors="replace")
-        except OSError:
-            return ""
+        return end_of_log(self.log, _LOG_END, self._log_start)
 
     def _wait_until_gone(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -176,6 +165,16 @@ class ServerProcess:
         return not self._is_gone
 
 
+def end_of_log(log: Path, most: int, start: int = 0) -> str:
+    """Return the last bytes of a log, of those from ``start`` on; nothing if it is gone."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - most))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 Stage = Literal["starting", "ready", "stopping", "stopped"]
 
 GRACE_SECONDS = 15.0
@@ -194,11 +193,7 @@ class ServerGroup:
         self._wanted: set[str] = set()
 
     def start(self, names: Sequence[str], at_once: int | None = None) -> None:
-        """Start servers, so many at the same time, and wait until all are ready.
-
-        Raises:
-            LaunchError: one ended, or was not ready in time; shows the end of its log.
-        """
+        """Start servers, so many at a time, until all are ready; raises as `is_ready` does."""
         waiting, loading = list(names), list[str]()
         while waiting or loading:
             while waiting and len(loading) < (at_once or len(names)):

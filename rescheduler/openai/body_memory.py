@@ -14,11 +14,7 @@ _IPV6_NETWORK = 64  # what a provider gives to one customer
 
 
 class FairShares:
-    """A number of something, and how much of it each client holds.
-
-    Args:
-        most: that all clients hold together.
-        share: that one client holds at most.
+    """How much of something clients hold: at most so much together, and a share for each of them.
 
     Attributes:
         held: by all clients.
@@ -43,11 +39,7 @@ class FairShares:
 
 
 def client_of(address: object) -> str:
-    """Return whom a socket's address stands for: a host, or its network where that has many.
-
-    Args:
-        address: as `socket.getpeername` returns it.
-    """
+    """Return whom an address of `socket.getpeername` is: a host, or its network of many hosts."""
     host = str(address[0]) if isinstance(address, tuple) and address else ""
     try:
         known = ipaddress.ip_address(host.partition("%")[0])
@@ -68,11 +60,7 @@ class KeptBody:
         self._size = 0
 
     def grow(self, more: int) -> None:
-        """Count bytes that have arrived.
-
-        Raises:
-            RequestRefusedError: 413, it is too large; 503, all of them together are.
-        """
+        """Count bytes that have arrived; raises as `be` does."""
         self.be(self._size + more)
 
     def be(self, size: int) -> None:
@@ -93,10 +81,8 @@ class KeptBody:
 class BodyMemory:
     """The bodies of all requests that are being served, which are kept to resume them.
 
-    What a client announces and does not send takes nothing from others.
-
-    Args:
-        share: of that, which the bodies of one client may have; never less than the largest body.
+    What a client announces and does not send takes nothing from others. The bodies of one client
+    may have a share of the memory, and never less than the largest body.
     """
 
     def __init__(self, largest_mb: int, most_mb: int, share: float) -> None:
@@ -111,14 +97,10 @@ class BodyMemory:
 
     @contextmanager
     def kept(self, client: str, announced: int | None) -> Iterator[KeptBody]:
-        """Count a body until its request ends.
-
-        Args:
-            client: whose it is, see `client_of`.
-            announced: bytes that it is said to have; None: nothing is said.
+        """Count a body until its request ends; `client_of` says whose it is.
 
         Raises:
-            RequestRefusedError: 413, it is said to be too large.
+            RequestRefusedError: 413, its client announces more than the largest body.
         """
         body = KeptBody(self._shares, client, self._largest)
         try:

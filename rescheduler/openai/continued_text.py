@@ -35,8 +35,7 @@ class ContinuedText:
     find no stop string that began before, and after a cut inside a character it would repeat the
     whole prompt. So the proxy makes the text itself from the first cut on.
 
-    Args:
-        prompt_token_ids: of the original prompt, which decide the first token's spaces.
+    The tokens of the original prompt decide the first token's spaces.
 
     Attributes:
         tokens: generated tokens taken so far.
@@ -92,9 +91,7 @@ class ContinuedText:
     def take(self, finished: bool) -> str:
         """Return the text that can be shown and was not yet.
 
-        Args:
-            finished: nothing comes any more, so that what might have been the beginning of a
-                stop string is text after all.
+        Once it is finished, what might have been the beginning of a stop string is text after all.
         """
         start, end = self._taken, len(self.text) - (0 if finished else self._withheld)
         self._taken = max(start, end)

@@ -129,7 +129,6 @@ class EngineBodies:
         return encode(body)
 
     def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
-        """Return ``kv_transfer_params``."""
         params = {**params, MIGRATION_PARAMS: headway}
         return params if self._secret is None else signed(params, self._secret)
 
@@ -146,11 +145,6 @@ _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
 def given_name(header: str | None, client: ClientRequest) -> str | None:
-    """Return the name that a client gave a request; None if it gave none that can be one.
-
-    Args:
-        header: ``X-Request-Id``.
-        client: what it asks for; its ``request_id`` counts where there is no header.
-    """
+    """Return the ``X-Request-Id`` of a request, else its ``request_id``; None if it can be none."""
     name = header or client.request_id
     return name if name is not None and _NAME.fullmatch(name) else None

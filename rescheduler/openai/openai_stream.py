@@ -95,11 +95,7 @@ _decoder = msgspec.json.Decoder(Chunk)
 
 
 def read_chunk(data: bytes) -> Chunk:
-    """Read a chunk.
-
-    Raises:
-        msgspec.DecodeError: not a chunk.
-    """
+    """Read a chunk; raises `msgspec.DecodeError` if it is none."""
     try:
         data.decode()  # the decoder skips what it does not read
         return _decoder.decode(data)
@@ -108,12 +104,7 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 class Signs(msgspec.Struct):
-    """What an event of any endpoint's stream is.
-
-    Attributes:
-        error: that it reports.
-        output: it brings something that the model has generated.
-    """
+    """The error that an event of any endpoint's stream reports, or whether it brings output."""
 
     error: dict[str, Any] | None
     output: bool
@@ -206,10 +197,7 @@ class EventReader:
 
 
 async def read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of each event as a client reads it, up to ``[DONE]`` or the stream's end.
-
-    Args:
-        lines: of the answer, such as ``aiohttp.ClientResponse.content``.
+    """Yield the JSON of each event of an answer's lines, up to ``[DONE]`` or the stream's end.
 
     Raises:
         msgspec.DecodeError: an event is not JSON.
@@ -227,10 +215,8 @@ class StreamSplicer:
 
     Until the request first moves, chunks pass as they are, without the token ids that only the
     proxy asked for. From then on the first engine's ``created`` and fingerprint are kept, the
-    role is not repeated, the text is made here, and counts and offsets go on.
-
-    Args:
-        tokenizer: of the served model; None for a request that never moves.
+    role is not repeated, the text is made here, and counts and offsets go on. A request that never
+    moves needs no tokenizer.
 
     Attributes:
         prompt_token_ids: of the prompt, once the first chunk came.
@@ -301,7 +287,6 @@ class StreamSplicer:
         return _encode({**last, "choices": [], "usage": counts})
 
     def _note(self, chunk: Chunk) -> None:
-        """Keep what the client has got."""
         self._note_head(chunk)
         for choice in chunk.choices:
             text, delta = choice.text, choice.delta
@@ -326,7 +311,6 @@ class StreamSplicer:
             self.prompt_token_ids = next(filter(None, found), [])
 
     def _continued(self, data: bytes, chunk: Chunk, frozen: bool) -> bytes | None:
-        """Return a chunk that follows an earlier engine's, or that one's own last."""
         assert self._text is not None
         value: dict[str, Any] = msgspec.json.decode(data)
         if self._created is not None:

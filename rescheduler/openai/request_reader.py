@@ -253,7 +253,6 @@ def _checked(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str
 
 
 def _some(body: dict[str, Raw], kind: type[msgspec.Struct]) -> bytes:
-    """Return the fields of a body that a kind has."""
     return msgspec.json.encode(
         {name: body[name] for name in kind.__struct_fields__ if name in body}
     )
@@ -320,12 +319,10 @@ def _are_many(stops: str | list[str] | None) -> bool:
 
 
 def _is_given(value: Raw | None) -> bool:
-    """Return whether a field says anything."""
     return value is not None and (len(value) > 4 or bytes(value) not in _NOTHING)
 
 
 def _prompt_ids(prompt: Raw | None) -> int | None:
-    """Return how many token ids a prompt has; None if it is not a list of token ids."""
     if prompt is None or _first_of_list(prompt) not in _DIGITS:
         return None
     return bytes(prompt).count(b",") + 1

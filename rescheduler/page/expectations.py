@@ -91,11 +91,8 @@ def expectations(view: ClusterView, interval: IntArray) -> Expectations:
 def foreseen(snapshot: Snapshot, view: ClusterView, names: Sequence[str]) -> Snapshot:
     """Return a snapshot with what is expected of its requests and instances.
 
-    Args:
-        snapshot: its requests are those that run in the view, then those that wait in it, as far
-            as they are shown, and then others.
-        view: of decode instances.
-        names: [G] of these.
+    Its requests are those that run in the view of decode instances, whose ``names`` are [G], then
+    those that wait in it, as far as they are shown, and then others.
     """
     n_running, n_requests = len(view.instance), len(snapshot.requests.number)
     running = remaining_interval(view.forecast, n_running)

@@ -36,13 +36,12 @@ __all__ = ["EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
 
 
 class _Seen(NamedTuple):
-    """An engine at work: the steps it had done when it last said so, and the seconds of a step."""
+    """An engine at work: what it last said, and the seconds of a step, None at the first look."""
 
     epoch: int
     step: int
     received: float
     seconds: float | None
-    """None before the second look."""
 
 
 class EngineSteps:
@@ -151,14 +150,7 @@ class Look:
 
 
 class LiveSnapshots(Generic[R]):
-    """Looks at a cluster.
-
-    Args:
-        seconds: between two looks, as others are told.
-
-    Attributes:
-        about: what is looked at.
-    """
+    """Looks at a cluster, of which ``about`` tells others, every so many seconds."""
 
     def __init__(self, cluster: Cluster[R], seconds: float = _SECONDS) -> None:
         deployment = cluster.deployment

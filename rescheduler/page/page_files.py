@@ -51,11 +51,7 @@ class PageFiles:
         return [web.get("/ui", self.answer), web.get("/ui/{file}", self.answer)]
 
     async def answer(self, http: web.Request) -> web.Response:
-        """Return a file.
-
-        Raises:
-            HTTPNotFound: there is none of this name.
-        """
+        """Return a file; raises `HTTPNotFound` where there is none of this name."""
         name = http.match_info.get("file", "index.html")
         if name not in self._files:
             raise web.HTTPNotFound
@@ -86,7 +82,7 @@ class PageStream:
         ]
 
     async def page(self, http: web.Request) -> web.Response:
-        """Send the page what it shows."""
+        """Say what the page shows."""
         del http
         return web.json_response({"shows": "live"})
 

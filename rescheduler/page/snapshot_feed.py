@@ -24,10 +24,7 @@ class _Look(Protocol):
 class Source(Protocol):
     """What can be looked at again and again, as `LiveSnapshots` can."""
 
-    @property
-    def about(self) -> About:
-        """What is looked at, and how often."""
-        ...
+    about: About
 
     def look(self) -> _Look:
         """Look, in the event loop; what was seen becomes a snapshot in another thread."""
@@ -39,23 +36,14 @@ class Source(Protocol):
 
 
 class SnapshotFeed:
-    """Looks at a source while anybody watches, once for all of them.
-
-    Attributes:
-        watchers: how many watch.
-    """
+    """Looks at a source while anybody watches, once for all ``watchers``."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._source, self.about = source, source.about
         self.watchers = 0
         self._looking: asyncio.Task[None] | None = None
         self._newest: asyncio.Future[bytes | None] | None = None
         self._closed = False
-
-    @property
-    def about(self) -> About:
-        """What is looked at."""
-        return self._source.about
 
     @contextmanager
     def watching(self) -> Iterator[Following]:

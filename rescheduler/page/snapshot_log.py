@@ -20,11 +20,7 @@ __all__ = ["Log", "LogError", "LogWriter", "read_log", "recording", "refuse_log"
 
 
 def refuse_log(path: Path) -> None:
-    """Make a log's folder, and raise now what `LogWriter` would raise.
-
-    Raises:
-        OSError: the file exists, or cannot be created.
-    """
+    """Make a log's folder, and raise now the `OSError` that `LogWriter` would raise."""
     if path.exists():
         raise _exists(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +32,6 @@ class LogWriter:
 
     Each line is a gzip member of its own, written at once: a process that is killed leaves a file
     that can be read to its last whole line, and a reader finds any line without those before.
-
-    Args:
-        path: of the log; the process's own, or absent.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -52,11 +45,7 @@ class LogWriter:
         self.write(msgspec.json.encode(about))
 
     def write(self, line: bytes) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: there is no room, or the file cannot be written.
-        """
+        """Append a line; raises `OSError` where there is no room."""
         left = memoryview(gzip.compress(line + b"\n", mtime=0))
         while left:
             left = left[os.write(self._file, left) :]
@@ -88,10 +77,9 @@ class LogError(ValueError):
 class Log:
     """A log whose lines have all been read once.
 
-    Args:
-        times: [n] seconds from the first snapshot to each, ascending.
-        ends: [n + 1] where each snapshot's line begins in the file, and where the last one ends.
-        is_cut: whether the file ends within a line, as that of a killed process may.
+    The ``times`` [n] are seconds from the first snapshot to each, ascending. Where each snapshot's
+    line begins in the file, and the last one ends, are ``ends`` [n + 1]. The file of a killed
+    process ``is_cut`` within a line.
     """
 
     def __init__(
@@ -114,11 +102,7 @@ class Log:
             return os.pread(file.fileno(), end - begin, begin)
 
     def snapshot(self, number: int) -> Snapshot:
-        """Return a snapshot.
-
-        Raises:
-            IndexError: there is no such snapshot.
-        """
+        """Return a snapshot; raises as `packed` does."""
         return msgspec.json.decode(zlib.decompress(self.packed(number), _GZIP), type=Snapshot)
 
 
@@ -161,11 +145,7 @@ def read_log(path: Path) -> Log:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line, with where it ends in the file; what is cut off at the end is left out.
-
-    Raises:
-        zlib.error: what follows is no line.
-    """
+    """Yield each line, with where it ends in the file; what is cut off at the end is left out."""
     rest, end = b"", 0
     while True:
         unpacking, line, read = zlib.decompressobj(_GZIP), b"", 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from data_collection.models import name_of, resolve_model
-from rescheduler.emulation.emulated_prompts import EmulatedPrompts
+from rescheduler.emulation.length_posterior import EmulatedPrompts
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.openai.prompt_text import prompt_text, temperature

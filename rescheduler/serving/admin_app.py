@@ -33,13 +33,9 @@ __all__ = ["AdminListener", "admin_app"]
 
 
 def admin_app(drainer: Drainer[R], token: str, feed: SnapshotFeed | None = None) -> web.Application:
-    """Return the application.
+    """Return the application, in which all but the page's files needs the token.
 
-    Args:
-        drainer: of the instances of a proxy, or of a coordinator of many.
-        token: that every request but those for the page's files has to have, as
-            ``Authorization: Bearer``.
-        feed: what the page shows; closed with the application. None: there is no page.
+    The feed is what the page shows, and is closed with the application; None: there is no page.
     """
     endpoints, page = _Endpoints(drainer), PageFiles()
     without_token = page.answer if feed is not None else None
@@ -63,19 +59,16 @@ class _Endpoints(Generic[R]):
         self._drainer, self._cluster = drainer, drainer.cluster
 
     async def instances(self, http: web.Request) -> web.Response:
-        """List the instances."""
         del http
         listed = [self._described(instance) for instance in self._cluster.all]
         return _json({"instances": listed})
 
     async def drain(self, http: web.Request) -> web.Response:
-        """Begin to drain an instance."""
         instance = self._named(http)
         self._drainer.drain(instance)
         return _json(self._described(instance))
 
     async def undrain(self, http: web.Request) -> web.Response:
-        """Let requests come to an instance again."""
         instance = self._named(http)
         self._drainer.undrain(instance)
         return _json(self._described(instance))
@@ -110,23 +103,10 @@ _HOST = "127.0.0.1"
 
 
 class AdminListener(Generic[R]):
-    """Answers the operator on this machine.
-
-    Args:
-        port: 0 takes a free one.
-        token: that the operator has to know; empty: one is created.
-        feed: what the page shows; None: there is no page.
-
-    Attributes:
-        url: for the operator.
-    """
+    """Answers the operator on this machine, who has to know the token; empty: one is created."""
 
     def __init__(
-        self,
-        drainer: Drainer[R],
-        port: int,
-        token: str = "",
-        feed: SnapshotFeed | None = None,
+        self, drainer: Drainer[R], port: int, token: str = "", feed: SnapshotFeed | None = None
     ) -> None:
         self.url, self.token = "", token
         self._drainer, self._port, self._feed = drainer, port, feed

@@ -35,16 +35,9 @@ _FOLDER = Path(".cache") / "headway"
 
 
 def admin_token(port: int) -> str | None:
-    """Return the token of the proxy on this machine whose admin listener has a port.
-
-    Returns:
-        What `TOKEN_VARIABLE` says, or what the proxy wrote for its own user; None: neither.
-    """
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token:
-        return token
+    """Return what `TOKEN_VARIABLE` says, or what the proxy with this admin port has written."""
     try:
-        return read_text(_path(port)).strip() or None
+        return os.environ.get(TOKEN_VARIABLE) or read_text(_path(port)).strip() or None
     except ValueError:
         return None
 
@@ -109,11 +102,7 @@ class _Instances(msgspec.Struct):
 
 
 def listed_instances(base: str) -> list[Listed]:
-    """Return all instances.
-
-    Raises:
-        RuntimeError: no answer, or none that this operator may have.
-    """
+    """Return all instances; raises `RuntimeError` without an answer that this operator may have."""
     return _ask(f"{base}/admin/instances", "GET", _Instances).instances
 
 

@@ -58,11 +58,9 @@ _Open = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def token_check(token: str, open_to_all: _Open | None = None) -> Middleware:
-    """Return what refuses requests that lack the token.
+    """Return what refuses requests without ``Authorization: Bearer TOKEN``.
 
-    Args:
-        token: given as ``Authorization: Bearer``, and never in an address.
-        open_to_all: the endpoint that needs none, if there is one.
+    One endpoint may be open to all.
     """
     expected = f"Bearer {token}".encode()
 
@@ -104,12 +102,7 @@ def _document(status: int, body: bytes, headers: dict[str, str]) -> web.Response
 async def operators_server(app: web.Application, **where: Any) -> AsyncIterator[asyncio.Server]:
     """Serve an application that is for operators, not for clients, while the body runs.
 
-    Args:
-        app: what is served.
-        **where: as `asyncio.loop.create_server` takes it.
-
-    Raises:
-        OSError: there is no such address, or it is in use.
+    Where and what it raises is as of `asyncio.loop.create_server`.
     """
     runner = web.AppRunner(app, shutdown_timeout=CLEANUP_SECONDS)
     await runner.setup()
@@ -149,14 +142,10 @@ def monitoring_routes(
 def connections(
     server: web.Server, most: int, idle_seconds: float, share: float = 1.0
 ) -> Callable[[], "Connection"]:
-    """Return what makes the connections of a server.
+    """Return what makes the connections of a server, at most so many; more are refused with 503.
 
-    Args:
-        server: that answers.
-        most: how many may be open; more are refused with 503.
-        idle_seconds: for which one may be without a request, a request's headers incomplete, or an
-            answer unread.
-        share: of them, which one client's address may have.
+    One client's address may have a share of them. One may be without a request, a request's
+    headers incomplete, or an answer unread, for ``idle_seconds``.
     """
     refuse_expectations(server)
     loop, open_now = asyncio.get_running_loop(), FairShares(most, max(1, int(share * most)))
@@ -217,7 +206,7 @@ class Connection(web.RequestHandler):
             logger.debug("refused a client: %s", text)
             if request.writer.output_size > 0:
                 raise ConnectionError("an answer has begun")
-        response = _error(status, text)
+        response = _document(status, error_body(status, text), {})
         response.force_close()
         return response
 
@@ -238,16 +227,11 @@ def refuse_expectations(server: web.Server) -> None:
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-            return _error(417, "of all expectations only 100-continue is met")
+            message = "of all expectations only 100-continue is met"
+            return _document(417, error_body(417, message), {})
         return await handler(request)
 
     server.request_handler = handle
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.Response(
-        status=status, body=error_body(status, message), content_type="application/json"
-    )
 
 
 _METHODS = "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, QUERY"
@@ -258,9 +242,6 @@ class AllowedOrigins:
     """Tells browsers which pages may read answers, as vLLM's ``--allowed-origins`` does.
 
     Credentials that a browser keeps, such as cookies, are never allowed.
-
-    Args:
-        origins: of pages, as ``https://chat.example``; ``*`` stands for all.
     """
 
     def __init__(self, origins: Sequence[str]) -> None:

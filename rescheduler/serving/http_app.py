@@ -75,7 +75,6 @@ def _unpacked(packed: bytes, encoding: str, most: int) -> bytes:
 
 
 def _encoding(http: web.Request) -> str:
-    """Return how a body is compressed; nothing if it is not."""
     encoding = http.headers.get("Content-Encoding", "").strip().lower()
     return "" if encoding == "identity" else encoding
 
@@ -132,14 +131,12 @@ class _Endpoints:
         self._memory = BodyMemory(options.largest_body_mb, options.bodies_mb, CLIENTS_SHARE)
 
     async def close_when_ending(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Let no connection live on when the proxy does not."""
         del http
         if self._proxy.ending:
             response.headers["Connection"] = "close"
             response.force_close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """Answer a request that an engine has to work for."""
         path = http.path
         try:
             if self._proxy.ending:
@@ -196,7 +193,6 @@ class _Endpoints:
             raise asyncio.CancelledError from None
 
     async def not_served(self, http: web.Request) -> web.Response:
-        """Say why an endpoint of vLLM is not one of the proxy."""
         resource = http.match_info.route.resource
         assert resource is not None
         raise RequestRefusedError(501, f"{http.path}: {NOT_SERVED[resource.canonical]}")
@@ -222,6 +218,5 @@ class _Endpoints:
         raise RequestRefusedError(503, failure, retry_after=1)
 
     async def ping(self, http: web.Request) -> web.Response:
-        """Return 200 while the proxy runs."""
         del http
         return web.Response()

@@ -19,7 +19,7 @@ __all__ = ["replay", "replay_app"]
 
 
 def replay_app(logs: Sequence[Log], token: str) -> web.Application:
-    """Return the application."""
+    """Return the application that shows logs to whoever has the token."""
     endpoints, page = _Endpoints(logs), PageFiles()
     app = web.Application(middlewares=[answer_errors, token_check(token, page.answer)])
     app.add_routes(
@@ -37,7 +37,6 @@ class _Endpoints:
         self._logs = logs
 
     async def page(self, http: web.Request) -> web.Response:
-        """Return what the page is to show."""
         del http
         logs = [
             {"name": log.path.name, "about": log.about, "times": log.times} for log in self._logs
@@ -46,7 +45,6 @@ class _Endpoints:
         return web.Response(body=shown, content_type="application/json")
 
     async def snapshot(self, http: web.Request) -> web.Response:
-        """Return a snapshot of a log, as the log has it."""
         try:
             log = self._logs[int(http.match_info["log"])]
             packed = log.packed(int(http.match_info["number"]))

@@ -38,9 +38,6 @@ _FILES_PER_CLIENT = 2  # its connection, and one to an engine
 class Listeners:
     """Answers clients, and the operator on this machine.
 
-    Args:
-        admin_token: that the operator has to know; empty: one is created.
-
     Attributes:
         url: for clients.
         feed: what the page shows.

@@ -33,11 +33,7 @@ _FLUSH_SECONDS = 2.0
 
 
 class Span:
-    """A span that knows its tracer; nothing happens in one that is not recorded.
-
-    Attributes:
-        recorded: whether what it is told is kept: if not, do not compute anything for it.
-    """
+    """A span that knows its tracer; if it is not ``recorded``, compute nothing for it."""
 
     __slots__ = ("_span", "_tracer", "recorded")
 
@@ -69,7 +65,7 @@ class Span:
         )
 
     def set(self, **attributes: Attribute) -> None:
-        """Set attributes."""
+        """Say more about it."""
         self._span.set_attributes(_named(attributes))
 
     def event(self, name: str) -> None:
@@ -114,10 +110,7 @@ NO_SPAN = Span(trace.INVALID_SPAN, trace.NoOpTracer())
 
 
 class RequestTracer:
-    """Traces a share of the requests.
-
-    Nothing here waits for a collector.
-    """
+    """Traces a share of the requests, and never waits for a collector."""
 
     def __init__(
         self, options: TraceOptions, provider: "TracerProvider", exporter: "SpanExporter"
@@ -227,7 +220,6 @@ def _asked(client: ClientRequest, name: str) -> dict[str, Attribute]:
 
 
 def _model(asked: Raw | None) -> str | None:
-    """Return the model that a request names, if that can be one."""
     if asked is None or len(memoryview(asked)) > _LONGEST_MODEL:
         return None
     try:

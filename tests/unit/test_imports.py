@@ -3,35 +3,38 @@
 import subprocess
 import sys
 
+import pytest
+
 import predictor
 
 
-def test_routing_the_proxy_and_the_simulator_load_no_pytorch_and_no_matplotlib() -> None:
-    modules = (
-        "rescheduler.serving.serve",
-        "rescheduler.simulator.simulate",
-        "rescheduler.migration",
-    )
-    loads = f"import sys, {', '.join(modules)}"
-    loads += "; print({'torch', 'matplotlib'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("loads", "costly"),
+    [
+        (
+            "import data_collection, rescheduler, rescheduler.commands.command_line",
+            {"vllm", "torch", "lightning", "nixl"},
+        ),
+        (
+            "import rescheduler.serving.serve, rescheduler.simulator.simulate; "
+            "import rescheduler.migration",
+            {"torch", "matplotlib"},
+        ),
+        ("import data_collection.workload.collect", {"vllm"}),
+        ("import rescheduler.serving.replay", {"rescheduler.placement.planner"}),
+        ("import rescheduler.gateway.picker_command", {"grpc"}),
+        (
+            "import rescheduler.serving.serve, rescheduler.engines.launch_engines; "
+            "from rescheduler.tracing.span import create_tracer; create_tracer(None)",
+            {"opentelemetry.sdk"},
+        ),
+    ],
+    ids=["command", "routing", "collect", "replay", "picker", "no traces"],
+)
+def test_a_command_starts_without_what_it_does_not_need(loads: str, costly: set[str]) -> None:
+    program = f"import sys\n{loads}\nprint({costly!r} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.stdout == "set()\n", found.stderr
-
-
-def test_collecting_starts_without_vllm_and_replaying_without_the_planner() -> None:
-    for module, costly in (
-        ("data_collection.workload.collect", "vllm"),
-        ("rescheduler.serving.replay", "rescheduler.placement.planner"),
-    ):
-        loads = f"import sys, {module}; print({costly!r} in sys.modules)"
-        found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
-        assert found.stdout == "False\n", (module, found.stderr)
-
-
-def test_the_pickers_command_is_there_without_grpc() -> None:
-    loads = "import sys, rescheduler.gateway.picker_command; print('grpc' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
-    assert found.stdout == "False\n", found.stderr
 
 
 def test_every_public_name_of_the_predictor_loads() -> None:

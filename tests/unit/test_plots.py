@@ -99,13 +99,6 @@ def test_a_view_is_drawn_as_a_bar_of_requests_an_instance(seen: ClusterView) -> 
     assert capacities == [1000] * 3
 
 
-def test_requests_in_any_order_lie_side_by_side(seen: ClusterView) -> None:
-    loads = seen.load_bars()
-    assert loads.starts().tolist() == [0, 300, 0]
-    mixed = type(loads)(np.array([1, 0, 1, 0]), np.array([5, 6, 7, 8]), np.ones(2), None)
-    assert mixed.starts().tolist() == [0, 0, 5, 6]
-
-
 def test_a_view_without_forecasts_limits_or_requests_is_drawn() -> None:
     names = ClusterView.__slots__
     bare = view([(300, 40)], [])

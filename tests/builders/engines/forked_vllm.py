@@ -40,12 +40,7 @@ _PRELOADED = [
 
 
 class Server:
-    """A vLLM API server that runs.
-
-    Attributes:
-        port: of its HTTP server, on the loopback.
-        log: what it printed.
-    """
+    """A vLLM API server that runs, on a port of the loopback."""
 
     def __init__(self, port: int, process: BaseProcess, log: Path) -> None:
         self.port, self.log = port, log
@@ -68,12 +63,7 @@ class Server:
 
 
 class Command:
-    """A command line of Headway's that runs, and leads a process group.
-
-    Attributes:
-        pid: of its process and its group.
-        log: what it printed.
-    """
+    """A command line of Headway's that runs, and leads a process group."""
 
     def __init__(self, process: BaseProcess, log: Path) -> None:
         assert process.pid is not None
@@ -91,24 +81,14 @@ class Command:
 
 @contextmanager
 def running_command(arguments: Sequence[str], log: Path) -> Iterator[Command]:
-    """Run `headway` with these arguments.
-
-    Args:
-        arguments: the verb and its own.
-        log: file for what it prints.
-    """
+    """Run `headway` with these arguments, which prints to a log."""
     with _process(_headway, (list(arguments),), log) as process:
         yield Command(process, log)
 
 
 @contextmanager
 def running_server(arguments: Sequence[str], log: Path) -> Iterator[Server]:
-    """Serve with vLLM; ready in the body.
-
-    Args:
-        arguments: of its command line, without the port.
-        log: file for what it prints.
-    """
+    """Serve with vLLM, of whose command line the port is left out; ready in the body."""
     port = free_port()
     with _process(_serve, ([*arguments, "--port", str(port)],), log) as process:
         server = Server(port, process, log)

@@ -12,12 +12,7 @@ __all__ = ["Listener", "listener"]
 
 
 class Listener:
-    """What was published so far.
-
-    Attributes:
-        endpoint: to which engines connect.
-        messages: all of them.
-    """
+    """What was published so far by the engines that connect to its endpoint."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint

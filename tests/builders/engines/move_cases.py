@@ -14,14 +14,7 @@ __all__ = ["CASES", "Case", "Compared", "assert_unchanged", "there_and_back"]
 
 @dataclass(frozen=True)
 class Case:
-    """A request to generate without moves and with moves.
-
-    Attributes:
-        body: of the request.
-        cuts: the numbers of generated tokens after which it moves.
-        chat: whether it is for the chat endpoint.
-        expected: whether what was generated is what the request asks for.
-    """
+    """A request to generate without moves, and with moves after the tokens of its cuts."""
 
     body: dict[str, Any]
     cuts: tuple[int, ...] = (5, 21)

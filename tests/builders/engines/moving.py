@@ -63,14 +63,9 @@ class Engine:
 
 @dataclass
 class Generation:
-    """What a client has read so far.
+    """What a client has read so far, and where its request moved.
 
     Attributes:
-        prompt: token ids, as the first engine says them.
-        tokens: generated, on all engines.
-        text: of the completion, or of the chat's answer.
-        logprobs: of each token, where asked for.
-        finish_reason: of the last engine.
         params: what the next engine gets, if it was frozen.
         cut_at: tokens generated at each move.
     """
@@ -91,10 +86,8 @@ class Generation:
     def take(self, chunk: dict[str, Any]) -> None:
         assert "choices" in chunk, chunk
         for choice in chunk["choices"]:
-            if choice.get("prompt_token_ids") and not self.prompt:
-                self.prompt = choice["prompt_token_ids"]
-            if chunk.get("prompt_token_ids") and not self.prompt:
-                self.prompt = chunk["prompt_token_ids"]
+            given = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")
+            self.prompt = self.prompt or given or []
             self.tokens += choice.get("token_ids") or []
             self.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             if (choice.get("logprobs") or {}).get("token_logprobs"):
@@ -158,9 +151,7 @@ async def finish(
     chat: bool = False,
 ) -> None:
     """Go on with a request at an engine to its end."""
-    path, sent = place(body, generation, params, hop, chat)
-    async for chunk in engine.stream(path, sent):
-        generation.take(chunk)
+    await _until_asked(engine, body, generation, params, hop, None, chat)
 
 
 async def _until_asked(
@@ -214,12 +205,7 @@ Run = Callable[[Callable[[list[Engine]], Awaitable[Any]]], Any]
 
 
 def runner_on(instances: Sequence[Instance], patience: float = PATIENCE) -> Run:
-    """Return what runs a coroutine on engines, and sees that they hold nothing afterwards.
-
-    Args:
-        instances: that decode.
-        patience: seconds within which they must have let everything go.
-    """
+    """Return what runs a coroutine on engines, which have to let everything go soon after it."""
 
     async def run(work: Callable[[list[Engine]], Awaitable[Any]]) -> Any:
         # Kept connections are closed by the server now and then, just as they are used again.

@@ -110,14 +110,9 @@ class PartsEngines:
 def parts_engines(
     model: Path, folder: Path, flags: Sequence[str] = (), moves: bool = True
 ) -> Iterator[PartsEngines]:
-    """Run engines of a model.
+    """Run engines of a model, which write into a folder, with the flags that it needs.
 
-    Args:
-        model: its folder.
-        folder: for all they write.
-        flags: that its engines need.
-        moves: whether its requests can move; else only the first engine runs, without a control
-            socket.
+    If its requests cannot move, only the first engine runs, without a control socket.
     """
     options = replace(
         ENGINE,

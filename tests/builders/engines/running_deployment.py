@@ -42,13 +42,7 @@ PATIENT = ProxyOptions(
 
 @dataclass(frozen=True)
 class RunningDeployment:
-    """Engines that run.
-
-    Attributes:
-        config_path: the deployment's file, for `headway serve --config`.
-        deployment: what it says.
-        launched: the engines' processes, to kill and restart.
-    """
+    """Engines that run: the deployment and its file, and the processes, to kill and restart."""
 
     config_path: Path
     deployment: Deployment

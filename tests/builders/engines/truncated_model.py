@@ -8,13 +8,7 @@ __all__ = ["truncated_model"]
 
 
 def truncated_model(model: Path, layers: int, folder: Path) -> Path:
-    """Write a model of fewer layers, with its tokenizer.
-
-    Args:
-        model: folder of the whole one.
-        layers: how many of them to keep.
-        folder: to write it to.
-    """
+    """Write a model of so many of a model's layers, with its tokenizer."""
     kept = AutoModelForCausalLM.from_pretrained(model)
     kept.model.layers = kept.model.layers[:layers]
     kept.config.num_hidden_layers = layers

@@ -38,12 +38,7 @@ _TIMES = BatchTime(constant=0.1, per_new=0.001, per_context=1e-6)
 
 @dataclass(frozen=True)
 class V2Engines:
-    """Two decode engines that run; see `headway_triton_cpu` for how.
-
-    Attributes:
-        deployment: of both.
-        folder: with their logs, and with what they report of themselves.
-    """
+    """Two decode engines that run; see `headway_triton_cpu` for how."""
 
     deployment: Deployment
     folder: Path
@@ -54,11 +49,9 @@ class V2Engines:
 
     @property
     def checkpoint(self) -> Path:
-        """Return the predictor that both forecast with."""
         return self.folder / "predictor"
 
     def dataset(self, instance: Instance) -> Path:
-        """Return the folder of the dataset that an engine records."""
         return self.folder / f"{instance.name}-dataset"
 
     def assert_v2_with_steps_in_flight(self) -> None:
@@ -69,7 +62,6 @@ class V2Engines:
         assert schedulers == ["AsyncFairBatchingScheduler"] * 2
 
     def printed(self) -> str:
-        """Return what both have printed."""
         return "".join(log.read_text() for log in sorted((self.folder / "logs").iterdir()))
 
 
@@ -98,9 +90,7 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
 def v2_engines(folder: Path, listens: str) -> Iterator[V2Engines]:
     """Run two engines that capture, forecast, form batches by deadlines and move requests.
 
-    Args:
-        folder: for all they write.
-        listens: endpoint to which they send telemetry.
+    They send telemetry to an endpoint, and write all else into the folder.
     """
     (folder / "what-runs").mkdir()
     profile = profile_of(Path(resolve_model("smollm2")), folder / "profile.yaml", _TIMES)

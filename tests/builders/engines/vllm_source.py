@@ -16,32 +16,33 @@ def _source_of(module: str) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def fields_of(module: str, name: str) -> set[str]:
-    """Annotated fields of a class, read from the source."""
+def _class_of(module: str, name: str) -> ast.ClassDef:
     for node in _source_of(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return {
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            }
+            return node
     raise AssertionError(f"{module} has no class {name}")
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Annotated fields of a class, read from the source."""
+    return {
+        item.target.id
+        for item in _class_of(module, name).body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
 
 
 @cache
 def attributes_set_in(module: str, class_name: str) -> set[str]:
     """Names that the methods of a class assign on ``self``."""
-    for node in _source_of(module).body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return {
-                item.attr
-                for item in ast.walk(node)
-                if isinstance(item, ast.Attribute)
-                and isinstance(item.ctx, ast.Store)
-                and isinstance(item.value, ast.Name)
-                and item.value.id == "self"
-            }
-    raise AssertionError(f"{module} has no class {class_name}")
+    return {
+        item.attr
+        for item in ast.walk(_class_of(module, class_name))
+        if isinstance(item, ast.Attribute)
+        and isinstance(item.ctx, ast.Store)
+        and isinstance(item.value, ast.Name)
+        and item.value.id == "self"
+    }
 
 
 def metric_labels() -> dict[str, set[str]]:

@@ -23,6 +23,8 @@ from rescheduler.page.snapshot import (
 __all__ = ["MadeUpCluster"]
 
 _EDGES = np.array([0, 16, 32, 64, 128, 256, 512, 1024, 2048])
+_TOKENS = 12
+"""That every request generates between two snapshots."""
 
 
 @dataclass
@@ -45,15 +47,7 @@ class _Seen:
 class MadeUpCluster:
     """Instances with requests that end and are replaced; now and then one moves.
 
-    Args:
-        instances: how many.
-        requests: on each of them.
-        kv_capacity: of each.
-        seconds: between two snapshots.
-        tokens: that every request generates between two snapshots.
-        seed: of everything.
-        accuracy: of its forecasts.
-        joules: that it uses between two snapshots; None: nobody knows.
+    Between two snapshots so many seconds pass, and so many joules are used.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class MadeUpCluster:
         requests: int,
         kv_capacity: int,
         seconds: float = 0.5,
-        tokens: int = 12,
         seed: int = 0,
         accuracy: Accuracy | None = None,
         joules: float | None = None,
@@ -76,7 +69,7 @@ class MadeUpCluster:
         )
         self.looks = 0
         self._accuracy, self._joules = accuracy, joules
-        self._random, self._tokens = random.Random(seed), tokens
+        self._random = random.Random(seed)
         self._n, self._kv_capacity = instances, kv_capacity
         self._next = 0
         self._moves: list[MoveReport] = []
@@ -100,7 +93,7 @@ class MadeUpCluster:
 
     def _advance(self) -> None:
         for i, one in enumerate(self._requests):
-            one.generated += self._tokens
+            one.generated += _TOKENS
             if one.generated >= one.length:
                 self._requests[i] = self._new(one.instance)
         if self._going is not None:
@@ -187,9 +180,7 @@ class MadeUpCluster:
                 target=[target if one is moving else -1 for one in self._requests],
                 prompt=prompt.tolist(),
                 generated=generated.tolist(),
-                low=[UNKNOWN] * n,
-                median=[UNKNOWN] * n,
-                high=[UNKNOWN] * n,
+                **dict.fromkeys(("low", "median", "high"), [UNKNOWN] * n),
             ),
             moves=self._moves[-20:],
             accuracy=self._accuracy,

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from data_collection.capture.capture_hook import CapturedRows
 from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, EngineForecasts
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
-from rescheduler.emulation.emulated_prompts import EmulatedPrompts
-from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
+from rescheduler.emulation.length_posterior import (
+    EmulatedPrompts,
+    forecast_edges,
+    posterior_survival,
+)
 from rescheduler.emulation.scripted_answers import ScriptedAnswers
 from rescheduler.emulation.scripted_forecaster import ScriptedForecaster
 

@@ -45,8 +45,10 @@ def decoding(snapshot: Snapshot) -> int:
     return snapshot.requests.phase.count(Phase.DECODING)
 
 
-async def test_it_shows_the_requests_of_every_proxy(tokenizer: Tokenizer) -> None:
-    async with coordinated_cluster(tokenizer, free_port()) as it:
+async def test_it_shows_the_requests_of_every_proxy_and_the_pauses_of_moves(
+    tokenizer: Tokenizer,
+) -> None:
+    async with coordinated_cluster(tokenizer, free_port(), prefix_caching=False) as it:
         with it.unhurried():
             tasks = [
                 asyncio.create_task(proxy.stream({**LONG, "prompt": f"{PROMPT} {i}"}))
@@ -54,43 +56,34 @@ async def test_it_shows_the_requests_of_every_proxy(tokenizer: Tokenizer) -> Non
                 for i in range(2)
             ]
             async with watching(it) as read:
-                snapshot = await seen(read, lambda one: decoding(one) == 4)
-                columns = snapshot.requests
-                assert len(set(columns.number)) == 4
-                held = dict.fromkeys(range(len(snapshot.instances)), 0)
-                for on, prompt, generated in zip(
-                    columns.instance, columns.prompt, columns.generated, strict=True
-                ):
-                    assert prompt > 1
-                    held[on] += prompt + generated
-                assert [one.kv_tokens for one in snapshot.instances] == list(held.values())
-                assert [one.name for one in snapshot.instances if one.role == "decode"] == [
-                    "decode-0",
-                    "decode-1",
-                ]
-        await asyncio.gather(*tasks)
-
-
-async def test_moves_come_with_the_pause_that_their_proxy_measured(tokenizer: Tokenizer) -> None:
-    async with coordinated_cluster(tokenizer, free_port(), prefix_caching=False) as it:
-        with it.unhurried():
-            tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in it.proxies]
-            async with watching(it) as read:
-                before = await seen(read, lambda one: decoding(one) == 2)
+                before = await seen(read, lambda one: decoding(one) == 4)
+                assert_whole(before)
                 status, _ = await it.ask("POST", "drain/decode-0")
                 assert status == 200
-                after = await seen(read, lambda one: len(one.moves) == 1)
-                (move,) = after.moves
-                assert (move.source, move.target) == ("decode-0", "decode-1")
-                assert (move.outcome, move.reason) == ("moved", "drain")
-                assert move.pause is not None
-                assert move.pause > 0
-                assert move.tokens > 0
-                names = dict(zip(before.requests.number, before.requests.name, strict=True))
-                assert names[move.number] == move.name
-                (drained,) = [one for one in after.instances if one.draining]
-                assert (drained.name, drained.kv_tokens) == ("decode-0", 0)
+                after = await seen(read, lambda one: len(one.moves) == 2)
         await asyncio.gather(*tasks)
+    names = dict(zip(before.requests.number, before.requests.name, strict=True))
+    for move in after.moves:
+        assert (move.source, move.target) == ("decode-0", "decode-1")
+        assert (move.outcome, move.reason) == ("moved", "drain")
+        assert move.pause is not None and move.pause > 0 and move.tokens > 0
+        assert names[move.number] == move.name
+    (drained,) = [one for one in after.instances if one.draining]
+    assert (drained.name, drained.kv_tokens) == ("decode-0", 0)
+
+
+def assert_whole(snapshot: Snapshot) -> None:
+    """Assert that instances hold what their requests do, each of which has its number."""
+    columns = snapshot.requests
+    assert len(set(columns.number)) == 4
+    held = dict.fromkeys(range(len(snapshot.instances)), 0)
+    rows = zip(columns.instance, columns.prompt, columns.generated, strict=True)
+    for on, prompt, generated in rows:
+        assert prompt > 1
+        held[on] += prompt + generated
+    assert [one.kv_tokens for one in snapshot.instances] == list(held.values())
+    decodes = [one.name for one in snapshot.instances if one.role == "decode"]
+    assert decodes == ["decode-0", "decode-1"]
 
 
 async def test_a_new_coordinator_shows_what_proxies_report(tokenizer: Tokenizer) -> None:

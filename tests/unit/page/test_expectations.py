@@ -1,6 +1,8 @@
 """What the page is told to expect of requests and of instances."""
 
 import math
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.page.expectations import expectations, known, remaining_interval
-from rescheduler.page.snapshot import UNKNOWN
+from rescheduler.page.live_snapshots import Look
+from rescheduler.page.snapshot import UNKNOWN, Instance, Phase, Requests, Snapshot
 
 HALF_BY_100 = ([0, 100, 200], [1.0, 0.5, 0.0])
 
@@ -96,3 +99,60 @@ def test_limits_that_nobody_knows() -> None:
     assert known(UNLIMITED) == UNKNOWN
     assert known(UNLIMITED - 1000) == UNKNOWN, "less what is on its way out"
     assert known(4608) == 4608
+
+
+def instance(name: str, role: Literal["prefill", "decode"], kv: int, held: int) -> Instance:
+    limits = {"slots": 8, "kv_capacity": kv, "kv_tokens": held}
+    return Instance(name=name, role=role, in_service=True, draining=False, **limits)
+
+
+def test_forecasts_and_loads_are_put_where_they_belong() -> None:
+    """Two requests on the second decode instance, one waits, one is being prefilled."""
+    running = SurvivalForecast.new([0, 10, 1000], [[1, 1, 0], [1, 0.5, 0]])
+    nothing_waits = view(running, [1, 1], [100, 30], int(UNLIMITED), 500)
+    seen_view = replace(
+        nothing_waits,
+        generated_tokens=np.array([50, 20]),
+        waiting_prompt_tokens=np.array([40]),
+        waiting_generated_tokens=np.array([1]),
+        waiting_forecast=SurvivalForecast.new([0, 100], [[1, 0]]),
+        waited_steps=np.array([3]),
+        step_seconds=0.04,
+    )
+    requests = Requests(
+        number=[7, 8, 9, 10],
+        name=["a", "b", "c", "d"],
+        phase=[Phase.DECODING, Phase.PLACED, Phase.WAITING, Phase.PREFILLING],
+        instance=[2, 2, UNKNOWN, 1],
+        target=[UNKNOWN] * 4,
+        prompt=[100, 30, 40, 60],
+        generated=[50, 20, 1, 0],
+        **dict.fromkeys(("low", "median", "high"), [UNKNOWN] * 4),
+    )
+    instances = [
+        instance("decode-0", "decode", UNKNOWN, 0),
+        instance("prefill-0", "prefill", UNKNOWN, 60),
+        instance("decode-1", "decode", 500, 0),
+    ]
+    unforeseen = Snapshot(
+        time=12.5,
+        step_seconds=0.04,
+        points=[],
+        instances=instances,
+        requests=requests,
+        further_waiting=2,
+    )
+    seen = Look(seen_view, ["decode-0", "decode-1"], unforeseen).snapshot()
+    assert (seen.time, seen.step_seconds, seen.further_waiting) == (12.5, 0.04, 2)
+    assert seen.requests.low == [109, 2, 10, UNKNOWN]
+    assert seen.requests.median == [505, 10, 50, UNKNOWN]
+    assert seen.requests.high == [901, 802, 90, UNKNOWN]
+    assert seen.requests.name == ["a", "b", "c", "d"]
+    first, prefill, second = seen.instances
+    assert (first.kv_tokens, prefill.kv_tokens, second.kv_tokens) == (0, 60, 200)
+    assert prefill.ahead == []
+    assert set(first.ahead) == {0}
+    assert first.overflow == [], "its capacity is not known"
+    assert second.ahead[0] == 200
+    assert len(second.overflow) == len(seen.points)
+    assert seen.points[-1] == 1024

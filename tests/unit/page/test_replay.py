@@ -105,7 +105,7 @@ def test_two_logs_are_served_to_who_has_the_token(headway_command: list[str], lo
 
 
 def test_mistakes_are_said_in_a_line(
-    tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, log: Path, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty, other = tmp_path / "empty", tmp_path / "other.csv"
     empty.touch()
@@ -116,8 +116,12 @@ def test_mistakes_are_said_in_a_line(
         ([tmp_path / "none"], "none does not exist"),
         ([log, "--beside", empty], "is empty: was it recorded with --record?"),
         ([log, "--port", "70000"], "a port is a number from 0 to 65535"),
+        (
+            ["--config", small, "--record", tmp_path / "a.gz", "--record-every", "0"],
+            "--record-every must be above 0 seconds",
+        ),
     ):
-        assert exit_status("replay", *arguments) == 1
+        assert exit_status("simulate" if small in arguments else "replay", *arguments) == 1
         errors = capsys.readouterr().err
         assert says in errors
         assert errors.count("\n") == 1
@@ -170,12 +174,3 @@ def test_simulations_are_recorded_as_they_are_without(
         assert 0.8 * figure < joules[-1] < 1.2 * figure  # of both seeds, the log is of the first
         moves = {(move.number, move.time) for snapshot in seen for move in snapshot.moves}
         assert bool(moves) == (log.about.migration == "survival")
-
-
-def test_an_interval_of_nothing_is_refused(
-    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = tmp_path / "a.gz"
-    wrong = ("--record", record, "--record-every", "0")
-    assert exit_status("simulate", "--config", small, *wrong) == 1
-    assert "--record-every must be above 0 seconds" in capsys.readouterr().err
