@@ -126,11 +126,7 @@ async def _in_time(seconds: float, what: str) -> AsyncIterator[None]:
 
 
 class WatchedPlacements(Placements[LiveRequest]):
-    """Which request is on which instance; requests keep it up to date with each change.
-
-    Args:
-        changed: called with each request that has changed.
-    """
+    """Which request is on which instance; tells the link of each request that changes."""
 
     def __init__(self, changed: Callable[[LiveRequest], None]) -> None:
         super().__init__()
@@ -151,12 +147,8 @@ def instances_digest(deployment: Deployment) -> str:
 class CoordinatedCluster(Cluster[LiveRequest]):
     """A cluster in which the coordinator places and moves this proxy's requests.
 
-    Args:
-        deployment: of which this is one of the proxies.
-
     Attributes:
         mover: carries out the coordinator's orders.
-        link: to the coordinator.
         loads: of this proxy and its peers.
         refused: messages of the coordinator and the other proxies.
 

@@ -65,12 +65,7 @@ class Numbering:
         self.last = 0
 
     def arrived(self, number: int, whole: bool) -> Arrival:
-        """Note a message; return how it comes.
-
-        Args:
-            number: of the message.
-            whole: whether it says how everything is.
-        """
+        """Note a message, which says how everything is if it is whole; return how it comes."""
         ahead = number - self.last
         if abs(ahead) > FAR and not whole:
             return Arrival.FAR
@@ -113,11 +108,9 @@ class Link:
         session: random name of this process, for the coordinator only.
         deployment: digest of the instances' names.
         silent_seconds: without a view for this long, the coordinator is taken to be away.
-        step: how long a decode step takes, to be reported.
         carry_out: begins a move to an instance, with a reason; `moved` is called at its end.
 
     Attributes:
-        number: of this proxy in the view; 0: none.
         view: the coordinator's last.
         listening: endpoint at which peers hear this proxy's loads.
         refused: why the coordinator does not work with this proxy; None if it does.
@@ -135,7 +128,6 @@ class Link:
         carry_out: Callable[[LiveRequest, InstanceState, str], None],
         wake: Callable[[], None],
     ) -> None:
-        self.number = 0
         self.view: View | None = None
         self.listening = ""
         self.refused: str | None = None
@@ -187,10 +179,7 @@ class Link:
         return bool(self._changed or self._ended or self._moves or self._failures)
 
     async def ask(self, request: LiveRequest, for_prefill: bool) -> InstanceState | None:
-        """Wait for a place; the request is on the instance then.
-
-        Returns:
-            The instance; None if no prefill instance is in service.
+        """Wait for a place, where the request is then; None if no prefill instance is in service.
 
         Raises:
             CoordinatorSilentError: the coordinator has fallen silent meanwhile.
@@ -272,7 +261,7 @@ class Link:
         if view is not None:
             if not self.back.is_set():
                 logger.info("the coordinator places requests")
-            self.number, self.view, self._viewed = notice.proxy, view, self._clock()
+            self.view, self._viewed = view, self._clock()
             self._awaited = False
             self.back.set()
             for instance, draining in zip(self._instances, view.draining, strict=True):

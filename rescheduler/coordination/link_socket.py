@@ -16,8 +16,6 @@ from predictor.live.zmq_sockets import apply_curve, is_loopback, refuse_open_end
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
-    LARGEST_MESSAGE,
-    MOST_UNREAD,
     CoordinationError,
     Load,
     Notice,
@@ -26,7 +24,12 @@ from rescheduler.coordination.messages import (
     decode,
     encode,
 )
-from rescheduler.coordination.peer_sockets import PeerEndpointError, PeerSockets, checked_endpoint
+from rescheduler.coordination.peer_sockets import (
+    PeerEndpointError,
+    PeerSockets,
+    checked_endpoint,
+    message_socket,
+)
 
 __all__ = ["LinkSockets", "beats"]
 
@@ -59,10 +62,6 @@ class LinkSockets:
     It also publishes to the other proxies what this one has on each instance, and hears what they
     have: any of them may be the only one for which the coordinator is silent.
 
-    Args:
-        keys: folder made by ``headway keys``, needed off the loopback.
-        refused: counts what is refused, from the senders ``coordinator`` and ``proxy``.
-
     Raises:
         TelemetryError: an open endpoint without keys, or keys that cannot be used.
         CoordinationError: no socket can be bound for the peers.
@@ -81,10 +80,10 @@ class LinkSockets:
         self._due, self._publish_due = asyncio.Event(), asyncio.Event()
         self._authenticator = None
         self._contexts = [zmq.asyncio.Context() for _ in range(2)]  # one serves with keys
-        connecting, serving = self._contexts
-        self._dealer = connecting.socket(zmq.DEALER)
-        self._peers = PeerSockets(connecting, keys, "[" in endpoint, self._heard, refused)
-        self._publisher = serving.socket(zmq.PUB)
+        (connecting, serving), ipv6 = self._contexts, "[" in endpoint
+        self._dealer = message_socket(connecting, zmq.DEALER, ipv6)
+        self._peers = PeerSockets(connecting, keys, ipv6, self._heard, refused)
+        self._publisher = message_socket(serving, zmq.PUB, ipv6)
         try:
             # Nothing is kept for a coordinator that is away: reports say how things are.
             self._dealer.setsockopt(zmq.IMMEDIATE, 1)
@@ -92,13 +91,7 @@ class LinkSockets:
             self._dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
             self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
             self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-            self._dealer.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
             self._publisher.setsockopt(zmq.MAXMSGSIZE, _LARGEST_SUBSCRIPTION)
-            for each in (self._dealer, self._publisher):
-                each.setsockopt(zmq.LINGER, 0)
-                each.setsockopt(zmq.SNDHWM, MOST_UNREAD)
-                each.setsockopt(zmq.RCVHWM, MOST_UNREAD)
-                each.setsockopt(zmq.IPV6, int("[" in endpoint))
             if keys is not None:
                 apply_curve(self._dealer, keys, "watcher", serves=False, peer="watcher")
                 self._authenticator = apply_curve(

@@ -50,32 +50,16 @@ __all__ = [
 ]
 
 
-LARGEST_MESSAGE = 8 << 20
-"""Bytes of a message; a connection that sends a larger one is closed."""
-
-MOST_UNREAD = 64
-"""Messages of one connection that wait to be sent or read; what does not fit is lost."""
-
-MOST_SESSIONS = 64
-"""Proxies of one coordinator."""
-
-MOST_REQUESTS = 16_384
-"""Requests of one proxy, four times as many as it can relay tokens for."""
-
+LARGEST_MESSAGE = 8 << 20  # bytes; a connection that sends a larger one is closed
+MOST_UNREAD = 64  # of one connection, to be sent or read; what does not fit is lost
+MOST_SESSIONS = 64  # proxies of one coordinator
+MOST_REQUESTS = 16_384  # of one proxy, four times as many as it can relay tokens for
 MOST_INSTANCES = 4_096
-"""Instances of a deployment."""
-
-MOST_ANSWERS, MOST_ORDERS, MOST_FAILURES = 1_024, 256, 64
-"""Places, orders to move and failed calls in one message; others come in the next."""
-
-MOST_TOKENS = 2**24
-"""Tokens of a prompt, or of an answer."""
-
-MOST = 2**40
-"""Largest number of any message: no count of requests, tokens or messages comes near it."""
-
-NOWHERE = -1
-"""In place of an instance's index in the deployment."""
+MOST_ANSWERS, MOST_ORDERS, MOST_FAILURES = 1_024, 256, 64  # others come in the next message
+MOST_TOKENS = 2**24  # of a prompt, or of an answer
+MOST = 2**40  # no count of requests, tokens or messages comes near it
+TOPIC = b"headway-coordination/2"  # the first frame: name and version of the schema
+NOWHERE = -1  # in place of an instance's index in the deployment
 
 _PRINTABLE = (  # neither control characters nor those that change the order or are not seen
     r"^[^\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]*\Z"
@@ -90,17 +74,11 @@ StepSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=60.0)]
 Word = Annotated[str, msgspec.Meta(max_length=160, pattern=_PRINTABLE)]
 Text = Annotated[str, msgspec.Meta(max_length=512, pattern=_PRINTABLE)]
 Outcome = Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{1,32}\Z")]
-
-
-TOPIC = b"headway-coordination/2"
-"""The first frame of every message: name and version of the schema."""
-
 Hop = Annotated[int, msgspec.Meta(ge=-1, le=MOST)]
 Session = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,64}\Z")]
 Listed = msgspec.Meta(max_length=MOST_REQUESTS)
 ByInstance = msgspec.Meta(max_length=MOST_INSTANCES)
 Packed = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_REQUESTS)]
-
 
 Reason = Literal[
     "version",  # of another schema
@@ -131,12 +109,9 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         handle: number of the request in its proxy's session.
-        ticket: of the place that it waits for; 0 if it waits for none.
-        for_prefill: whether that is a place on a prefill instance.
-        waited: seconds that it has waited for it.
-        instance: index of the instance that it is on.
+        ticket: of the place that it has waited for, 0 if for none; ``for_prefill``: to prefill.
         hop: number of its placement on decode instances; each move raises it.
-        moving: whether the proxy carries out an order to move it.
+        moving: the proxy carries out an order to move it.
         avoid: instances that its proxy cannot reach, that have failed it, or turned it away.
     """
 
@@ -165,11 +140,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request that is over.
-
-    Attributes:
-        by_itself: whether its length tells of others': no client or fault cut it.
-    """
+    """A request that is over; by itself: no client or fault cut it, so its length tells."""
 
     handle: Count
     by_itself: bool
@@ -177,11 +148,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """How an order to move a request ended.
-
-    Attributes:
-        hop: that the order named.
-    """
+    """How an order to move a request, which named this hop, ended."""
 
     handle: Count
     hop: Hop
@@ -190,22 +157,17 @@ class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A failure that counts against an instance.
-
-    Attributes:
-        certain: nothing listens there.
-    """
+    """A failure that counts against an instance; certain: nothing listens there."""
 
     instance: Index
     certain: bool
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """What a proxy says.
+    """What a proxy says; reports of a session are numbered from 1.
 
     Attributes:
         session: random name of the proxy's process, which it tells to nobody else.
-        number: of this report in the session, from 1.
         incarnation: of the session with the coordinator, as it heard last.
         heard: number of the last notice from it.
         deployment: digest of the instances' names; it must be the coordinator's.
@@ -234,11 +196,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Why a request gets no place.
-
-    Attributes:
-        status: for its client, as in HTTP.
-    """
+    """Why a request gets no place, for its client, as in HTTP."""
 
     status: Literal[429, 503]
     message: Text
@@ -246,12 +204,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A place for a request.
-
-    Attributes:
-        instance: index; `NOWHERE` if no prefill instance is in service.
-        refusal: in its place.
-    """
+    """A place for a request, `NOWHERE` if no prefill instance is in service; or a refusal."""
 
     ticket: Count
     instance: Index
@@ -259,12 +212,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An order to move a request, void if it is elsewhere by now.
-
-    Attributes:
-        hop: placement that it leaves.
-        why: for the proxy's log.
-    """
+    """An order to move a request from its placement ``hop``, void if it is elsewhere by now."""
 
     handle: Count
     hop: Hop
@@ -274,13 +222,9 @@ class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """What one proxy has on each instance, in the order of the deployment.
+    """Requests that one proxy has on each instance, and their context tokens, [n_instances].
 
     It does not say whose it is: that is known by the connection through which it comes.
-
-    Attributes:
-        requests: [n_instances].
-        tokens: [n_instances] of their contexts.
     """
 
     requests: Annotated[list[Requests], ByInstance]
@@ -288,10 +232,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ProxyLoad(msgspec.Struct, array_like=True, frozen=True):
-    """A proxy, as the coordinator tells the others of it.
+    """A proxy, as the others are told of it: not what it calls its session.
 
     Attributes:
-        proxy: its number; what it calls its session, nobody else is told.
         listening: endpoint at which its peers hear it; empty if there is none.
     """
 
@@ -314,11 +257,10 @@ class View(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
-    """What the coordinator says.
+    """What the coordinator says; notices of a session are numbered from 1.
 
     Attributes:
         incarnation: of the coordinator's session with this proxy.
-        number: of this notice in the session, from 1.
         proxy: number of this proxy in the view; 0: none.
         whole_please: it has missed a report.
         view: a few times a second, once the coordinator decides.

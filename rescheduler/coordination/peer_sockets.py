@@ -13,18 +13,32 @@ import zmq.asyncio
 from predictor.live.zmq_sockets import apply_curve
 from rescheduler.coordination.messages import (
     LARGEST_MESSAGE,
+    MOST_UNREAD,
     CoordinationError,
     Load,
     RefusedMessages,
     decode,
 )
 
-__all__ = ["PeerEndpointError", "PeerSockets", "checked_endpoint"]
+__all__ = ["PeerEndpointError", "PeerSockets", "checked_endpoint", "message_socket"]
 
 
 logger = logging.getLogger("headway.serve")
 
 _UNREAD = 4
+
+
+def message_socket(
+    context: zmq.asyncio.Context, kind: int, ipv6: bool, unread: int = MOST_UNREAD
+) -> zmq.asyncio.Socket:
+    """Return a socket that keeps so many messages, and none when it is closed."""
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    made.setsockopt(zmq.SNDHWM, unread)
+    made.setsockopt(zmq.RCVHWM, unread)
+    made.setsockopt(zmq.IPV6, int(ipv6))
+    return made
 
 
 class PeerSockets:
@@ -33,9 +47,7 @@ class PeerSockets:
     What comes through it is that proxy's: on a socket for all of them, one could speak as another.
 
     Args:
-        keys: folder made by ``headway keys``, needed off the loopback.
         heard: called with a proxy's number and what it has now.
-        refused: counts what is refused, from the sender ``proxy``.
     """
 
     def __init__(
@@ -59,7 +71,7 @@ class PeerSockets:
             task.cancel()
             socket.close(linger=0)
         for endpoint in numbers.keys() - self._hearing.keys():
-            socket = self._context.socket(zmq.SUB)
+            socket = message_socket(self._context, zmq.SUB, self._ipv6, _UNREAD)
             try:
                 self._open(socket, endpoint)
             except zmq.ZMQError as error:
@@ -79,10 +91,6 @@ class PeerSockets:
 
     def _open(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-        socket.setsockopt(zmq.RCVHWM, _UNREAD)
-        socket.setsockopt(zmq.IPV6, int(self._ipv6))
         if self._keys is not None:
             apply_curve(socket, self._keys, "watcher", serves=False, peer="watcher")
         socket.connect(endpoint)
@@ -125,7 +133,7 @@ def checked_endpoint(endpoint: str, address: str | None, loopback: bool | None =
         loopback: whether it must be, or must not be, of this machine; None if that is not known.
 
     Raises:
-        PeerEndpointError: says what is wrong.
+        PeerEndpointError: no proxy may listen there.
     """
     parts = _ENDPOINT.fullmatch(endpoint)
     if parts is None:

@@ -19,10 +19,10 @@ from rescheduler.engines.launch_engines import bound_address
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.cluster_metrics import ClusterMetrics
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import MoveHistory, MoveOutcome
+from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.planner import Drainer, PlannerLoop
 
-__all__ = ["Coordinator", "CoordinatorMetrics", "Orders"]
+__all__ = ["Coordinator"]
 
 
 logger = logging.getLogger("headway.serve")
@@ -61,41 +61,8 @@ class CoordinatorMetrics(ClusterMetrics[Mirror]):
         )
 
 
-class Orders:
-    """Has proxies move requests."""
-
-    def __init__(
-        self, sessions: Mapping[str, Session], metrics: CoordinatorMetrics, history: MoveHistory
-    ) -> None:
-        self._sessions, self._metrics, self._history = sessions, metrics, history
-
-    async def move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
-        """Order a request to move; return how that ended, as soon as it is known."""
-        source, session = request.instance, self._sessions.get(request.session)
-        if source is None or session is None or not request.can_move:
-            return MoveOutcome("gone")
-        ended = await session.move(request, target, why)
-        if ended.outcome not in _OUTCOMES:  # a metric must not get labels without end
-            ended = MoveOutcome("other", ended.pause)
-        self._metrics.moves.labels(source.name, target.name, ended.outcome).inc()
-        self._history.ended(request, source, target, why, ended)
-        logger.info(
-            "request %s, %d tokens: %s to %s: %s (%s)",
-            request.id,
-            request.context_tokens,
-            source.name,
-            target.name,
-            ended.outcome,
-            why,
-        )
-        return ended
-
-
 class Coordinator:
     """Decides for all proxies; make it, `start` it and `close` it in one event loop.
-
-    Args:
-        deployment: which instances, and how.
 
     Attributes:
         cluster: the instances, and what proxies report of their requests.
@@ -133,8 +100,7 @@ class Coordinator:
         endpoint = bound_address(options.endpoint, "coordinator.endpoint")
         self._reception = Reception(endpoint, deployment.keys_folder, sessions, refused, wake)
         self.metrics = CoordinatorMetrics(cluster, self.sessions, refused)
-        self._orders = Orders(self.sessions, self.metrics, cluster.moves)
-        self.drainer = Drainer(cluster, self._orders.move)
+        self.drainer = Drainer(cluster, self._move)
 
     @property
     def endpoint(self) -> str:
@@ -153,7 +119,7 @@ class Coordinator:
         cluster.forever(self.drainer.run())
         if cluster.planner is not None:
             planned = self.metrics.planning.observe
-            cluster.forever(PlannerLoop(cluster, self._orders.move, planned).run())
+            cluster.forever(PlannerLoop(cluster, self._move, planned).run())
         cluster.forever(self._reception.run())
         cluster.forever(self._settle())
 
@@ -170,3 +136,18 @@ class Coordinator:
         """Place nothing before the proxies have reported what runs: it would count for nothing."""
         await asyncio.sleep(self.options.settle_seconds)
         self._shared.settled.set()
+
+    async def _move(self, request: Mirror, target: InstanceState, why: str) -> MoveOutcome:
+        """Have its proxy move a request; return how that ended, as soon as it is known."""
+        source, session = request.instance, self.sessions.get(request.session)
+        if source is None or session is None or not request.can_move:
+            return MoveOutcome("gone")
+        ended = await session.move(request, target, why)
+        if ended.outcome not in _OUTCOMES:  # a metric must not get labels without end
+            ended = MoveOutcome("other", ended.pause)
+        way = source.name, target.name, ended.outcome
+        self.metrics.moves.labels(*way).inc()
+        self.cluster.moves.ended(request, source, target, why, ended)
+        said = "request %s, %d tokens: %s to %s: %s (%s)"
+        logger.info(said, request.id, request.context_tokens, *way, why)
+        return ended

@@ -18,14 +18,7 @@ from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.connection import cannot_listen, monitoring_routes, operators_server
 
-__all__ = ["coordinator", "coordinator_app"]
-
-
-def coordinator_app(coordinator: Coordinator) -> web.Application:
-    """Return the application."""
-    app = web.Application()
-    app.add_routes(monitoring_routes(lambda: coordinator.ready, coordinator.metrics.text))
-    return app
+__all__ = ["coordinator"]
 
 
 def coordinator(config: Deployment, record: Path | None = None, verbose: bool = False) -> None:
@@ -62,7 +55,8 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
     options, stack = coordinator.options, AsyncExitStack()
     try:
         await coordinator.start()
-        app = coordinator_app(coordinator)
+        app = web.Application()
+        app.add_routes(monitoring_routes(lambda: coordinator.ready, coordinator.metrics.text))
         server = operators_server(app, host=options.host, port=options.port)
         try:
             await stack.enter_async_context(server)

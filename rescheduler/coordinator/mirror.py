@@ -12,12 +12,7 @@ __all__ = ["Mirror", "Order"]
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """An order to move a request that has not ended, as far as is known.
-
-    Attributes:
-        hop: placement that it leaves.
-        number: of the notice that it goes out with; 0 before.
-    """
+    """An order to leave placement ``hop``; ``number``: of its notice, 0 before it is sent."""
 
     target: InstanceState
     hop: int
@@ -34,12 +29,10 @@ class Mirror(Placeable):
 
     Attributes:
         handle: number in its proxy's session.
-        hop: number of its placement.
         ticket: of the place that it waits for, as reported; 0 if it waits for none.
         asking: gets it that place.
         booked: ticket of the place that it has got here and, as reported, not taken; 0 if none.
         booked_in: number of the notice that says so; 0 before it is sent.
-        moving: the proxy moves it.
         admitted: it has had a place, or one was asked for it before.
     """
 

@@ -46,8 +46,6 @@ class Shared:
 
     Attributes:
         incarnation: of the coordinator's process.
-        prefill_pool: of requests that wait for a prefill instance.
-        decode_pool: of those that wait for a decode instance.
         names: how many requests engines call so: clients of two proxies may choose the same.
         wake: called when there is something to say to a proxy.
         settled: set once proxies have had the time to report what runs.
@@ -74,10 +72,8 @@ class Session:
     Attributes:
         peer: its connection; None while it has none.
         mirrors: its requests, by handle.
-        heard_at: when its last report came.
         listening: endpoint at which its peers hear its loads; empty if there is none.
         named: endpoint that it names as such.
-        step_seconds: mean time between two tokens of its requests.
         known: whether its requests are: a whole report has come, and none was missed since.
     """
 

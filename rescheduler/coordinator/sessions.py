@@ -12,9 +12,7 @@ import zmq.asyncio
 from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
 from rescheduler.coordination.link_socket import beats
 from rescheduler.coordination.messages import (
-    LARGEST_MESSAGE,
     MOST_SESSIONS,
-    MOST_UNREAD,
     CoordinationError,
     Notice,
     ProxyLoad,
@@ -25,7 +23,11 @@ from rescheduler.coordination.messages import (
     decode,
     encode,
 )
-from rescheduler.coordination.peer_sockets import PeerEndpointError, checked_endpoint
+from rescheduler.coordination.peer_sockets import (
+    PeerEndpointError,
+    checked_endpoint,
+    message_socket,
+)
 from rescheduler.coordinator.session import Session, Shared
 
 __all__ = ["Reception", "Sessions"]
@@ -46,10 +48,6 @@ class Sessions:
     Args:
         deployment: digest of the instances, which proxies must list alike.
         lost_seconds: after which a proxy from which nothing comes is taken to be gone.
-        refused: counts what is refused, from the sender ``proxy``.
-
-    Attributes:
-        by_name: of the proxies' processes.
     """
 
     def __init__(
@@ -64,13 +62,7 @@ class Sessions:
         self._refused = refused
 
     async def receive(self, report: Report, peer: bytes, address: str | None) -> Notice | None:
-        """Take over what a proxy says; return a refusal, if it cannot be worked with.
-
-        Args:
-            report: of the proxy.
-            peer: connection that it comes through.
-            address: that the proxy connects from; None if that is not known.
-        """
+        """Take over what a proxy says by a connection; return a refusal of it, if there is one."""
         if report.deployment != self._deployment:
             why = "its deployment file lists other instances than the coordinator's"
             return self._refusal(report, address, "deployment", "it lists other instances", why)
@@ -103,11 +95,7 @@ class Sessions:
         return None
 
     async def notices(self, beat: bool) -> AsyncIterator[tuple[Session, Notice]]:
-        """Yield what there is to say, and to whom.
-
-        Args:
-            beat: whether it is time for a view of the cluster, and to forget who is gone.
-        """
+        """Yield what there is to say; at a beat also a view, and who is lost is forgotten."""
         view = None
         if beat:
             await self._forget_lost()
@@ -199,16 +187,8 @@ class Sessions:
         )
 
 
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 4_000
-
-
 class Reception:
     """Hears the proxies, and sends what there is to say to them.
-
-    Args:
-        endpoint: that it binds; port 0 takes a free one.
-        keys: folder made by ``headway keys``, needed off the loopback.
-        refused: counts what is refused, from the sender ``proxy``.
 
     Attributes:
         endpoint: that it has bound.
@@ -230,19 +210,14 @@ class Reception:
         self._sessions, self._refused, self._due = sessions, refused, due
         self._authenticator = None
         self._context = zmq.asyncio.Context()
-        self._router = self._context.socket(zmq.ROUTER)
+        self._router = message_socket(self._context, zmq.ROUTER, "[" in endpoint)
         try:
-            self._router.setsockopt(zmq.LINGER, 0)
-            self._router.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-            self._router.setsockopt(zmq.SNDHWM, MOST_UNREAD)
-            self._router.setsockopt(zmq.RCVHWM, MOST_UNREAD)
             # Sessions belong to connections: no peer may take one over by its routing id, and
             # one that is gone has to be noticed.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-            self._router.setsockopt(zmq.IPV6, int("[" in endpoint))
+            self._router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+            self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
             if keys is not None:
                 self._authenticator = apply_curve(
                     self._router, keys, "watcher", serves=True, peer="watcher"

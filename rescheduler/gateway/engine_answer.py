@@ -133,7 +133,6 @@ class EngineAnswer:
     """What the headers of an answer say, and how many tokens its body has brought.
 
     Attributes:
-        ok: the request is served.
         failed: a server's error, of the engine or of the gateway that does not reach it.
     """
 

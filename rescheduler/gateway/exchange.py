@@ -25,9 +25,7 @@ from rescheduler.placement.live_request import LiveRequest
 __all__ = [
     "DESTINATION",
     "Exchange",
-    "announced_size",
     "body_answers",
-    "read_body",
     "refusal",
     "routed",
     "unchanged",
@@ -153,8 +151,6 @@ class Exchange:
 
     Args:
         read: waits for what the gateway says next; None at the end.
-        write: answers it.
-        running: places requests and follows them.
     """
 
     def __init__(

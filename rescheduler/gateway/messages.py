@@ -180,11 +180,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A piece of a body.
-
-    Attributes:
-        ends: it is the last one.
-    """
+    """A piece of a body, the last one if it ends it."""
 
     response: bool
     data: bytes

@@ -32,12 +32,8 @@ logger = logging.getLogger("headway.serve")
 class Picker:
     """Picks the engine of each request; make it, `start` it and `close` it in one event loop.
 
-    Args:
-        deployment: which engines, and how requests are placed.
-
     Attributes:
         cluster: the engines, and which requests are on which.
-        largest_body_mb: largest body of a request, in MiB.
         bodies: the memory of all bodies that are being read.
 
     Raises:
@@ -46,7 +42,6 @@ class Picker:
 
     def __init__(self, deployment: Deployment) -> None:
         _refuse_what_is_not_placing(deployment)
-        self.largest_body_mb = deployment.proxy.largest_body_mb
         self.cluster = Cluster[LiveRequest](deployment)
         self._running = RunningRequests(self.cluster)
         self.bodies = self._running.bodies
@@ -101,11 +96,7 @@ def _refuse_what_is_not_placing(deployment: Deployment) -> None:
 def server_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
     """Return what a gRPC server needs for TLS.
 
-    gRPC does not say what is wrong with a file, so that OpenSSL reads both first.
-
-    Args:
-        certificate: PEM file of the certificate and its chain.
-        key: PEM file of its private key.
+    gRPC does not say what is wrong with a PEM file, so that OpenSSL reads both first.
 
     Raises:
         DeploymentError: a file cannot be read, or is not what it should be.
@@ -173,7 +164,7 @@ class PickerServer:
         self._server = grpc.aio.server(
             options=(
                 *_OPTIONS,
-                ("grpc.max_receive_message_length", _largest_message(picker.largest_body_mb)),
+                ("grpc.max_receive_message_length", _largest_message(picker.cluster.deployment)),
             )
         )
         self._server.add_generic_rpc_handlers(
@@ -230,6 +221,6 @@ class PickerServer:
         return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)
 
 
-def _largest_message(largest_body_mb: int) -> int:
+def _largest_message(deployment: Deployment) -> int:
     """Return how many bytes a message may have: a whole body, and gRPC's usual 4 MiB beside it."""
-    return min((largest_body_mb + 4) << 20, 2**31 - 1)
+    return min((deployment.proxy.largest_body_mb + 4) << 20, 2**31 - 1)

@@ -94,11 +94,7 @@ class Endpoints:
         return self._of[instance]
 
     def outside(self, subset: frozenset[str] | None) -> frozenset[InstanceState]:
-        """Return the engines that a request must not go to.
-
-        Args:
-            subset: endpoints that its gateway allows; None: all.
-        """
+        """Return the engines that a request must not go to, of which its gateway allows these."""
         if subset is None:
             return frozenset()
         return frozenset(one for one, endpoint in self._of.items() if endpoint not in subset)
@@ -126,9 +122,6 @@ class RunningRequests:
     """Places requests, and knows of each where it is and how many tokens it has.
 
     Attributes:
-        dispatcher: chooses engines.
-        endpoints: of the engines.
-        suspects: checks engines whose answers are errors, or are cut.
         bodies: the memory of all that are being read.
         body_seconds: for which a body may be incomplete.
     """
@@ -142,10 +135,7 @@ class RunningRequests:
 
     @contextmanager
     def begun(self, client: ClientRequest, name: str | None) -> Iterator[LiveRequest]:
-        """Count a request that has just arrived, until it ends in whatever way.
-
-        Its body is not kept.
-        """
+        """Count a request that has just arrived, without its body, until it ends somehow."""
         id = uuid.uuid4().hex
         now = asyncio.get_running_loop().time()
         client = replace(client, body={}, direct=client.direct or "gateway")
@@ -194,12 +184,7 @@ class RunningRequests:
             self._cluster.step.took(arrival.waited / tokens)
 
     def end(self, request: LiveRequest, answer: EngineAnswer | None) -> None:
-        """Forget a request; one that has ended already has no further end.
-
-        Args:
-            request: that ends.
-            answer: the whole answer; None: there was none, or it was cut.
-        """
+        """Forget a request, once; without an answer, there was none, or it was cut."""
         if request.ended:
             return
         if request.instance is not None and answer is None:

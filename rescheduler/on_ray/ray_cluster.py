@@ -150,8 +150,7 @@ class RayCluster:
     ) -> dict[str, Any]:
         """Call a function with the address of each node, and these arguments, on that node.
 
-        Returns:
-            What it returned there, by the address. ``nodes`` are their ids, likewise.
+        ``nodes`` are ids by address, and so are the results.
 
         Raises:
             LaunchError: it failed, as where Headway is not installed.

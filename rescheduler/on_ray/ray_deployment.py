@@ -146,14 +146,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Server:
-    """A process that an actor of its name runs.
-
-    Attributes:
-        name: also of the actor.
-        role: what it is.
-        address: of its node, which it listens on.
-        url: of its HTTP server.
-    """
+    """A process that an actor of its name runs; it listens on the address of its node."""
 
     name: str
     role: Literal["prefill", "decode", "proxy", "coordinator"]

@@ -58,10 +58,8 @@ class KeptServer:
     After a start that fails, it waits before it ends, each time twice as long, up to a minute.
 
     Args:
-        server: not running.
         prepare: called before the start; raises `LaunchError` or `OSError` when it cannot be
             started now.
-        grace_seconds: that it has to end when asked to.
         file: of its `Past`.
         ended: called when it has ended, unless it was stopped for good.
     """

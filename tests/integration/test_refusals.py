@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from benchmarks.support.offline_engine import record
-from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.vllm_adapter import steps
 from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
@@ -144,25 +143,6 @@ def test_the_v2_runner_of_an_xpu_is_refused(smollm2: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match=r"XPUs have a V2 .*; set VLLM_USE_V2_MODEL_RUNNER=0"):
         refuse_unsupported("capture", config)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"kk": 20}, "unknown field `kk`.*Keys known to this worker: k, record"),
-        ({"k": 0}, "`int` >= 1.*at `[$].k`"),
-        ({"record": {"path": "x", "dtype": "int8"}}, "int8.*in 'record': path, dtype"),
-        ({"record": {}}, "missing required field `path`"),
-    ],
-)
-def test_the_capture_section_is_validated(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_capture_config({"headway": section}, CaptureConfig)
-
-
-def test_a_missing_capture_section_shows_one() -> None:
-    with pytest.raises(ValueError, match=r"no 'headway' section; give for example"):
-        read_capture_config({"headwy": {}}, CaptureConfig)
 
 
 def test_only_the_first_tensor_parallel_rank_of_the_last_stage_records(

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from contextlib import AsyncExitStack
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,16 +23,13 @@ class Waiting:
 
     def __init__(self, pool: FairPool, proxy: int) -> None:
         self.proxy, self.inside = proxy, False
-        self._goes = asyncio.Event()
+        self.goes = asyncio.Event()
         self.task = asyncio.create_task(self._wait(pool))
 
     async def _wait(self, pool: FairPool) -> None:
         async with pool.waiting(self.proxy):
             self.inside = True
-            await self._goes.wait()
-
-    def go(self) -> None:
-        self._goes.set()
+            await self.goes.wait()
 
 
 @given(st.integers(1, 12), STEPS)
@@ -48,7 +44,7 @@ def test_each_proxy_has_its_share_and_no_place_stays_empty(
             if step == "come":
                 all_of_them.append(Waiting(pool, proxy))
             elif step == "go" and inside:
-                inside[0].go()
+                inside[0].goes.set()
                 all_of_them.remove(inside[0])
             elif step == "give up" and own:
                 own[-1].task.cancel()
@@ -75,24 +71,3 @@ def check(all_of_them: list[Waiting], size: int, pool: FairPool) -> None:
         assert pool.below_share(proxy) == (inside[proxy] + outside[proxy] < share)
         own = [one.inside for one in all_of_them if one.proxy == proxy]
         assert own == sorted(own, reverse=True), "one overtakes another"
-
-
-def test_one_proxy_fills_the_pool_and_keeps_nobody_out_of_it() -> None:
-    async def play() -> None:
-        pool = FairPool(8)
-        async with AsyncExitStack() as stack:
-            for _ in range(8):
-                await stack.enter_async_context(pool.waiting(1))
-            more = Waiting(pool, 1)
-            others = [Waiting(pool, 2) for _ in range(4)]
-            await turns()
-            assert not more.inside
-            assert all(one.inside for one in others)
-            for one in others:
-                one.go()
-        await turns()
-        assert more.inside
-        more.go()
-        await more.task
-
-    asyncio.run(play())

@@ -86,17 +86,6 @@ async def test_what_is_unknown_or_not_asked_for_changes_nothing() -> None:
     assert not report.moves
 
 
-async def test_a_notice_far_ahead_is_not_the_last_that_is_heard() -> None:
-    conversation = link()
-    conversation.receive(Notice("c", 1, view=VIEW))
-    with pytest.raises(CoordinationError, match=f"notice {2**40} after 1"):
-        conversation.receive(Notice("c", 2**40))
-    for number, waiting in ((2, 7), (2**40, 8), (3, 9)):
-        view = View([False, False], waiting, [])
-        conversation.receive(Notice("c", number, view=view))
-        assert conversation.view == view
-
-
 async def test_everything_is_reported_a_few_times_a_second_however_often_it_is_asked_for() -> None:
     conversation = link()
     conversation.changed(arrived(conversation, "a"))

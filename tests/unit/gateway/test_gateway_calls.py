@@ -146,29 +146,6 @@ async def test_a_body_may_come_in_one_message(tokenizer: Tokenizer) -> None:
 THROTTLED = {"name": "throttled", "limit": 1}
 
 
-async def test_a_request_that_waits_holds_no_more_than_its_body(tokenizer: Tokenizer) -> None:
-    limits = {"bodies_mb": 2, "largest_body_mb": 1}
-    async with asked_picker(tokenizer, routing=THROTTLED, **limits) as asked:
-        dispatcher = asked.picker.cluster.dispatcher
-        calls = [await begun(asked, head(), BODY)]
-        await until(lambda: len(running(asked)) == 1)
-        answers: list[asyncio.Task[Any]] = []
-        while len(answers) < 3:  # they do not say how long they are
-            calls.append(await begun(asked, head(), BODY))
-            answers.append(asyncio.create_task(calls[-1].read()))
-            await until(
-                lambda: (
-                    len(dispatcher.waiting) + sum(map(asyncio.Task.done, answers)) == len(answers)
-                )
-            )
-        assert len(dispatcher.waiting) == 3
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*answers, return_exceptions=True)
-        await asked.idle()
-        await until(lambda: asked.picker.bodies.held == 0)
-
-
 async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
     tokenizer: Tokenizer,
 ) -> None:

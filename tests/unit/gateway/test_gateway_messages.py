@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions
 from rescheduler.gateway import engine_answer
 from rescheduler.gateway.engine_answer import EventStream, TokenCount
 from rescheduler.gateway.exchange import body_answers, refusal, routed, unchanged
@@ -20,7 +20,6 @@ from rescheduler.gateway.messages import (
     Trailers,
     read_event,
 )
-from rescheduler.gateway.picker import Picker
 from rescheduler.gateway.running_requests import Endpoints
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
@@ -139,17 +138,6 @@ DOCUMENT = [
 ]
 
 
-def counted(stream: list[bytes], events: bool, chunks: bool, data: st.DataObject) -> int:
-    """The tokens of an answer that comes in whatever packets."""
-    whole = b"".join(stream)
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
-    count = TokenCount(events, chunks)
-    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
-        count.add(whole[start:end])
-    count.end()
-    return count.tokens
-
-
 def named(type: str, end: str = "\n", space: str = " ", **more: object) -> bytes:
     """An event as vLLM writes those of messages and responses."""
     data = json.dumps({"type": type, **more})
@@ -191,40 +179,35 @@ RESPONSES_END = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stream", "tokens"),
-    [
-        (messages(), 2),
-        (messages(end="\r\n", space=""), 2),
-        ([*messages(), *MESSAGES_END], 5),
-        (RESPONSES, 2),
-        ([*RESPONSES, *RESPONSES_END], 4),
-    ],
-    ids=["messages", "other spelling", "all messages", "responses", "all responses"],
-)
-@given(data=st.data())
-def test_tokens_of_named_events_are_counted(
-    stream: list[bytes], tokens: int, data: st.DataObject
-) -> None:
-    assert counted(stream, True, False, data) == tokens
+SPELT_OTHERWISE = [part.replace(b"\n", b"\r\n").replace(b"data: ", b"data:") for part in CHAT]
 
 
 @pytest.mark.parametrize(
-    ("stream", "events", "tokens"),
+    ("stream", "events", "chunks", "tokens"),
     [
-        (CHAT, True, 3),
-        ([part.replace(b"\n", b"\r\n").replace(b"data: ", b"data:") for part in CHAT], True, 3),
-        (SPECULATIVE, True, 4),
-        (COUNTED, True, 6),
-        (DOCUMENT, False, 17),
+        (CHAT, True, True, 3),
+        (SPELT_OTHERWISE, True, True, 3),
+        (SPECULATIVE, True, True, 4),
+        (COUNTED, True, True, 6),
+        (DOCUMENT, False, True, 17),
+        (messages(), True, False, 2),
+        (messages(end="\r\n", space=""), True, False, 2),
+        ([*messages(), *MESSAGES_END], True, False, 5),
+        (RESPONSES, True, False, 2),
+        ([*RESPONSES, *RESPONSES_END], True, False, 4),
     ],
-    ids=["chat", "other spelling", "speculative", "counted", "document"],
 )
 @given(data=st.data())
 def test_tokens_are_counted_wherever_packets_end(
-    stream: list[bytes], events: bool, tokens: int, data: st.DataObject
+    stream: list[bytes], events: bool, chunks: bool, tokens: int, data: st.DataObject
 ) -> None:
-    assert counted(stream, events, True, data) == tokens
+    whole = b"".join(stream)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    count = TokenCount(events, chunks)
+    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        count.add(whole[start:end])
+    count.end()
+    assert count.tokens == tokens
 
 
 def test_an_event_without_end_is_not_kept() -> None:
@@ -257,10 +240,6 @@ def test_a_stream_in_small_packets_is_searched_once(monkeypatch: pytest.MonkeyPa
     assert stream.feed(b"\n\n") == [b"x" * size]
 
 
-def instance(url: str, role: str = "decode") -> Instance:
-    return Instance("engine", role, url)  # type: ignore[arg-type]
-
-
 def test_endpoints_are_addresses() -> None:
     for url, endpoint in (
         ("http://10.0.0.2:8100", "10.0.0.2:8100"),
@@ -268,22 +247,11 @@ def test_endpoints_are_addresses() -> None:
         ("http://10.0.0.2", "10.0.0.2:80"),
         ("https://10.0.0.2", "10.0.0.2:443"),
     ):
-        state = InstanceState(instance(url), ProxyOptions(), None)
+        state = InstanceState(Instance("engine", "decode", url), ProxyOptions(), None)
         endpoints = Endpoints([state])
         assert endpoints.of(state) == endpoint
         assert endpoints.outside(frozenset({endpoint})) == endpoints.outside(None) == frozenset()
         assert endpoints.outside(frozenset()) == {state}
+    named = Instance("engine", "decode", "http://gpu-1:8100")
     with pytest.raises(DeploymentError, match="addresses, not names"):
-        Endpoints([InstanceState(instance("http://gpu-1:8100"), ProxyOptions(), None)])
-
-
-async def test_what_the_picker_cannot_do_is_refused() -> None:
-    decode = instance("http://10.0.0.2:8100")
-    prefill = Instance("prefill-0", "prefill", "http://10.0.0.3:8100")
-    for more, message in (
-        ({"instances": [decode, prefill]}, "prefill-0 is a prefill instance"),
-        ({"instances": [decode], "migration": {"name": "star"}}, "does not move them"),
-        ({"instances": [decode], "routing": {"name": "bfio"}}, "bfio requires forecasts"),
-    ):
-        with pytest.raises(DeploymentError, match=message):
-            Picker(Deployment(model="m", **more))
+        Endpoints([InstanceState(named, ProxyOptions(), None)])

@@ -110,6 +110,7 @@ def test_it_answers_with_tls(headway_command: list[str], tmp_path: Path) -> None
             "coordinator: the picker decides by itself",
         ),
         ("routing: {name: nearest}", [], "routing: no routing policy 'nearest'"),
+        ("routing: {name: bfio}", [], "bfio requires forecasts"),
         ("", ["--private-key", "key.pem"], "--certificate and --private-key belong together"),
         ("", ["--port", "99999"], "--port 99999: a port is a number from 0 to 65535"),
         ("", ["--port", "-1"], "--port -1: a port is a number from 0 to 65535"),
