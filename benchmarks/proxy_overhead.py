@@ -5,9 +5,9 @@
 Each request is sent in turn through `headway serve`, and directly: the client then asks the
 prefill and the decode instance itself. The upstream plays streams at a steady pace and says in
 every chunk when it was written, so that the difference is the proxy's. Reported are the time to
-the first token (two upstream requests either way) and the time of a token from the upstream's
-write to the client's read. Tokens a second of one core are tokens over the CPU time of the
-proxy's process, while 64 streams come as fast as they can.
+the first token (two upstream requests either way), the time between two tokens at the client, and
+the time of a token from the upstream's write to the client's read. Tokens a second of one core are
+tokens over the CPU time of the proxy's process, while 64 streams come as fast as they can.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import time
 from contextlib import ExitStack
 
 import msgspec
-import numpy as np
 
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, stream_players
@@ -24,6 +23,7 @@ from benchmarks.support.stream_client import (
     TOKEN_SECONDS,
     Body,
     StreamClient,
+    compared,
     in_turns,
     session,
 )
@@ -53,20 +53,11 @@ async def _measure(urls: list[str], proxy: ServerProcess, quick: bool) -> dict[s
                 params = msgspec.json.decode(await response.read())["kv_transfer_params"]
             return decodes[number % len(decodes)], {**body, "kv_transfer_params": params}
 
-        client = StreamClient(http, {"direct": direct, "through": in_turns([proxy.url])})
+        client = StreamClient(http, {"direct": direct, "proxy": in_turns([proxy.url])})
         await client.alternate(1, 1, 5)  # connections, compiled policies
         for concurrency, rounds in ((1, 4 if quick else 20), (64, 1 if quick else 5)):
             times = await client.alternate(concurrency, rounds, 20)
-            for name in ("first", "token"):
-                for share in (50, 99):
-                    before, after = (
-                        1e3 * float(np.percentile(getattr(times[way], name), share))
-                        for way in ("direct", "through")
-                    )
-                    key = "first_token" if name == "first" else name
-                    key = f"{key}_ms_p{share}_c{concurrency}"
-                    figures[f"{key}_direct"], figures[f"{key}_proxy"] = before, after
-                    figures[f"{key}_added"] = after - before
+            figures |= compared(times, concurrency)
         tokens = 200 if quick else 1000
         busy, started = proxy.cpu_seconds(), time.monotonic()
         await client.flood(proxy.url, 64, tokens)

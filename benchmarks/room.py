@@ -32,7 +32,7 @@ import numpy as np
 import yaml
 from rich.progress import Progress
 
-from benchmarks.support.report import Cells, arguments, write_report
+from benchmarks.support.report import Cells, Estimate, arguments, percent_change, write_report
 from rescheduler.routing import Headroom, create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
@@ -43,7 +43,7 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
     read_config,
 )
-from rescheduler.simulator.results.metrics import half_interval, run_metrics
+from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 from rescheduler.simulator.simulation import run
@@ -79,7 +79,8 @@ def main() -> None:
     with suppress(KeyboardInterrupt), Progress() as progress:
         for case, load in progress.track(cells, description="simulating"):
             name = name_of(case, load, seeds)
-            kept.write(name, simulated(case, load, seeds, kept.read(name) or {}))
+            if kept.read(name) is None:
+                kept.write(name, simulated(case, load, seeds))
     figures: dict[str, float] = {}
     tables = []
     for case, load in sorted(cells, key=lambda cell: (found.index(cell[0]), cell[1])):
@@ -87,15 +88,15 @@ def main() -> None:
         if runs is not None:
             gains = over_best_reserve(runs)
             tables.append(table(f"{case.name}, {load:.0%} load", runs, gains))
-            for forecast, (gain, _) in gains.items():
-                figures[f"gain_{case.name}_{load}_{forecast}"] = gain
+            for forecast, gain in gains.items():
+                figures[f"gain_{case.name}_{load}_{forecast}"] = gain.mean
     print("\n\n".join(tables))
     write_report("room", figures, options.json, tables=tables)
 
 
 def name_of(case: Case, load: float, seeds: int) -> str:
     """Return what a trace's runs at a load are kept as, otherwise for other settings."""
-    settings = repr((case, RESERVES, TTFT_TIMES, TPOT_TIMES, seeds))
+    settings = repr((case, arms(case), TTFT_TIMES, TPOT_TIMES, seeds))
     return f"{case.name}-{load}-{sha256(settings.encode()).hexdigest()[:8]}"
 
 
@@ -200,43 +201,39 @@ def arms(case: Case) -> dict[str, Arm]:
     }
 
 
-def simulated(case: Case, load: float, seeds: int, known: Runs) -> Runs:
-    missing = {label: arm for label, arm in arms(case).items() if label not in known}
-    if not missing:
-        return known
+def simulated(case: Case, load: float, seeds: int) -> Runs:
     served = capacity(case)
     slo = objectives(case, served)
     runs: Runs = defaultdict(list)
     for seed in range(seeds):
-        for label, arm in missing.items():
+        for label, arm in arms(case).items():
             setup = at_rate(case, load * served, arm.forecast, arm.dispatch)
             result = run(setup, create_policy(**arm.options), seed)
             arriving = result.series.time <= result.requests.arrival.max()
             kv = result.series.load[arriving].mean() / case.config.cluster.capacity_tokens
             runs[label].append(run_metrics(result, slo) | {"kv": float(kv)})
-    return known | runs
+    return runs
 
 
-def over_best_reserve(runs: Runs) -> dict[str, tuple[float, float]]:
-    """Return by forecast the gain in latency, in percent, and half its 95% interval."""
-    latency = {label: np.array([one["latency"] for one in seeds]) for label, seeds in runs.items()}
-    reserves = [latency[label] for label in runs if label.startswith("reserve")]
-    best = min(reserves, key=lambda seeds: float(seeds.mean()))
+def over_best_reserve(runs: Runs) -> dict[str, Estimate]:
+    """Return the gain in latency in percent, by forecast."""
+    latency = {label: [one["latency"] for one in seeds] for label, seeds in runs.items()}
+    reserves = [values for label, values in latency.items() if label.startswith("reserve")]
+    best = min(reserves, key=lambda values: float(np.mean(values)))
     gains = {}
-    for label, seeds in latency.items():
+    for label, values in latency.items():
         if label.startswith("headroom, "):
-            gain = 100 * (1 - seeds / best)
-            half = float(half_interval(gain))
-            gains[label.removeprefix("headroom, ")] = (float(gain.mean()), half)
+            less = percent_change(dict(enumerate(values)), dict(enumerate(best)))
+            gains[label.removeprefix("headroom, ")] = less._replace(mean=-less.mean)
     return gains
 
 
-def table(title: str, runs: Runs, gains: dict[str, tuple[float, float]]) -> str:
+def table(title: str, runs: Runs, gains: dict[str, Estimate]) -> str:
     rows = []
     for label, seeds in runs.items():
         means = [f"{np.mean([figures[name] for figures in seeds]):.4g}" for name in SHOWN]
         gain = gains.get(label.removeprefix("headroom, "))
-        rows.append([label, *means, f"{gain[0]:+.1f} ± {gain[1]:.1f}%" if gain else ""])
+        rows.append([label, *means, f"{gain.mean:+.1f} ± {gain.half:.1f}%" if gain else ""])
     heads = ["policy", *SHOWN, "gain over the best reserve"]
     return "\n".join([f"### {title}", *markdown_table(heads, rows)])
 

@@ -23,7 +23,6 @@ word, ``blocks_leaked`` once all is idle, ``honest_5xx`` while an engine was hea
 and ``loop_stall_ms``, the longest computation of the proxy's event loop at a stretch.
 """
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -35,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.chaos.chaos import chaos
-from benchmarks.support.report import report
+from benchmarks.support.report import arguments, report
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
@@ -56,12 +55,11 @@ _ENGINE = EngineOptions(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="everything that can go wrong, at random")
+    parser = arguments("everything that can go wrong, at random", quick=False)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when (default: 1)")
     parser.add_argument("--emulate", metavar="MACHINE", help="such as h100-llama-8b")
     parser.add_argument("--dilation", type=float, default=4.0, help="of emulated times (4)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, _full_disk(Path(folder) / "disk") as disk:
         keys = Path(folder) / "keys"

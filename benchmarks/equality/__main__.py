@@ -17,8 +17,9 @@ import msgspec
 
 from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import compare
-from benchmarks.equality.reasons import explained, table, write_table
-from benchmarks.support.report import arguments, write_report
+from benchmarks.equality.reasons import explained, table
+from benchmarks.support.report import arguments, with_tables, write_report
+from data_collection.atomic_file import write_text_atomically
 from rescheduler.engines.deployment import read_deployment
 
 
@@ -39,7 +40,8 @@ def main() -> int:
     text = table(len(CASES), differences)
     print(text)
     if options.page is not None:
-        write_table(options.page, text)
+        page = with_tables(options.page.read_text(), {"equality": text})
+        write_text_atomically(options.page, page)
     write_report(
         "equality",
         {"cases": len(CASES), "alike": len(CASES) - len(differences)},

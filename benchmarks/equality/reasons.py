@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
-from pathlib import Path
 
 import msgspec
 
 from benchmarks.equality.comparing import Difference
-from data_collection.atomic_file import write_text_atomically
 
-_BEGIN, _END = "<!-- equality: begin -->\n", "<!-- equality: end -->\n"
 REASONS: dict[str, tuple[str, ...]] = {
     "What only the proxy may tell the engines is refused from clients.": ("*kv_transfer_params*",),
     "A stream that an engine refuses before its first token gets the refusal's status; vLLM has "
@@ -98,16 +95,7 @@ def table(cases: int, differences: Sequence[Difference]) -> str:
         for one in ones:
             differs = ", ".join(one.fields) or "status"
             lines.append(f"| {_escaped(one.request)} | {one.vllm} | {one.proxy} | {differs} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_table(page: Path, text: str) -> None:
-    """Write a table between the comments of a page that mark its place."""
-    before, begin, rest = page.read_text().partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{page}: has no lines {_BEGIN.strip()} and {_END.strip()}")
-    write_text_atomically(page, before + begin + text + end + after)
+    return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:

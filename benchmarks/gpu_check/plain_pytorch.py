@@ -18,8 +18,8 @@ from predictor.evaluation.evaluate import median_latency_ms
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.forecaster import Forecaster
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, RequestRows
-from predictor.models.survival_mlp import SurvivalMLP, hazard_nll
+from predictor.models.hidden_state_mlp import NO_REPETITION, RequestRows
+from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
@@ -106,7 +106,6 @@ def forecaster(findings: Findings, here: Here) -> None:
         predict_256_ms=_prediction_ms(device, hidden),
         predict_256_ms_on_one_core=on_cpu,
         predict_256_ms_goal=_GOAL_MS,
-        train_1024_ms=_training_ms(device),
     )
 
 
@@ -260,26 +259,6 @@ def _prediction_ms(device: torch.device, hidden: torch.Tensor) -> float:
         _wait_for(made.take_arrived, 1)
 
     return median_latency_ms(predict)
-
-
-def _training_ms(device: torch.device) -> float:
-    predictor = _predictor().to(device)
-    optimizer = torch.optim.AdamW(predictor.parameters())
-    rows = RequestRows(
-        torch.randn(1024, predictor.hidden_size, device=device),
-        torch.randint(1, 500, (1024, len(INPUTS)), device=device).float(),
-    )
-    lengths = torch.randint(1, 500, (1024,), device=device)
-    censored = torch.zeros(1024, dtype=torch.bool, device=device)
-
-    def train() -> None:
-        loss = hazard_nll(predictor(rows), lengths, censored, predictor.edges).mean()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        loss.item()
-
-    return median_latency_ms(train)
 
 
 def _note_times(findings: Findings, replayed: _Replayed) -> None:

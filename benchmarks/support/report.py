@@ -5,7 +5,9 @@ And differences between arms that served the same requests in the same rounds.
 
 import argparse
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,18 @@ def write_report(
         print(f"\nwrote {out}")
 
 
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page with its tables replaced, each between two comments."""
+    for name, made in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"the page has no {begin} with its end")
+        page = f"{before}{begin}\n{made}\n{end}{after}"
+    return page
+
+
 class Cells:
     """Results by name, a file each, so that a measurement goes on where it was interrupted.
 
@@ -82,6 +96,24 @@ class Cells:
         file = self.file(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(file, json.dumps({"settings": self._settings, "result": result}))
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """End the program where a measurement fails or is interrupted, saying that it can go on."""
+    resumed = "The same command goes on with what is missing."
+    try:
+        yield
+    except RuntimeError as error:
+        sys.exit(f"{error}\n{resumed}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted\n{resumed}")
+
+
+def rotated(arms: Sequence[str], number: int) -> list[str]:
+    """Return the arms in a round's order: each round begins with another."""
+    first = number % max(1, len(arms))
+    return [*arms[first:], *arms[:first]]
 
 
 class Estimate(NamedTuple):
@@ -117,3 +149,29 @@ def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) 
         others: by round, which are subtracted.
     """
     return mean_of({i: values[i] - others[i] for i in values if i in others})
+
+
+def percent_change(values: Mapping[int, float], others: Mapping[int, float]) -> Estimate:
+    """Return the mean change from others to values in percent, of the rounds that both have."""
+    return mean_of({i: 100 * (values[i] / others[i] - 1) for i in values if others.get(i)})
+
+
+Rounds = Mapping[int, Mapping[str, float]]
+"""Figures of an arm, by round."""
+
+
+def change(arm: Rounds, base: Rounds, figure: str) -> Estimate:
+    """Return how much a figure differs from that of another arm, in percent."""
+    mine, others = ({i: one[figure] for i, one in rounds.items()} for rounds in (arm, base))
+    return percent_change(mine, others)
+
+
+def relative_cells(
+    arms: Mapping[str, Rounds], arm: str, base: str, figures: Sequence[str]
+) -> list[str]:
+    """Return the base's means, or another arm's changes in percent with half their intervals."""
+    if arm == base:
+        return [f"{np.mean([one[name] for one in arms[base].values()]):.4g}" for name in figures]
+    found = [change(arms[arm], arms[base], name) for name in figures]
+    halves = ["" if np.isnan(one.half) else f" ± {one.half:.0f}" for one in found]
+    return [f"{one.mean:+.0f}{half}%" for one, half in zip(found, halves, strict=True)]

@@ -15,7 +15,7 @@ from proxying import served
 from running_deployment import PATIENT, RunningDeployment
 from transformers import AutoModelForCausalLM
 
-from benchmarks.barrier.engines import read_steps, write_moe_model
+from benchmarks.support.cpu_ranks import read_steps, write_moe_model
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment

@@ -20,13 +20,10 @@ BENCHMARKS = {
     if path.parent.name != "support" and 'if __name__ == "__main__"' in path.read_text()
 }
 INSTEAD = {
-    "budget_routing_live": "--quick --trace TRACE",
     "chaos": "--minutes 1",
-    "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
-    "page_picture": "LOG --at 0.5 --png page.png",
 }
-"""Arguments of those that have no short run, or read something."""
+"""Arguments of those that have no short run."""
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +49,8 @@ def test_the_commands_of_a_page(path: Path, tmp_path: Path, kept: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_a_benchmark_runs(name: str, tmp_path: Path, kept: Path) -> None:
-    if name == "page_picture":
-        pytest.importorskip("playwright")
     page = read_page(ROOT / "README.md")
-    page.stand_ins = {"TRACE": "a trace", "LOG": "a log"}
+    page.stand_ins = {}
     described = ast.get_docstring(ast.parse(BENCHMARKS[name].read_text())) or ""
     assert f"python -m benchmarks.{name}" in described
     more = INSTEAD.get(name, "--quick")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compatibility import PARTS, outcomes_of, with_tables
+from benchmarks.compatibility import PARTS, outcomes_of
+from benchmarks.support.report import with_tables
 from benchmarks.vllm_symbols import source_of
 
 CONTRACT = "tests.integration.test_vllm_contract"
