@@ -182,7 +182,8 @@ def _list_requests(
         context = request.context
         if not whole_queue and (n >= rules.slots or context > room):
             break
-        left = 0 if request.resumes == MIGRATED else context
+        # Only a budget knows that what has moved here has its cache already.
+        left = 0 if whole_queue and request.resumes == MIGRATED else context
         _write(rules, cluster, batch, n, row, request.generated, context, left)
         room -= context
         n += 1
