@@ -1,7 +1,7 @@
 """What forecasts are worth on a fleet of GPUs, with emulated engines: vLLM without its model.
 
     python -m benchmarks.emulated_fleet [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
-        [--requests N] [--dilation D] [--report] [--out FOLDER] [--json OUT]
+        [--requests N] [--dilation D] [--report] [--out FOLDER] [--json OUT] [--figure OUT]
 
 Four replicas of an emulated H100 that serves an 8B model, whose KV caches hold 60,000 tokens each,
 so that memory is what is short. Prompts have 1,000 to 8,000 tokens; answers have a heavy tail, and
@@ -20,7 +20,7 @@ import asyncio
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +68,12 @@ MOST_EXCESS = 0.007
 SCRATCH = Path("runs/emulated_fleet")
 """Logs, and what the engines' steps were."""
 PATIENCE = 600.0
+USES = {
+    "order_latency_gain": ("latency", "boost"),
+    "headroom_latency_gain": ("latency", "headroom"),
+    "moves_tpot_p99_gain": ("tpot_p99", "survival"),
+}
+"""What each use of forecasts is summed up by, at the first load: a figure of an arm."""
 FIGURES = ("latency", "latency_p50", "latency_p99", "ttft", "tpot", "tpot_p99", "goodput")
 
 
@@ -155,6 +161,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_500, help="of a run (1500)")
     parser.add_argument("--dilation", type=float, default=3.0, help="of all times (3)")
     parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--figure", type=Path, metavar="OUT", help="draw the changes here")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulated_fleet"))
     options = parser.parse_args()
     if options.quick:
@@ -169,10 +176,17 @@ def main() -> None:
     with resumable():
         plan = run_missing(plan, options.loads, rounds, arms)
     figures, tables = {"capacity": plan.capacity}, []
-    for load in options.loads:
-        runs = valid_runs(plan, load, options.rounds, arms)
+    found = {load: valid_runs(plan, load, options.rounds, arms) for load in options.loads}
+    for load, runs in found.items():
         tables.append(table(load, runs))
         figures |= figures_of(load, runs)
+    prefix = f"{100 * options.loads[0]:.0f}_"
+    named = {name: f"{figure}_gain_{arm}" for name, (figure, arm) in USES.items()}
+    named |= {f"{name}_half_interval": f"{of}_half_interval" for name, of in named.items()}
+    named["excess_step_time"] = "excess_step_time"
+    figures |= {name: figures.get(prefix + of, float("nan")) for name, of in named.items()}
+    if options.figure is not None:
+        draw(found, options.figure)
     print("\n\n".join(tables))
     write_report("emulated_fleet", figures, options.json, tables=tables)
 
@@ -318,6 +332,36 @@ def figures_of(load: float, runs: Arms) -> dict[str, float]:
         found[f"{prefix}answers_changed"] = float(sum(one["changed"] for one in every))
         found[f"{prefix}requests_failed"] = float(sum(one["failed"] for one in every))
     return found
+
+
+def draw(found: Mapping[float, Arms], path: Path) -> None:
+    """Draw by how much each arm changes latencies, a panel for each load and latency."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = {"latency": "mean latency", "latency_p99": "P99 latency", "ttft": "time to first token"}
+    size = (3 * len(shown), 2.4 * len(found))
+    figure, axes = plt.subplots(
+        len(found), len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for row, (load, runs) in zip(axes, found.items(), strict=True):
+        changed = [arm for arm in runs if arm != BASE and runs[arm]]
+        for axis, (name, title) in zip(row, shown.items(), strict=True):
+            estimates = {arm: change(runs[arm], runs[BASE], name) for arm in changed}
+            places = range(len(estimates))
+            means = [one.mean for one in estimates.values()]
+            halves = [0.0 if np.isnan(one.half) else one.half for one in estimates.values()]
+            axis.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
+            axis.axvline(0.0, color="grey", linewidth=0.8)
+            axis.set_yticks(places, list(estimates))
+            axis.set_title(f"{title}, {100 * load:.0f}%", fontsize=9)
+            axis.set_xlabel("against jsq_load, %")
+        row[0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ it costs is the same. Reported: the time of a step with and without, and the mea
 ratios with half its 95% interval.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,10 +21,12 @@ import numpy as np
 from benchmarks.support.hook_cost import status
 from benchmarks.support.report import arguments, mean_of, percent_change, report
 from data_collection.models import identify, resolve_model
+from data_collection.shipped_files import find_shipped
+from data_collection.workload.collect import hidden_size
 from predictor.models.checkpoint import export_checkpoint, read_config
 from predictor.models.survival_mlp import SurvivalMLP
 
-_SHIPPED = Path("checkpoints/smollm2-135m-instruct")
+_SHIPPED = "checkpoints/smollm2-135m-instruct"
 _SHARED = ("edges", "averaging_half_life", "widths", "inputs")
 _PROMPT_TOKENS, _FIRST_TOKEN, _LAST_TOKEN = 64, 1000, 20_000
 _COUNTED = ("dropped_rows", "forecasts", "hook_seconds", "handing_on_seconds")
@@ -44,21 +45,29 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.tokens = 2, 40
-    model = resolve_model(options.model)
+    for name in ("requests", "tokens", "rounds", "k"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")
+    try:
+        model = resolve_model(options.model)
+    except (RuntimeError, OSError, ValueError) as error:
+        parser.error(str(error))
+    width = hidden_size(model)
+    if width is None:
+        parser.error(f"{options.model}: no configuration with a hidden size")
     with tempfile.TemporaryDirectory() as folder:
-        _untrained_predictor(model, options.k, Path(folder) / "predictor")
+        _untrained_predictor(model, width, options.k, Path(folder) / "predictor")
         figures = _measure(model, Path(folder), options)
     report("gpu_cost", figures, options.json)
 
 
-def _untrained_predictor(model: str, k: int, folder: Path) -> None:
-    identity, shipped = identify(model), read_config(_SHIPPED)
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+def _untrained_predictor(model: str, width: int, k: int, folder: Path) -> None:
+    identity, shipped = identify(model), read_config(find_shipped(_SHIPPED))
     predictor = SurvivalMLP(
         **{name: shipped[name] for name in _SHARED},
         model=identity.name,
         model_revision=identity.revision or "",
-        hidden_size=config["hidden_size"],
+        hidden_size=width,
         k=k,
     )
     export_checkpoint(predictor, folder, {})

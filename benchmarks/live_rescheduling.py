@@ -1,7 +1,7 @@
 """What placing and moving requests is worth on real engines, paired by round.
 
     python -m benchmarks.live_rescheduling [--quick] [--rounds N] [--loads X ...] [--arms NAME ...]
-        [--reserve X] [--out FOLDER] [--json OUT]
+        [--reserve X] [--out FOLDER] [--json OUT] [--png OUT]
 
 One prefill and two decode engines on this machine's CPU, with KV caches that hold a handful of
 requests, behind `headway serve`. In a round every arm gets the same requests at the same times,
@@ -36,8 +36,8 @@ from msgspec.structs import replace
 from benchmarks.support.deployments import engines, patient
 from benchmarks.support.live_machine import Machine, measure_machine, read_machine
 from benchmarks.support.live_runs import round_load, run_load
-from benchmarks.support.report import Cells, arguments, resumable, rotated, write_report
-from benchmarks.support.rescheduling_figures import Rounds, print_tables, summarised
+from benchmarks.support.report import Cells, arguments, write_report
+from benchmarks.support.rescheduling_figures import Rounds, draw, print_tables, summarised
 from rescheduler.demo.demo_load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.engine_command import IN_PROCESS
@@ -58,6 +58,7 @@ KV_BYTES_PER_TOKEN = 46_080  # 30 layers, 3 heads of 64, keys and values, float3
 REQUESTS, MAX_TOKENS = 36, 300
 LOADS = (0.8, 1.0, 1.2)
 RESERVE = 0.1
+_RESUMED = "The same command goes on with what is missing."
 ARMS = (
     "jsq_load",
     "reserve",
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--reserve", type=float, default=RESERVE, help="share kept free")
     parser.add_argument("--out", type=Path, default=Path("runs/live_rescheduling"))
+    parser.add_argument("--png", type=Path, help="draw KV usage of the first round here")
     options = parser.parse_args()
     requests = 12 if options.quick else REQUESTS
     if options.quick:
@@ -103,16 +105,27 @@ def main() -> None:
         for arm in rotated(options.arms, number)
     ]
     try:
-        with resumable():
-            machine = run_missing(options.out, runs, requests, options.reserve)
+        machine = run_missing(options.out, runs, requests, options.reserve)
+    except RuntimeError as error:
+        sys.exit(f"{error}\n{_RESUMED}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted\n{_RESUMED}")
     except ValueError as error:
         sys.exit(str(error))
     rounds = {
         load: finished(options.out, load, options.arms, options.rounds) for load in options.loads
     }
+    if options.png is not None:
+        draw(rounds[options.loads[len(options.loads) // 2]], options.png)
     figures, estimates = summarised(rounds, machine)
     print_tables(estimates, options.arms)
     write_report("live_rescheduling", figures, options.json, machine_measured=asdict(machine))
+
+
+def rotated(arms: Sequence[str], number: int) -> list[str]:
+    """Return the arms in a round's order: each round begins with another."""
+    first = number % len(arms)
+    return [*arms[first:], *arms[:first]]
 
 
 def finished(out: Path, load: float, arms: Sequence[str], rounds: int) -> Rounds:
@@ -199,7 +212,7 @@ def run_one(
     salt = f"{run.load}-{run.round}-{run.arm}"
     result = asyncio.run(run_load(serving, out, load, salt, machine.patience)).result
     run.cells(out, settings_of(arm, load)).write(run.arm, result)
-    names = ("seconds", "throughput", "tpot_p99", "ttft_p99", "gap_p99", "migrations")
+    names = ("seconds", "throughput", "tpot_p99", "ttft_p99", "gap_p99", "kv_use", "migrations")
     return {name: round(result[name], 3) for name in (*names, "preemptions", "failed")}
 
 

@@ -122,6 +122,7 @@ def main() -> None:
             arms = {label: dict(enumerate(by_seed)) for label, by_seed in runs.items()}
             tables.append(table(f"{setting.name}, {load:.0%} load", arms))
             figures |= figures_of(f"{setting.name}_{100 * load:.0f}", arms)
+    figures |= goals(figures)
     print("\n\n".join(tables))
     write_report("order", figures, options.json, tables=tables)
 
@@ -161,6 +162,35 @@ def figures_of(name: str, arms: Mapping[str, Rounds]) -> dict[str, float]:
         if label != BASE
         for figure in ("latency", "latency_p99", "ttft")
     }
+
+
+def goals(figures: dict[str, float]) -> dict[str, float]:
+    """Return what is asked of the default order, of the figures that are there."""
+    found = {}
+    for staged in ("smollm2_staged", "smollm2"):
+        by = "replay" if staged != "smollm2" else "kaplan_meier"
+        for figure, key in (
+            ("latency", "latency_gain"),
+            ("ttft", "ttft_gain"),
+            ("latency_p99", "p99_change"),
+        ):
+            value = figures.get(f"{figure}_{staged}_120_boost, {by}")
+            if value is not None:
+                found[f"{key}_{staged}_120"] = value if key == "p99_change" else -value
+    exact = figures.get("latency_smollm2_staged_120_boost, oracle")
+    if exact:
+        found["kept_of_exact"] = figures["latency_smollm2_staged_120_boost, replay"] / exact
+    for by in ("oracle", "noisy", "kaplan_meier", "replay"):
+        means = [
+            value
+            for key, value in figures.items()
+            if key.startswith("latency_")
+            and key.endswith(f"boost, {by}")
+            and not key.startswith("latency_p99")
+        ]
+        if means:
+            found[f"worst_mean_change_{by}"] = max(means)
+    return found
 
 
 def table(title: str, arms: Mapping[str, Rounds]) -> str:

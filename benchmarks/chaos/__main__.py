@@ -36,7 +36,7 @@ import msgspec
 from benchmarks.chaos.chaos import chaos
 from benchmarks.support.report import arguments, report
 from predictor.live.zmq_sockets import create_keys
-from rescheduler.emulation.emulate_options import EmulateOptions
+from rescheduler.emulation.emulate_options import EmulateOptions, read_machine
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
@@ -61,6 +61,11 @@ def main() -> None:
     parser.add_argument("--emulate", metavar="MACHINE", help="such as h100-llama-8b")
     parser.add_argument("--dilation", type=float, default=4.0, help="of emulated times (4)")
     options = parser.parse_args()
+    if options.emulate is not None:
+        try:
+            read_machine(options.emulate)
+        except ValueError as error:
+            parser.error(f"--emulate: {error}")
     with tempfile.TemporaryDirectory() as folder, _full_disk(Path(folder) / "disk") as disk:
         keys = Path(folder) / "keys"
         create_keys(keys)

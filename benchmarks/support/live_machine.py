@@ -34,7 +34,9 @@ class Machine:
     alone_tpot: float
     prefill_cost: float  # time of a prompt's token, as a part of a further token's
     capacity: float  # requests a second of a load at once, a tenth of each KV cache kept free
+    step_seconds: float  # mean time between two tokens of a request meanwhile
     pause: float  # mean time that a moved request's stream pauses under such a load
+    copying: float  # mean time of the copy made before, while the request goes on
 
     @property
     def patience(self) -> float:
@@ -86,15 +88,24 @@ async def _measure(deployment: Deployment, folder: Path, requests: int, max_toke
     prefilled = await _alone(deployment, folder, _LONG)
     longer = prefilled[0].prompt_tokens - alone[0].prompt_tokens
     prefill_cost = (float(np.mean([one.ttft for one in prefilled])) - ttft) / longer / tpot
-    patience = Machine(ttft, tpot, 0.0, 0.0, 0.0).patience
+    patience = Machine(ttft, tpot, 0.0, 0.0, 0.0, 0.0, 0.0).patience
     reserved = replace(deployment, routing=_RESERVE, migration=None)
     at_once = round_load(_MEASURED_ROUND, requests, inf, max_tokens)
     overload = await run_load(reserved, folder, at_once, "capacity", patience)
     capacity = served_rate(overload.served)
+    steps = [one.tpot for one in overload.served if one.tpot is not None]
     moving = replace(deployment, routing={"name": "round_robin"}, migration=_MOVING)
     load = round_load(_MEASURED_ROUND, requests, 0.8 * capacity, max_tokens)
     moved = await run_load(moving, folder, load, "moves", patience)
-    return Machine(ttft, tpot, max(prefill_cost, 1e-4), capacity, moved.pause)
+    return Machine(
+        ttft,
+        tpot,
+        max(prefill_cost, 1e-4),
+        capacity,
+        float(np.median(steps)),
+        moved.pause,
+        moved.copying,
+    )
 
 
 async def _alone(deployment: Deployment, folder: Path, text: str) -> list[ServedRequest]:

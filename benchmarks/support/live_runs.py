@@ -5,12 +5,14 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
 from data_collection.workload.prompts import load_prompts
@@ -25,20 +27,30 @@ from rescheduler.demo.demo_load import (
 )
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.transfer.control_client import ControlClient
+from rescheduler.transfer.control_messages import ControlError
 
+FULL = 0.99
+"""Share of the KV cache from which on it is full, as in STAR's Figure 12."""
+
+_SAMPLE_SECONDS = 1.0
 _ASKS_FOR_MUCH = re.compile(
     r"[0-9]00 words|\blong\b|detail|interview|hour by hour|verses|30 |tutorial|table|every"
     r"|Write a story|steps"
 )
 
+Sample = dict[str, Any]
+"""The decode engines at one moment, in the deployment's order; counts are so far."""
+
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a load has left behind, and the mean seconds of moved streams' pauses."""
+    """What a load has left behind; mean seconds of moved streams' pauses, and of copies before."""
 
     result: dict[str, Any]
     served: list[ServedRequest]
     pause: float
+    copying: float
 
 
 def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list[LoadRequest]:
@@ -78,18 +90,26 @@ async def run_load(
     before = await asyncio.to_thread(preemptions, deployment)
     (folder / "proxy.log").unlink(missing_ok=True)
     run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
+    samples: list[Sample] = []
     with proxy(deployment, folder) as server:
-        served = await completed(run, patience, server)
+        async with _sampling(deployment, run, before, samples):
+            served = await completed(run, patience, server)
         migrations = await asyncio.to_thread(_moved, deployment)
         pause = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_gap_seconds")
+        copying = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_copy_seconds")
     await until_idle(deployment, patience)
+    loaded = [one for one in samples if one["seconds"] <= load[-1].arrives] or samples
     result = {
         **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
         "migrations": migrations,
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
-        "requests": [_as_json(one) for one in served],
+        "kv_use": float(np.mean([one["kv"] for one in loaded])) if loaded else float("nan"),
+        "kv_full_share": float(np.mean([max(one["kv"]) > FULL for one in loaded])),
+        "kv_difference": float(np.mean([max(one["kv"]) - min(one["kv"]) for one in loaded])),
+        "samples": samples,
+        "requests": [_as_json(one, run.started) for one in served],
     }
-    return LiveRun(result, served, pause)
+    return LiveRun(result, served, pause, copying)
 
 
 async def completed(
@@ -127,15 +147,58 @@ async def completed(
             await serving
 
 
-def _as_json(served: ServedRequest) -> dict[str, Any]:
-    """Return what is kept of a request."""
+@asynccontextmanager
+async def _sampling(
+    deployment: Deployment, run: LoadRun, preempted: float, samples: list[Sample]
+) -> AsyncIterator[None]:
+    clients = [ControlClient(str(instance.control)) for instance in deployment.decode]
+
+    async def sample() -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            with suppress(ControlError, OSError):  # one moment is missing then
+                states = [await client.state(10 * _SAMPLE_SECONDS) for client in clients]
+                migrations = await asyncio.to_thread(_moved, deployment)
+                now = await asyncio.to_thread(preemptions, deployment)
+                samples.append(
+                    {
+                        "seconds": round(time.monotonic() - run.started, 3),
+                        "kv": [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
+                        "running": [state.running for state in states],
+                        "waiting": [state.waiting for state in states],
+                        "migrations": migrations,
+                        "preemptions": round(now - preempted),
+                    }
+                )
+
+    sampling = asyncio.create_task(sample())
+    try:
+        yield
+    finally:
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+        for client in clients:
+            client.close()
+
+
+def _as_json(served: ServedRequest, started: float) -> dict[str, Any]:
+    """Return what is kept of a request; times are seconds since the load began."""
+    chunks = served.chunks
     return {
         "name": served.request.name,
+        "arrives": served.request.arrives,
+        "max_tokens": served.request.max_tokens,
+        "prompt": served.prompt_tokens,
         "tokens": served.tokens,
         "ttft": served.ttft,
         "tpot": served.tpot,
+        "longest_gap": served.longest_gap,
+        "ended": chunks[-1].time - started if chunks else inf,
+        "finish_reason": served.finish_reason,
         "error": served.error,
         "text": hashlib.sha256(served.text.encode()).hexdigest()[:16],
+        "times": [[piece.tokens, round(piece.time - started, 3)] for piece in chunks],
     }
 
 

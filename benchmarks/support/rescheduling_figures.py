@@ -1,9 +1,13 @@
-"""The figures and tables of `benchmarks.live_rescheduling`."""
+"""The tables and the figure of `benchmarks.live_rescheduling`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.support.live_machine import Machine
+from benchmarks.support.live_runs import FULL
 from benchmarks.support.report import Estimate, mean_of, paired_difference
 from rescheduler.simulator.results.report import markdown_table
 
@@ -14,7 +18,8 @@ TTFT_TIMES, TPOT_TIMES = 20.0, 4.0
 
 FIGURES = (
     *("goodput", "met", "throughput", "tpot_p50", "tpot_p99", "ttft_p50", "ttft_p99", "gap_p99"),
-    *("preemptions", "migrations", "seconds", "failed", "changed_answers"),
+    *("preemptions", "migrations", "kv_use", "kv_full_share", "kv_difference", "seconds"),
+    *("failed", "changed_answers"),
 )
 PAIRS = (
     ("star", "star_no_prediction"),
@@ -33,6 +38,7 @@ COLUMNS = {
     "TPOT P99, ms": ("tpot_p99", 1e3, ".0f"),
     "longest pause P99, s": ("gap_p99", 1.0, ".1f"),
     "preemptions": ("preemptions", 1.0, ".1f"),
+    "KV in use, %": ("kv_use", 100.0, ".0f"),
     "migrations": ("migrations", 1.0, ".1f"),
     "answers changed": ("changed_answers", 1.0, ".0f"),
 }
@@ -124,3 +130,43 @@ def _cell(one: Estimate, scale: float, spec: str, bold: bool) -> str:
     if one.rounds > 1:
         text += f" ± {scale * one.half:{spec}}"
     return f"**{text}**" if bold and one.rounds > 1 and one.is_certain else text
+
+
+def draw(rounds: Rounds, path: Path) -> None:
+    """Draw the fullest decode engine's KV usage of each arm's first round, as STAR's Figure 12."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        len(rounds), 1, sharex=True, sharey=True, figsize=(8, 1.6 * len(rounds)), squeeze=False
+    )
+    for axis, (arm, found) in zip(axes[:, 0], rounds.items(), strict=True):
+        result = found[min(found)]
+        samples = result["samples"]
+        seconds = np.array([one["seconds"] for one in samples])
+        kv = np.array([one["kv"] for one in samples])
+        axis.plot(seconds, 100 * kv.max(axis=1), color="tab:blue", linewidth=1.2)
+        axis.plot(seconds, 100 * kv.min(axis=1), color="tab:blue", linewidth=0.7, alpha=0.4)
+        axis.axhline(100 * FULL, color="black", linestyle="--", linewidth=0.7)
+        axis.fill_between(
+            seconds, 0, 100, where=kv.max(axis=1) > FULL, color="tab:red", alpha=0.2, step="mid"
+        )
+        for counted, colour in (("migrations", "tab:green"), ("preemptions", "tab:red")):
+            counts = np.array([one[counted] for one in samples])
+            at = seconds[np.flatnonzero(np.diff(counts, prepend=0))]
+            axis.plot(at, np.full(len(at), 106.0), "|", color=colour, markersize=6)
+        axis.set_title(
+            f"{arm.replace('_', ' ')}: {result['migrations']:.0f} migrations, "
+            f"{result['preemptions']:.0f} preemptions",
+            fontsize=9,
+            loc="left",
+        )
+        axis.set_ylim(0, 112)
+    axes[-1, 0].set_xlabel("seconds; ticks: migrations (green), preemptions (red); red: full")
+    figure.supylabel("KV cache in use, %: fuller and emptier decode engine", fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
+    plt.close(figure)

@@ -1,4 +1,4 @@
-"""How long a token takes by different ways to its engine, and what many streams at once cost."""
+"""Streams as clients read them, and how long a token takes by different ways to its engine."""
 
 import asyncio
 import time
@@ -61,11 +61,61 @@ def stream_body(tokens: int, temperature: float = 1.0) -> Body:
     return {"model": "smollm2", "prompt": prompt, **fields}
 
 
-def session(url: str | None = None) -> aiohttp.ClientSession:
+def session(url: str | None = None, close: bool = False) -> aiohttp.ClientSession:
     """Return a session for as many streams as are asked for, however long they take."""
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=close)
     timeout = aiohttp.ClientTimeout(total=None)
     return aiohttp.ClientSession(url, connector=connector, timeout=timeout, read_bufsize=1 << 20)
+
+
+@dataclass
+class Stream:
+    """An answer as it came: the monotonic seconds of each token, and its ids if asked for."""
+
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+
+async def read_stream(
+    client: aiohttp.ClientSession,
+    url: str,
+    fields: Body,
+    stream: Stream,
+    headers: Mapping[str, str] = {},
+) -> None:
+    """Have an answer generated to its full length, greedily, and keep it as it comes.
+
+    Raises:
+        RuntimeError: the server refuses it, or ends it before its last token.
+    """
+    body = {"ignore_eos": True, "temperature": 0, "stream": True, **fields}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    stream.sent = time.monotonic()
+    try:
+        async with client.post(url + PATH, json=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise RuntimeError(f"{url}: HTTP {response.status}: {text}")
+            async for chunk in read_events(response.content):
+                if "error" in chunk:
+                    raise RuntimeError(f"{url}: {chunk['error']}")
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+                stream.times += [time.monotonic()] * (tokens - len(stream.times))
+                for choice in chunk.get("choices", ()):
+                    stream.ids += choice.get("token_ids") or ()
+    except aiohttp.ClientError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}; see its log") from error
+    if len(stream.times) < fields["max_tokens"]:
+        raise RuntimeError(f"{url}: an answer ended after {len(stream.times)} tokens")
 
 
 class StreamClient:

@@ -55,7 +55,6 @@ class RowConsumer(Protocol):
     """Something that wants the captured rows: a recorder, a forecaster.
 
     Its methods are called on the engine's thread and must return at once.
-
     """
 
     cadence: Cadence

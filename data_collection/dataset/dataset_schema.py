@@ -107,7 +107,8 @@ class Session:
         closed: ISO time of an orderly end, or None while running or when killed.
         dropped_rows: rows lost because the writer could not follow.
         refused_rows: rows refused for a value outside dtype's range.
-        sampling: of a driven collection; so is ``workload`` (arrivals, concurrency, prompts).
+        sampling: parameters of a driven collection.
+        workload: how its prompts were driven (arrivals, concurrency, prompts).
     """
 
     name: str

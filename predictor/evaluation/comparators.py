@@ -91,7 +91,11 @@ def create_comparator(name: str, options: dict[str, Any]) -> Comparator:
 
 
 def fitted(learned: T | None, name: str) -> T:
-    """Return what ``fit`` learned; refuse to predict before it was called."""
+    """Return what ``fit`` learned.
+
+    Raises:
+        RuntimeError: nothing was learned yet.
+    """
     if learned is None:
         raise RuntimeError(f"{name}: call fit before predict")
     return learned
@@ -120,7 +124,11 @@ class ConstantMedian:
         self._median: float | None = None
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Take the median of the training rows."""
+        """Take the median of the training rows.
+
+        Raises:
+            ValueError: no training request ran to its end.
+        """
         remaining = train.ran_to_their_end().remaining_tokens
         if len(remaining) == 0:
             raise ValueError(f"{self.name}: no request of {len(train)} rows ran to its end")
@@ -157,13 +165,20 @@ class KaplanMeier:
         return 0 if self._curve is None else len(self._curve.times)
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Estimate the curve from the requests of the training rows."""
+        """Estimate the curve from the requests of the training rows.
+
+        Raises:
+            ValueError: there are no training rows.
+        """
         self._curve = KaplanMeierCurve.estimate(*request_lengths(train))
 
     def forecast(self, rows: RowTable) -> SurvivalForecast:
         """Return the curve given each row's age, capped by its ``max_tokens``.
 
         Where the training requests were cut the curve stays flat to the cap.
+
+        Raises:
+            RuntimeError: ``fit`` was not called.
         """
         curve = fitted(self._curve, self.name)
         left = rows.tokens_left()
@@ -206,7 +221,13 @@ class Regressor:
         return float(trained.get("training_seconds", 0.0))
 
     def fit(self, train: RowTable, validation: RowTable) -> None:
-        """Load the checkpoint; refuse one of another kind, model or split."""
+        """Load the checkpoint, refusing one that saw other training requests.
+
+        Raises:
+            CheckpointError: no checkpoint.
+            ModelMismatchError: it is of another serving model.
+            ValueError: it is no regressor, or was trained on other rows.
+        """
         predictor = load_predictor(self._checkpoint)
         if not isinstance(predictor, RemainingLengthMLP):
             raise ValueError(f"{self._checkpoint} holds a {predictor.kind} model, no regressor")

@@ -224,10 +224,10 @@ def _measure(
     total = test.requests.total_tokens[test.request]
     generated = test.generated_tokens
     by_generated = []
-    for bin in error_by_bin(median, remaining, generated, _edges(generated)):
-        rows = np.flatnonzero((generated >= bin.low) & (generated < bin.high))
+    for errors in error_by_bin(median, remaining, generated, _edges(generated)):
+        rows = np.flatnonzero((generated >= errors.low) & (generated < errors.high))
         scores = survival_scores(found.select(rows), outcomes.select(rows))
-        by_generated.append(AgeScores(**vars(bin), scores=scores))
+        by_generated.append(AgeScores(**vars(errors), scores=scores))
     result = MethodResult(
         errors=summarise_errors(median, remaining),
         mae_ended=float(np.abs(median - remaining)[ended].mean()) if ended.any() else float("nan"),

@@ -82,7 +82,11 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
-    """Refuse to publish or receive telemetry off the loopback without keys."""
+    """Refuse to publish or receive telemetry off the loopback without keys.
+
+    Raises:
+        TelemetryError: names the endpoint and the remedy.
+    """
     if keys is None and not is_loopback(endpoint):
         raise TelemetryError(
             f"{endpoint}: telemetry leaves the machine only with keys. Create them with "

@@ -157,7 +157,11 @@ class HiddenStateMLP(
         return output
 
     def standardise(self, rows: RequestRows) -> None:
-        """Standardise by the given rows; refuse an input that is unknown in all of them."""
+        """Set the standardisation of the inputs to mean and deviation of the given rows.
+
+        Raises:
+            ValueError: an input is unknown in all of them.
+        """
         self.refuse_unreadable(rows)
         self.input_mean.copy_(rows.hidden_states.mean(dim=0))
         self.input_std.copy_(rows.hidden_states.std(dim=0, correction=0) + 1e-6)
@@ -184,7 +188,12 @@ class HiddenStateMLP(
         raise NotImplementedError
 
     def refuse_unreadable(self, rows: RequestRows) -> None:
-        """Refuse rows that lack what the predictor reads."""
+        """Refuse rows that lack what the predictor reads.
+
+        Raises:
+            ModelMismatchError: d is not the one the predictor was trained on.
+            ValueError: an input is missing.
+        """
         self.refuse_other_width(rows.hidden_states)
         for name in self.inputs:
             if INPUTS.index(name) >= rows.numbers.shape[1]:
@@ -194,7 +203,11 @@ class HiddenStateMLP(
                 )
 
     def refuse_other_width(self, hidden_states: torch.Tensor) -> None:
-        """Refuse vectors of another length."""
+        """Refuse vectors of another length.
+
+        Raises:
+            ModelMismatchError: d is not the one the predictor was trained on.
+        """
         if hidden_states.ndim != 2 or hidden_states.shape[1] != self.hidden_size:
             raise ModelMismatchError(
                 f"hidden states of shape {tuple(hidden_states.shape)} given to a predictor of "
@@ -202,7 +215,11 @@ class HiddenStateMLP(
             )
 
     def refuse_other_model(self, session: Session) -> None:
-        """Refuse hidden states that were recorded from another model, revision or layer."""
+        """Refuse hidden states that were recorded from another model, revision or layer.
+
+        Raises:
+            ModelMismatchError: names both models.
+        """
         if self.layer == PROMPT_LAYER != session.layer:
             raise ModelMismatchError(
                 "this predictor reads prompts, not hidden states: give it as prompt_checkpoint"

@@ -156,7 +156,11 @@ class PromptEmbedding:
 
     @classmethod
     def load(cls, folder: Path) -> "PromptEmbedding":
-        """Read the embedding of a checkpoint; refuse one with a missing or damaged file."""
+        """Read the embedding of a checkpoint.
+
+        Raises:
+            PromptEmbeddingError: a file is missing or damaged.
+        """
         from safetensors.numpy import load_file
 
         for name in (_TABLE, _TOKENIZER, _SETTINGS):

@@ -82,7 +82,7 @@ class PageStream:
         ]
 
     async def page(self, http: web.Request) -> web.Response:
-        """Say what the page shows."""
+        """Return what the page shows."""
         del http
         return web.json_response({"shows": "live"})
 

@@ -16,10 +16,10 @@ from benchmarks import live_rescheduling
 from benchmarks.support.deployments import StalledError
 from benchmarks.support.live_machine import Machine, read_machine, served_rate
 from benchmarks.support.live_runs import completed, round_load
-from benchmarks.support.report import Cells, mean_of, paired_difference, rotated
+from benchmarks.support.report import mean_of, paired_difference
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
 
-MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.3)
+MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)), min_size=2, max_size=12))
@@ -75,13 +75,6 @@ def test_the_served_rate_is_that_of_the_middle_whatever_beginning_and_end_take(
     assert served_rate(served) == pytest.approx(rate, rel=0.02)
 
 
-def test_results_of_other_settings_are_measured_again(tmp_path: Path) -> None:
-    Cells(tmp_path, {"steps": 40}).write("a", [1.0])
-    assert Cells(tmp_path, {"steps": 40}).read("a") == [1.0]
-    assert Cells(tmp_path, {"steps": 41}).read("a") is None
-    assert Cells(tmp_path, {"steps": 40}).read("b") is None
-
-
 def test_what_is_finished_with_the_same_settings_is_not_run_again(tmp_path: Path) -> None:
     runs = [
         live_rescheduling.Run(load, number, arm)
@@ -119,7 +112,7 @@ def test_a_damaged_measurement_of_the_machine_is_named(tmp_path: Path) -> None:
 
 def test_every_round_begins_with_another_arm() -> None:
     arms = ["a", "b", "c"]
-    assert [rotated(arms, number)[0] for number in range(4)] == [*"abca"]
+    assert [live_rescheduling.rotated(arms, number)[0] for number in range(4)] == [*"abca"]
 
 
 async def test_a_load_that_gets_no_tokens_is_said_to_hang(tokenizer: Tokenizer) -> None:
