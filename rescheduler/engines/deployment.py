@@ -134,6 +134,9 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             request waits for it.
         client_write_seconds: for which a client may take none of its answer; then it is
             disconnected.
+        promise_levels: probability with which a request must be expected to finish when it asks to,
+            by its ``service_tier``; other tiers take that of ``default``.
+        progress_seconds: between two comments of a stream that asks when it will finish.
         forward_priority: let engines see the ``priority`` that clients ask for.
         engine_key_file: holds the API key of the engines, for probes; None: the environment
             variable ``VLLM_API_KEY``, if it is set.
@@ -172,6 +175,10 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bodies_mb: Positive = 512
     client_buffer_kb: Positive = 256
     client_write_seconds: Seconds = 60.0
+    promise_levels: dict[str, Annotated[float, msgspec.Meta(gt=0, lt=1)]] = msgspec.field(
+        default_factory=lambda: {"default": 0.95}
+    )
+    progress_seconds: Annotated[float, msgspec.Meta(ge=0.1)] = 2.0
     forward_priority: bool = False
     engine_key_file: str | None = None
     allowed_origins: list[str] = []

@@ -120,6 +120,11 @@ class ClientRequest:
         include_stop: whether such a string is shown.
         skip_special_tokens: whether special tokens are left out of the text.
         spaces_between_special_tokens: as in vLLM.
+        tier: its ``service_tier``: the class whose level of promises it takes.
+        finish_in: seconds from its arrival within which it must finish, or be refused.
+        finish_by: seconds since 1970, likewise.
+        finish_level: probability with which; None: that of its class.
+        progress: its stream tells in comments when it is expected to finish.
         direct: why it is sent to a decode instance alone, that prefills it too; empty: it
             is not. Such a request is handed through as it is and never moves.
         pinned: why it never moves once it decodes; empty: it may.
@@ -139,6 +144,11 @@ class ClientRequest:
     include_stop: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    tier: str = "default"
+    finish_in: float | None = None
+    finish_by: float | None = None
+    finish_level: float | None = None
+    progress: bool = False
     direct: str = ""
     pinned: str = ""
 

@@ -55,6 +55,22 @@ _LARGE = (
 """Fields of any size; all others together must be small."""
 
 
+class _Promise(msgspec.Struct):
+    """When an answer must be finished: what the proxy alone reads."""
+
+    finish_in_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    finish_by: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    finish_level: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+
+
+class _Progress(msgspec.Struct):
+    headway: bool | None = False
+
+
+class _Tier(msgspec.Struct):
+    service_tier: str | None = None
+
+
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -132,6 +148,7 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
     body = _fields_of(raw)
     if not priority:
         body.pop("priority", None)
+    promise, progress = _promise(body), _takes_progress(body)
     read, unread = _checked(body, _Read)
     chat = path == CHAT
     direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
@@ -156,6 +173,11 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
         include_stop=bool(read.include_stop_str_in_output),
         skip_special_tokens=read.skip_special_tokens is not False,
         spaces_between_special_tokens=read.spaces_between_special_tokens is not False,
+        tier=_tier(body),
+        finish_in=promise.finish_in_s,
+        finish_by=promise.finish_by,
+        finish_level=promise.finish_level,
+        progress=progress,
         direct=direct,
         pinned=pinned,
     )
@@ -184,6 +206,54 @@ def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientReque
         max_tokens=read.max_output_tokens or read.max_tokens,
         direct="path",
     )
+
+
+def _promise(body: dict[str, Raw]) -> _Promise:
+    """Take when an answer must be finished out of a body.
+
+    Raises:
+        RequestRefusedError: 400, no number, or out of range.
+    """
+    given = _some(body, _Promise)
+    for name in _Promise.__struct_fields__:
+        body.pop(name, None)
+    try:
+        promise = msgspec.json.decode(given, type=_Promise)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestRefusedError(400, f"invalid promise: {error}", "finish_in_s") from error
+    if promise.finish_in_s is not None and promise.finish_by is not None:
+        message = "`finish_in_s` and `finish_by` exclude each other"
+        raise RequestRefusedError(400, message, "finish_by")
+    if promise.finish_level is not None and promise.finish_in_s is promise.finish_by:
+        message = "`finish_level` needs `finish_in_s` or `finish_by`"
+        raise RequestRefusedError(400, message, "finish_level")
+    return promise
+
+
+def _takes_progress(body: dict[str, Raw]) -> bool:
+    """Take ``headway`` out of the stream options of a body, and return whether it was true."""
+    given = body.get("stream_options")
+    if given is None or b"headway" not in bytes(given):
+        return False
+    try:
+        options = _fields.decode(given)
+        asked = msgspec.json.decode(given, type=_Progress).headway
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # the engine says what is wrong
+    del options["headway"]
+    if options:
+        body["stream_options"] = Raw(msgspec.json.encode(options))
+    else:
+        del body["stream_options"]
+    return bool(asked)
+
+
+def _tier(body: dict[str, Raw]) -> str:
+    try:
+        tier = msgspec.json.decode(_some(body, _Tier), type=_Tier).service_tier
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "default"
+    return "default" if tier in (None, "auto") else tier
 
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic
+from typing import Generic, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rescheduler.placement.guarded_policy import (
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
-from rescheduler.placement.waiting_line import WaitingLine
+from rescheduler.placement.waiting_line import WaitingLine, promised_first
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
@@ -73,6 +73,13 @@ class Dispatcher(Generic[R]):
     def waiting(self) -> Sequence[R]:
         """Requests that wait for a decode instance, in the order of service."""
         return self._in_order(list(self._for_decode))[0]
+
+    @property
+    def in_line(self) -> list[R]:
+        """Requests without a decode instance, in the order in which they will get one."""
+        before = [one for instance in self._prefills for one in self._placements.on(instance)]
+        for_prefill = [request for request, _ in self._for_prefill]
+        return [*self.waiting, *cast(list[R], before), *self._in_order(for_prefill)[0]]
 
     @property
     def usable(self) -> list[InstanceState]:
@@ -285,10 +292,9 @@ class Dispatcher(Generic[R]):
 
     def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
-        if self._line is None:
-            return waiting, False
         try:
-            found = self._line.in_order(waiting)
+            found = (waiting, False) if self._line is None else self._line.in_order(waiting)
+            found = promised_first(found[0], self._clock()), found[1]
         except Exception:
             if not self._unordered:
                 logger.exception("no order by what is known; as they came instead")

@@ -162,6 +162,10 @@ class LiveForecasts:
         if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
             self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
 
+    def has(self, name: str) -> bool:
+        """Return whether an engine has made a forecast of the request that it calls so."""
+        return name in self._made_by
+
     def forecast(self, requests: Sequence[Counted]) -> SurvivalForecast:
         """Return the forecasts of some requests, [n_requests]."""
         n, names = len(requests), [request.external_id for request in requests]

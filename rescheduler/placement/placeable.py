@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
@@ -116,6 +117,8 @@ class Placeable(Counted):
         avoid: instances that have just failed it, or turned it away.
         arrived: when it came, in seconds on the event loop's clock.
         waiting_since: when it began to wait for a decode instance, likewise.
+        finish_by: when it has been promised to finish, likewise; infinite without a promise.
+        start_by: when it should start to keep the promise, likewise.
     """
 
     id: str = ""
@@ -127,6 +130,8 @@ class Placeable(Counted):
     avoid: frozenset[InstanceState] = frozenset()
     arrived: float = 0.0
     waiting_since: float = 0.0
+    finish_by: float = inf
+    start_by: float = inf
     _rests_until: float = 0.0
 
     def rests(self, now: float) -> bool:

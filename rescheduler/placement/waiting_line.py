@@ -13,10 +13,22 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import R
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["WaitingLine"]
+__all__ = ["WaitingLine", "promised_first"]
 
 _FRESH_SECONDS = 0.1
 """Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
+
+
+def promised_first(requests: list[R], now: float) -> list[R]:
+    """Return requests with those first that must start now to finish as promised.
+
+    Of these the one with the earliest promise leads; the others keep their order.
+    """
+    urgent = [request for request in requests if request.start_by <= now]
+    if not urgent:
+        return requests
+    urgent.sort(key=lambda request: request.finish_by)
+    return [*urgent, *(request for request in requests if request.start_by > now)]
 
 
 class WaitingLine(Generic[R]):

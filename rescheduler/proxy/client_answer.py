@@ -1,7 +1,7 @@
 """The answer to a client: a stream of events, or one document."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -29,6 +29,9 @@ class ClientAnswer:
     status of its own. A client that reads slowly has ``client_buffer_kb`` of its answer kept for
     it, and the engine goes on meanwhile; one that takes nothing for ``client_write_seconds`` is
     disconnected. All that writes raises `ClientGoneError` once nobody reads.
+
+    Args:
+        expected: returns the further headers of a stream that begins now.
     """
 
     def __init__(
@@ -37,10 +40,13 @@ class ClientAnswer:
         request: ClientRequest,
         headers: Mapping[str, str],
         options: ProxyOptions,
+        expected: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        self._expected = expected
         self._http, self._headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._events = self._ended = False
+        self._writing = asyncio.Lock()
         self._collector = None if request.stream else ResponseCollector(request)
         self._seconds = options.client_write_seconds
         if http.transport is not None:
@@ -63,7 +69,14 @@ class ClientAnswer:
     async def write(self, data: bytes) -> None:
         """Send bytes of a stream of events."""
         self._events = True
-        await self._write(data, {"Content-Type": _EVENTS, "Cache-Control": "no-cache"})
+        own = {"Content-Type": _EVENTS, "Cache-Control": "no-cache"}
+        async with self._writing:
+            await self._write(data, own if self.begun else {**self._expected(), **own})
+
+    async def comment(self, data: bytes) -> None:
+        """Send a comment between two events, unless an event is being sent, or the end was."""
+        if not self._writing.locked() and not self._ended:
+            await self.write(data)
 
     async def write_part(self, data: bytes, kind: str) -> None:
         """Send a part of a document, whose end is to follow."""

@@ -21,6 +21,7 @@ from rescheduler.placement.upstream import (
 )
 from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.request_flow import RequestFlow
+from rescheduler.proxy.token_relay import SeesTokens
 from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]
@@ -47,7 +48,9 @@ class PassThrough:
         bodies: EngineBodies,
         outliers: OutlierDetection,
         flow: RequestFlow,
+        seen: SeesTokens | None = None,
     ) -> None:
+        self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
         self._bodies, self._outliers, self._flow = bodies, outliers, flow
         self._options = cluster.deployment.proxy
@@ -161,7 +164,10 @@ class PassThrough:
                 heard, data = bool(signs), bytes(held)
             tokens = sum(sign.output for sign in signs)
             if tokens:
-                request.untracked_tokens(tokens, loop.time())
+                now = loop.time()
+                arrival = request.untracked_tokens(tokens, now)
+                if self._seen is not None:
+                    self._seen(request, arrival, tokens, now)
                 left = self._options.token_seconds
             failed = failed or any(sign.error is not None for sign in signs)
             if heard:

@@ -16,6 +16,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.placement.prober import OutlierDetection
 from rescheduler.proxy.expected_length import expected_lengths
+from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
@@ -34,6 +35,7 @@ class Proxy:
         cluster: the instances, and who decides.
         flow: of requests that may move.
         pass_through: of those that stay.
+        reports: when requests will finish; None where the coordinator decides.
         drainer: empties instances; None where the coordinator does.
         running: requests that have arrived and not ended.
         ending: no new ones are taken.
@@ -59,8 +61,12 @@ class Proxy:
         self.metrics = ProxyMetrics(cluster, others)
         self.migrator = Migrator(cluster, bodies, self.metrics)
         outliers = OutlierDetection(cluster.failed, self.metrics.failures)
-        self.flow = RequestFlow(cluster, bodies, outliers, self.migrator, self.metrics)
-        self.pass_through = PassThrough(cluster, bodies, outliers, self.flow)
+        self.reports: FinishReports | None = None
+        if not isinstance(cluster, CoordinatedCluster):
+            self.reports = FinishReports(cluster, self.metrics)
+        seen = None if self.reports is None else self.reports.token
+        self.flow = RequestFlow(cluster, bodies, outliers, self.migrator, self.metrics, seen)
+        self.pass_through = PassThrough(cluster, bodies, outliers, self.flow, seen)
         self.drainer: Drainer[LiveRequest] | None = None
         if isinstance(cluster, CoordinatedCluster):
             cluster.mover = self.migrator.move
@@ -76,6 +82,8 @@ class Proxy:
         """Ask every instance how it is, and begin to watch, plan and drain."""
         await self.cluster.start()
         self.cluster.forever(watch_loop(self.metrics))
+        if self.reports is not None:
+            self.cluster.forever(self.reports.run())
         if self.drainer is not None:
             self.cluster.forever(self.drainer.run())
         if self.cluster.planner is not None:
@@ -116,6 +124,8 @@ class Proxy:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
+        if self.reports is not None:
+            self.reports.ended(request, outcome == "ok")
         self.cluster.ended(request, outcome == "ok")
         if request.trace.recorded:
             splicer = request.splicer

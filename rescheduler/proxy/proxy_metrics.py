@@ -74,6 +74,15 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             "prefills whose KV cache the decode instance cannot read, and so computes itself",
             ["prefill", "decode"],
         )
+        self.finish_forecasts = self._counter(
+            "headway_proxy_finish_forecasts",
+            "80% intervals of starts and finishes by where the actual time was: `within` should be "
+            "8 of 10",
+            ["of", "request", "outcome"],
+        )
+        self.promises = self._counter(
+            "headway_proxy_promises", "promises of when a request finishes", ["outcome"]
+        )
         self.failures = self._counter(
             "headway_proxy_instance_failures", "failed calls to an instance", [INSTANCE]
         )
@@ -93,10 +102,16 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             registry=self._registry,
         )
         self._longest_stall = 0.0
+        for outcome in ("given", "refused", "kept", "broken", "left"):
+            self.promises.labels(outcome)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.turned_away):
                 counter.labels(instance.name)
+
+    def add(self, collector: Collector) -> None:
+        """Have a collector's metrics shown, too."""
+        self._registry.register(collector)
 
     def placed(self, request: LiveRequest) -> None:
         """Note how long a request has waited that has its first place."""

@@ -21,7 +21,7 @@ from rescheduler.placement.upstream import (
 )
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import EngineStream, Send, TokenRelay
+from rescheduler.proxy.token_relay import EngineStream, SeesTokens, Send, TokenRelay
 from rescheduler.tracing.span import Span
 
 __all__ = ["RequestFlow"]
@@ -41,11 +41,12 @@ class RequestFlow:
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
+        seen: SeesTokens | None = None,
     ) -> None:
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
         self._bodies, self._outliers = bodies, outliers
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
-        self._relay = TokenRelay(cluster, outliers, migrator, metrics)
+        self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
         self._random = random.Random()
 
     async def run(self, request: LiveRequest, send: Send) -> None:

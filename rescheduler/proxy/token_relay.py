@@ -10,7 +10,7 @@ import aiohttp
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.request_state import Frozen, Kept, Unanswered
 from rescheduler.placement.upstream import UpstreamError, reported_error
@@ -18,12 +18,14 @@ from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.tracing.span import Span
 
-__all__ = ["EngineStream", "Send", "TokenRelay"]
+__all__ = ["EngineStream", "SeesTokens", "Send", "TokenRelay"]
 
 logger = logging.getLogger("headway.serve")
 
 Send = Callable[[list[bytes]], Awaitable[None]]
 """Hands chunks, as JSON, to the client."""
+SeesTokens = Callable[[LiveRequest, TokenArrival, int, float], None]
+"""Is told of tokens of a request as they come, how many, and when."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +50,11 @@ class EngineStream:
 
 
 class TokenRelay:
-    """Reads engines' streams and hands them on."""
+    """Reads engines' streams and hands them on.
+
+    Args:
+        seen: is told of the tokens.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,9 @@ class TokenRelay:
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
+        seen: SeesTokens | None = None,
     ) -> None:
+        self._seen = seen
         self._cluster, self._outliers, self._migrator = cluster, outliers, migrator
         self._metrics, self._options = metrics, cluster.deployment.proxy
 
@@ -152,6 +160,8 @@ class TokenRelay:
         stream.progress += tokens
         arrival = stream.request.token(now)
         self._metrics.tokens.inc(tokens)
+        if self._seen is not None:
+            self._seen(stream.request, arrival, tokens, now)
         if arrival.first:
             self._outliers.succeeded(stream.request, stream.instance)
             stream.span.event("first token")

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import zlib
+from contextlib import suppress
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -23,6 +25,7 @@ from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
+from rescheduler.proxy.finish_reports import FinishReports, refuse_promises
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.connection import AllowedOrigins, answer_errors, monitoring_routes
 
@@ -159,14 +162,40 @@ class _Endpoints:
     async def _answered(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         name = given_name(http.headers.get("X-Request-Id"), client)
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
-        request = self._proxy.new_request(client, name, headers)
-        answer = ClientAnswer(http, client, {"X-Request-Id": request.name}, self._options)
-        outcome = "client_gone"
+        request, reports = self._proxy.new_request(client, name, headers), self._proxy.reports
+        own, outcome = {"X-Request-Id": request.name}, "client_gone"
+        progress: asyncio.Task[None] | None = None
         try:
+            try:
+                if reports is None:
+                    refuse_promises(request)
+                else:
+                    own |= reports.arrived(request)
+            except RequestRefusedError as error:
+                outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
+                answer = ClientAnswer(http, client, own, self._options)
+                return await answer.fail(error.status, error.body, error.retry_after)
+            told = dict if reports is None else partial(reports.headers, request)
+            answer = ClientAnswer(http, client, own, self._options, told)
+            if reports is not None and client.progress and client.stream and client.movable:
+                progress = asyncio.create_task(self._progress(request, answer, reports))
             response, outcome = await self._generated(request, answer)
             return response
         finally:
+            if progress is not None:
+                progress.cancel()
             self._proxy.request_ended(request, outcome)
+
+    async def _progress(
+        self, request: LiveRequest, answer: ClientAnswer, reports: FinishReports
+    ) -> None:
+        """Tell the client of a stream regularly when it is expected to finish."""
+        with suppress(ClientGoneError):  # what writes the answer sees to that
+            while True:
+                comment = reports.comment(request)
+                if comment is not None:
+                    await answer.comment(comment)
+                await asyncio.sleep(self._options.progress_seconds)
 
     async def _generated(
         self, request: LiveRequest, answer: ClientAnswer

@@ -1,0 +1,407 @@
+"""When each request will start and finish, and how well that came true."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rescheduler.finish_times.interval import Calibration, Interval, Trial
+from rescheduler.finish_times.lengths import LatelyEnded
+from rescheduler.finish_times.load_ahead import ANYWHERE, STEPS, LoadAhead, Queue, load_ahead
+from rescheduler.finish_times.pace import Arrivals, FirstTokens, Pace
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import Placeable, PlacedRequests
+
+__all__ = ["KINDS", "Expected", "FinishTimes", "Observed", "PoolLoad"]
+
+logger = logging.getLogger("headway.serve")
+
+_LEVELS = (0.1, 0.5, 0.9)
+KINDS = ("arriving", "queued", "first_token", "running")
+"""What a request was when its finish was forecast: waiting for no place, waiting for one, at its
+first token, later."""
+
+_FRESH_SECONDS = 0.1
+_SHARE = 0.05
+"""Of the processor's time that the load ahead may take."""
+_START_SPREAD = 1.5
+"""Factor between the median and the bounds of a start before any calibration."""
+_LEAST_SECONDS = 1e-3
+
+
+class Expected(NamedTuple):
+    """What is expected of a request, in seconds from now.
+
+    Attributes:
+        place: requests that start before it; 0 of one that has started.
+        start: its first token; None of one that has generated any.
+        finish: its last token.
+        tokens: that it still has to generate.
+    """
+
+    place: int
+    start: Interval | None
+    finish: Interval
+    tokens: Interval
+
+
+class PoolLoad(NamedTuple):
+    """What is expected of all decode instances together, some time ahead.
+
+    Attributes:
+        requests: that run.
+        requests_deviation: standard deviation of their number.
+        tokens: that they hold in KV caches.
+        tokens_deviation: standard deviation of these.
+        tokens_per_second: that they generate.
+    """
+
+    requests: float
+    requests_deviation: float
+    tokens: float
+    tokens_deviation: float
+    tokens_per_second: float
+
+
+class Observed(NamedTuple):
+    """What came of a forecast.
+
+    Attributes:
+        kind: of `KINDS`.
+        of: ``start`` or ``finish``.
+        expected: the calibrated interval.
+        actual: seconds from then on.
+    """
+
+    kind: str
+    of: str
+    expected: Interval
+    actual: float
+
+
+@dataclass(slots=True)
+class _Forecast:
+    """A forecast that is yet to come true."""
+
+    kind: str
+    finish: Trial
+    start: Trial | None = None
+    prompts: float = 0.0
+
+
+@dataclass(slots=True)
+class _Followed:
+    """The forecasts of a request: at its arrival and first token, and one at random after each."""
+
+    forecasts: dict[str, _Forecast] = field(default_factory=dict)
+    sampled: int = 0
+
+
+class _Raw(NamedTuple):
+    kind: str
+    place: int
+    start: Interval | None
+    finish: Interval
+    tokens: Interval
+    prompts: float
+
+
+class FinishTimes:
+    r"""Forecasts in seconds from forecasts in tokens, the pace of the engines, and the load ahead.
+
+    Of a request that runs, with :math:`R_q` the quantile of its remaining tokens and
+    :math:`\tau_g` the seconds a token of its instance lately (`Pace`):
+
+    .. math:: T_q = R_q\,\tau_g
+
+    Of one that has not begun, with s the steps until there is room for it (`load_ahead`), and F the
+    seconds to its first token once there is (`FirstTokens`), :math:`T_q = s \tau + F + R_q \tau`.
+    Each of the four `KINDS` has a `Calibration` of its own, which makes the intervals hold.
+
+    Args:
+        decodes: instances that decode.
+        prefills: instances that prefill for them.
+        placements: of all requests on them.
+        in_line: returns the requests that wait for a place, in the order of service.
+        forecasts: of remaining lengths.
+        clock: seconds, that of ``arrived`` of a request.
+        observed: is told what came of each forecast.
+    """
+
+    def __init__(
+        self,
+        decodes: Sequence[InstanceState],
+        prefills: Sequence[InstanceState],
+        placements: PlacedRequests[Placeable],
+        in_line: Callable[[], Sequence[Placeable]],
+        forecasts: LiveForecasts,
+        clock: Callable[[], float],
+        observed: Callable[[Observed], None] | None = None,
+    ) -> None:
+        self._decodes, self._prefills, self._placements = decodes, prefills, placements
+        self._in_line, self._forecasts, self._clock = in_line, forecasts, clock
+        self._observed = observed
+        self.pace, self._arrivals = Pace(), Arrivals(clock())
+        self._lengths, self._first_tokens = LatelyEnded(), FirstTokens()
+        self._finishes = {kind: Calibration(clock) for kind in KINDS}
+        self._starts = {kind: Calibration(clock) for kind in KINDS[:2]}
+        self._followed: dict[Placeable, _Followed] = {}
+        self._ahead: LoadAhead | None = None
+        self._line: dict[Placeable, int] = {}
+        self._prompts = 0.0
+        self._due = -np.inf
+        self._random = random.Random(0)
+        self._failed = False
+
+    def arrived(self, request: Placeable) -> Expected | None:
+        """Return what is expected of a new request, and follow it; None while nothing is known."""
+        self._arrivals.came(request.prompt_tokens, self._clock())
+        self._followed[request] = _Followed()
+        return self._follow("arrival", request)
+
+    def first_token(self, request: Placeable) -> None:
+        """Note that the first token of a request has come."""
+        followed = self._followed.get(request)
+        if followed is None:
+            return
+        for forecast in followed.forecasts.values():
+            if forecast.start is not None:
+                seconds = self._came("start", self._starts, forecast.kind, forecast.start)
+                forecast.start = None
+                if forecast.kind == "arriving":
+                    self._first_tokens.took(forecast.prompts, seconds)
+        followed.sampled = 0
+        self._follow("first_token", request)
+
+    def ended(self, request: Placeable, by_itself: bool) -> None:
+        """Note that a request has ended; learn from it if it did by itself."""
+        followed = self._followed.pop(request, None)
+        complete = by_itself and request.generated_tokens > 0
+        if complete:
+            self._lengths.ended(request)
+        for forecast in followed.forecasts.values() if followed is not None else ():
+            if complete:
+                self._came("finish", self._finishes, forecast.kind, forecast.finish)
+            else:
+                self._drop(forecast)
+
+    def expect(self, request: Placeable) -> Expected | None:
+        """Return what is expected of a request now; None while nothing is known.
+
+        Nothing is either where no instance has room for it within 65,536 steps.
+        """
+        raw = self._raw(request)
+        return self._calibrated(raw) if raw is not None else None
+
+    def finish_probability(self, request: Placeable, seconds: float) -> float | None:
+        """Return the probability that a request ends within so many seconds."""
+        raw = self._raw(request)
+        return self._finishes[raw.kind].probability(raw.finish, seconds) if raw else None
+
+    def finish_quantile(self, request: Placeable, level: float) -> float | None:
+        """Return the seconds within which a request ends with a probability."""
+        raw = self._raw(request)
+        return self._finishes[raw.kind].quantile(raw.finish, level) if raw else None
+
+    def service_quantile(self, request: Placeable, level: float) -> float:
+        """Return the seconds that a request takes from its start on, with a probability."""
+        quantile = self._lengths.quantiles(request, self._forecasts, (level,))[0]
+        first = self._first_tokens.seconds(float(request.prompt_tokens))
+        return first + quantile * (self.pace.of(request.instance) or 0.0)
+
+    def sample(self) -> None:
+        """Forecast the requests that wait or run, so that one such forecast of each is followed.
+
+        To be called regularly: every call is as likely to be the one that is followed.
+        """
+        for request, followed in self._followed.items():
+            followed.sampled += 1
+            if self._random.random() * followed.sampled < 1.0:
+                self._follow("later" if _started(request) else "waiting", request)
+
+    def drain_seconds(self, g: int) -> float | None:
+        """Return the seconds until all that runs on a decode instance now has ended, as P90.
+
+        None while nothing is known.
+        """
+        self._look_ahead()
+        pace = self.pace.of(self._decodes[g])
+        if self._ahead is None or pace is None:
+            return None
+        return float(self._ahead.drained[g]) * pace
+
+    def load_at(self, seconds: float, arrivals: bool) -> PoolLoad | None:
+        r"""Return the load of all decode instances that many seconds ahead; None: not known yet.
+
+        With ``arrivals``, requests come as they did in the last minute, at a rate
+        :math:`\lambda` and with prompts of :math:`\bar c` tokens, and end as others did lately:
+
+        .. math::
+
+            N(h) = \lambda \tau \int_0^h S(u)\,du, \qquad
+            \Lambda(h) = \lambda \tau \int_0^h S(u)\,(\bar c + u)\,du
+
+        in steps of :math:`\tau` seconds; a Poisson number of them, each as variable as its length.
+        """
+        self._look_ahead()
+        ahead, pace = self._ahead, self.pace.of(None)
+        if ahead is None or pace is None:
+            return None
+        steps = seconds / pace
+        n, n_variance, tokens, tokens_variance = (
+            float(ahead.at(steps, values).sum())
+            for values in (
+                *(ahead.requests, ahead.requests_variance),
+                *(ahead.tokens, ahead.tokens_variance),
+            )
+        )
+        if arrivals:
+            grid = np.linspace(0.0, steps, 129)
+            alive = self._lengths.new_request(self._forecasts, grid)
+            rate = self._arrivals.rate(self._clock()) * pace
+            held = self._arrivals.prompt_tokens + grid
+            more = rate * float(np.trapezoid(alive, grid))
+            n, n_variance = n + more, n_variance + more
+            tokens += rate * float(np.trapezoid(alive * held, grid))
+            tokens_variance += rate * float(np.trapezoid(alive * held**2, grid))
+        return PoolLoad(n, n_variance**0.5, tokens, tokens_variance**0.5, n / pace)
+
+    @property
+    def ahead(self) -> LoadAhead | None:
+        """The load ahead, of the decode instances in their order; None where it cannot be told."""
+        self._look_ahead()
+        return self._ahead
+
+    def _follow(self, when: str, request: Placeable) -> Expected | None:
+        """Forecast a request, to be compared with what comes."""
+        raw = self._raw(request)
+        if raw is None:
+            return None
+        if when == "first_token":
+            raw = raw._replace(kind="first_token")
+        forecasts = self._followed[request].forecasts
+        if when in forecasts:
+            self._drop(forecasts[when])
+        told, start = self._calibrated(raw), None
+        if raw.start is not None and told.start is not None:
+            start = self._starts[raw.kind].begin(raw.start, told.start)
+        forecasts[when] = _Forecast(
+            kind=raw.kind,
+            finish=self._finishes[raw.kind].begin(raw.finish, told.finish),
+            start=start,
+            prompts=raw.prompts,
+        )
+        return told
+
+    def _drop(self, forecast: _Forecast) -> None:
+        self._finishes[forecast.kind].drop(forecast.finish)
+        if forecast.start is not None:
+            self._starts[forecast.kind].drop(forecast.start)
+
+    def _calibrated(self, raw: _Raw) -> Expected:
+        finish, start = self._finishes[raw.kind].interval(raw.finish), None
+        if raw.start is not None:
+            start = self._starts[raw.kind].interval(raw.start)
+        return Expected(raw.place, start, finish, raw.tokens)
+
+    def _came(
+        self, of: str, calibrations: dict[str, Calibration], kind: str, trial: Trial
+    ) -> float:
+        seconds = max(self._clock() - trial.made, _LEAST_SECONDS)
+        calibrations[kind].came(trial, seconds)
+        if self._observed is not None:
+            self._observed(Observed(kind, of, trial.told, seconds))
+        return seconds
+
+    def _raw(self, request: Placeable) -> _Raw | None:
+        """Return what is expected of a request before it is calibrated."""
+        pace = self.pace.of(request.instance)
+        if pace is None:
+            return None
+        started = _started(request)
+        if not started:
+            self._look_ahead()
+        self._forecasts.refresh()
+        tokens = Interval(*self._lengths.quantiles(request, self._forecasts, _LEVELS))
+        if started:
+            return _Raw("running", 0, None, tokens.times(pace), tokens, 0.0)
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        at = self._line.get(request)
+        steps = ahead.next_start(request.context_tokens) if at is None else float(ahead.start[at])
+        if not np.isfinite(steps):
+            return None
+        prompts = self._prompts + (0 if request.instance is not None else request.prompt_tokens)
+        seconds = steps * pace + self._first_tokens.seconds(prompts)
+        seconds = max(seconds, pace, _LEAST_SECONDS)
+        start = Interval(seconds / _START_SPREAD, seconds, seconds * _START_SPREAD)
+        return _Raw(
+            kind="queued" if steps > 0 else "arriving",
+            place=int((ahead.start < steps).sum()),
+            start=start,
+            finish=tokens.times(pace).plus(seconds),
+            tokens=tokens,
+            prompts=prompts,
+        )
+
+    def _look_ahead(self) -> None:
+        """Compute the load ahead anew, unless that was done just now."""
+        if self._clock() < self._due:
+            return
+        began = time.perf_counter()
+        try:
+            self._forecasts.refresh()
+            self._compute()
+            self._failed = False
+        except Exception:
+            if not self._failed:
+                logger.exception("the load ahead cannot be told")
+            self._failed, self._ahead = True, None
+        took = time.perf_counter() - began
+        self._due = self._clock() + max(_FRESH_SECONDS, took / _SHARE)
+
+    def _compute(self) -> None:
+        running: list[Placeable] = []
+        where: list[int] = []
+        queue: list[Placeable] = []
+        queued_at: list[int] = []
+        in_service = [one.breaker.closed for one in self._decodes]
+        for g, instance in enumerate(self._decodes):
+            for request in self._placements.on(instance):
+                if _started(request):
+                    running.append(request)
+                    where.append(g)
+                else:
+                    queue.append(request)
+                    queued_at.append(g)
+        prefilled = sum(one.prompt_tokens for one in queue)
+        for instance in self._prefills:
+            prefilled += sum(one.prompt_tokens for one in self._placements.on(instance))
+        line = list(self._in_line())
+        queue += line
+        queued_at += [ANYWHERE] * len(line)
+        slots = [one.slots if up else 0 for one, up in zip(self._decodes, in_service, strict=True)]
+        self._ahead = load_ahead(
+            self._forecasts.forecast(running),
+            np.array(where, dtype=np.int64),
+            np.array([one.context_tokens for one in running], dtype=np.int64),
+            np.array(slots, dtype=np.int64),
+            np.array([one.kv_capacity for one in self._decodes], dtype=np.int64),
+            Queue(
+                self._lengths.curves(queue, self._forecasts, STEPS),
+                np.array([one.context_tokens for one in queue], dtype=np.int64),
+                np.array(queued_at, dtype=np.int64),
+            ),
+        )
+        self._line = {request: place for place, request in enumerate(queue)}
+        self._prompts = prefilled / max(1, len(self._prefills) or len(self._decodes))
+
+
+def _started(request: Placeable) -> bool:
+    return request.generating or request.generated_tokens > 0

@@ -1,0 +1,119 @@
+"""Promises of when a request will be finished: given, refused, kept and broken."""
+
+from collections.abc import Callable, Mapping
+from math import exp, inf
+
+from rescheduler.finish_times.finish_times import FinishTimes
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.placeable import Placeable
+
+__all__ = ["Promises"]
+
+_GAIN = 0.01
+_SERVICE_LEVEL = 0.9
+_REST_SECONDS = 2.0
+_MOST_LEVELS, _STRICTEST = 100, 3.0
+
+
+class Promises:
+    r"""Gives promises that are likely enough to be kept.
+
+    A request that must be finished within T seconds is taken if
+
+    .. math:: P(\text{finished within } T) \ge 1 - (1 - p)\,e^{-\delta_p}
+
+    with p the level that it asks for, or that of its class. :math:`\delta_p \ge 0` rises by 0.01 /
+    (1 - p) with each promise of that level that is broken, and falls by 0.01 with each that is
+    kept: where more than the share 1 - p is broken, fewer are given (adaptive conformal inference,
+    as in `Calibration`).
+
+    A promise counts as a deadline: once the request has to start in order to keep it, it goes
+    before all others; and while it is at risk, its request is not moved.
+
+    Args:
+        levels: of classes (``service_tier``), with one for ``default``.
+        clock: that of ``arrived`` of a request.
+        ended: is told the class and the outcome of each promise: ``kept``, ``broken``, or ``left``
+            where the request did not end by itself in time.
+    """
+
+    def __init__(
+        self,
+        finish_times: FinishTimes,
+        levels: Mapping[str, float],
+        clock: Callable[[], float],
+        ended: Callable[[str], None],
+    ) -> None:
+        self._finish_times, self._levels = finish_times, levels
+        self._clock, self._tell = clock, ended
+        self._strictness: dict[float, float] = {}
+        self._given: dict[Placeable, float] = {}
+
+    def give(
+        self, request: Placeable, seconds: float, level: float | None, tier: str
+    ) -> float | None:
+        """Promise a request to finish within so many seconds; return how likely that is.
+
+        None where nothing is known yet, at level 0, at which every promise is given.
+
+        Raises:
+            RequestRefusedError: 429 with the earliest time that could be promised.
+        """
+        if level is None:
+            level = self._levels.get(tier, self._levels.get("default", 0.95))
+        level = round(level, 4)
+        probability = self._finish_times.finish_probability(request, seconds)
+        needed = self._needed(level)
+        if level > 0 and (probability is None or probability < needed):
+            earliest = self._finish_times.finish_quantile(request, needed)
+            raise RequestRefusedError(
+                429,
+                _refusal(seconds, level, earliest),
+                "finish_in_s",
+                retry_after=1 if earliest is None else max(1, round(earliest - seconds)),
+            )
+        now = self._clock()
+        request.finish_by = now + seconds
+        service = self._finish_times.service_quantile(request, max(level, _SERVICE_LEVEL))
+        request.start_by = request.finish_by - service
+        self._given[request] = level
+        return probability
+
+    def ended(self, request: Placeable, by_itself: bool) -> None:
+        """Note that a request has ended, with or without a promise."""
+        level = self._given.pop(request, None)
+        if level is None:
+            return
+        late = self._clock() > request.finish_by
+        if not by_itself and not late:
+            self._tell("left")
+            return
+        self._tell("broken" if late else "kept")
+        if level > 0:
+            if level not in self._strictness and len(self._strictness) >= _MOST_LEVELS:
+                self._strictness.pop(next(iter(self._strictness)))
+            change = _GAIN * (1.0 / (1.0 - level) - 1.0 if late else -1.0)
+            before = self._strictness.get(level, 0.0)
+            self._strictness[level] = min(max(0.0, before + change), _STRICTEST)
+
+    def protect(self) -> None:
+        """Let no request be moved for now whose promise is at risk."""
+        now = self._clock()
+        for request, level in self._given.items():
+            if request.instance is None or not request.can_move:
+                continue
+            left = self._finish_times.finish_probability(request, request.finish_by - now)
+            if left is not None and left < self._needed(level):
+                request.rest(now + _REST_SECONDS)
+
+    def _needed(self, level: float) -> float:
+        if level == 0:
+            return 0.0
+        return 1.0 - (1.0 - level) * exp(-self._strictness.get(level, 0.0))
+
+
+def _refusal(seconds: float, level: float, earliest: float | None) -> str:
+    asked = f"it would not finish within {seconds:.3g} s with a probability of {level:g}"
+    if earliest is None or earliest == inf:
+        return f"{asked}; when it would is not known yet"
+    return f"{asked}; the earliest that can be promised is {earliest:.3g} s from now"

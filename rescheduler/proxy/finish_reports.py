@@ -1,0 +1,174 @@
+"""When requests will finish, as clients and operators are told."""
+
+import asyncio
+import time
+from functools import partial
+
+import msgspec
+
+from rescheduler.finish_times.ahead_metrics import AheadMetrics
+from rescheduler.finish_times.finish_times import Expected, FinishTimes, Observed
+from rescheduler.finish_times.interval import Interval
+from rescheduler.finish_times.promises import Promises
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.live_request import LiveRequest, TokenArrival
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
+
+__all__ = ["FinishReports", "refuse_promises"]
+
+_SAMPLE_SECONDS = 1.0
+
+
+class _Comment(msgspec.Struct, omit_defaults=True):
+    """What a stream that asks for it tells between its events, in seconds from then on.
+
+    Intervals are the 10, 50 and 90% quantile.
+    """
+
+    state: str
+    finish_s: tuple[float, float, float]
+    tokens_left: tuple[int, int, int]
+    start_s: tuple[float, float, float] | None = None
+    place: int | None = None
+
+
+class FinishReports:
+    """Follows a proxy's requests, and tells when they will finish.
+
+    Attributes:
+        finish_times: of the requests.
+    """
+
+    def __init__(self, cluster: Cluster[LiveRequest], metrics: ProxyMetrics) -> None:
+        clock = asyncio.get_running_loop().time
+        forecasts = cluster.forecasts or LiveForecasts(None)
+        self._learns = forecasts if cluster.forecasts is None else None
+        prefills = [one for one in cluster.all if one.instance.role == "prefill"]
+        self.finish_times = FinishTimes(
+            cluster.decodes,
+            prefills,
+            cluster.placements,
+            lambda: cluster.dispatcher.in_line,
+            forecasts,
+            clock,
+            partial(_observed, metrics),
+        )
+        levels = cluster.deployment.proxy.promise_levels
+        self._promise_outcomes = metrics.promises
+        self._promises = Promises(self.finish_times, levels, clock, self._promise_ended)
+        metrics.add(AheadMetrics(self.finish_times, cluster.decodes))
+
+    async def run(self) -> None:
+        """Forecast what runs regularly, forever: how forecasts come out is what they learn from."""
+        while True:
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            self.finish_times.sample()
+            self._promises.protect()
+
+    def arrived(self, request: LiveRequest) -> dict[str, str]:
+        """Follow a new request; return headers of its answer that tell of its promise.
+
+        Raises:
+            RequestRefusedError: 429, it must finish sooner than can be promised; 400, of a kind
+                that nothing is promised to.
+        """
+        client, headers = request.client, {}
+        seconds = client.finish_in
+        if client.finish_by is not None:
+            seconds = client.finish_by - time.time()
+        if seconds is not None:
+            if client.direct:
+                message = f"no promise is given to a request with `{client.direct}`"
+                raise RequestRefusedError(400, message, "finish_in_s")
+            try:
+                probability = self._promises.give(
+                    request, seconds, client.finish_level, client.tier
+                )
+            except RequestRefusedError:
+                self._promise_outcomes.labels("refused").inc()
+                raise
+            self._promise_outcomes.labels("given").inc()
+            if probability is not None:
+                headers["X-Headway-Finish-Probability"] = f"{probability:.3f}"
+        self.finish_times.arrived(request)
+        return headers
+
+    def token(self, request: LiveRequest, arrival: TokenArrival, tokens: int, now: float) -> None:
+        """Note tokens of a request; before they are counted as generated."""
+        instance = request.instance
+        if arrival.waited is None:
+            self.finish_times.first_token(request)
+        elif instance is not None:
+            self.finish_times.pace.took(instance, tokens, arrival.waited, now)
+
+    def ended(self, request: LiveRequest, by_itself: bool) -> None:
+        """Note that a request has ended."""
+        self.finish_times.ended(request, by_itself)
+        self._promises.ended(request, by_itself)
+        if self._learns is not None:
+            self._learns.ended(request, by_itself)
+
+    def headers(self, request: LiveRequest) -> dict[str, str]:
+        """Return the headers that tell the client of a stream when it is expected to finish."""
+        expected = self.finish_times.expect(request)
+        if expected is None:
+            return {}
+        headers = {"X-Headway-Expected-Finish": _header(expected.finish)}
+        if expected.start is not None:
+            headers["X-Headway-Expected-Start"] = _header(expected.start)
+        return headers
+
+    def comment(self, request: LiveRequest) -> bytes | None:
+        """Return a comment of a stream of events that tells how its request stands."""
+        expected = self.finish_times.expect(request)
+        return None if expected is None else _comment(expected)
+
+    def _promise_ended(self, outcome: str) -> None:
+        self._promise_outcomes.labels(outcome).inc()
+
+
+def refuse_promises(request: LiveRequest) -> None:
+    """Refuse a request that must finish in time, where other proxies' requests are not known.
+
+    Raises:
+        RequestRefusedError: 400.
+    """
+    client = request.client
+    if client.finish_in is not None or client.finish_by is not None:
+        message = "no promise is given where a coordinator decides for many proxies"
+        raise RequestRefusedError(400, message, "finish_in_s")
+
+
+def _observed(metrics: ProxyMetrics, came: Observed) -> None:
+    outcome = "within"
+    if came.actual < came.expected.low:
+        outcome = "earlier"
+    elif came.actual > came.expected.high:
+        outcome = "later"
+    metrics.finish_forecasts.labels(came.of, came.kind, outcome).inc()
+
+
+def _header(interval: Interval) -> str:
+    """Return an interval as an item of a structured field (RFC 9651)."""
+    low, median, high = interval
+    return f"{median:.3f};low={low:.3f};high={high:.3f}"
+
+
+def _comment(expected: Expected) -> bytes:
+    low, median, high = (round(tokens) for tokens in expected.tokens)
+    start = expected.start
+    told = _Comment(
+        state="running" if start is None else "waiting",
+        finish_s=_rounded(expected.finish),
+        tokens_left=(low, median, high),
+        start_s=None if start is None else _rounded(start),
+        place=None if start is None else expected.place,
+    )
+    return b": headway " + msgspec.json.encode(told) + b"\n\n"
+
+
+def _rounded(interval: Interval) -> tuple[float, float, float]:
+    low, median, high = (round(seconds, 3) for seconds in interval)
+    return low, median, high
