@@ -17,6 +17,7 @@ from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.finish_times.finish_times import FinishTimes, Observed
+from rescheduler.finish_times.interval import Interval
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, Placements
@@ -69,6 +70,12 @@ class VirtualRun:
     Args:
         admit: is asked whether a request is taken when it arrives; it may give it a promise.
         observed: is told what came of each forecast.
+        ended: is told of each request that has ended.
+
+    Attributes:
+        started: when each request had its first token.
+        finished: when each had its last.
+        sampled: when each was forecast once at random while it ran, and how.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class VirtualRun:
         seed: int,
         observed: Callable[[Observed], None] | None = None,
         admit: Callable[["VirtualRun", VirtualRequest], bool] | None = None,
+        ended: Callable[["VirtualRun", VirtualRequest], None] | None = None,
     ) -> None:
         self.now, self.fleet = 0.0, fleet
         self._random = np.random.default_rng(seed)
@@ -85,7 +93,7 @@ class VirtualRun:
         self.placements: Placements[VirtualRequest] = Placements()
         self.instances = [self._instance(g) for g in range(fleet.instances)]
         self._line: deque[VirtualRequest] = deque()
-        self._admit = admit
+        self._admit, self._ended = admit, ended
         self.finish_times = FinishTimes(
             self.instances,
             [],
@@ -95,7 +103,10 @@ class VirtualRun:
             lambda: self.now,
             observed,
         )
+        self.started: dict[str, float] = {}
         self.finished: dict[str, float] = {}
+        self.sampled: dict[str, tuple[float, Interval]] = {}
+        self._samples: dict[str, int] = {}
         self._errors: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._edges = forecast_edges(fleet.law)
@@ -137,11 +148,22 @@ class VirtualRun:
                 self._arrive(coming.popleft())
             self.now = max(self.now, when)
             if self.now >= sample:
-                self.finish_times.sample()
+                self._sample()
                 sample = self.now + 1.0
             seconds = self._step(self.instances[g])
             idle = coming[0].arrived if coming and not self._line else self.now + 0.01
             heapq.heappush(events, (self.now + seconds if seconds else max(idle, self.now), g))
+
+    def _sample(self) -> None:
+        """Forecast what runs, as the proxy does regularly."""
+        self.finish_times.sample()
+        for instance in self.instances:
+            for request in self.placements.on(instance):
+                if request.generating:
+                    n = self._samples[request.id] = self._samples.get(request.id, 0) + 1
+                    expected = self.finish_times.expect(request)
+                    if expected is not None and self._random.random() * n < 1.0:
+                        self.sampled[request.id] = self.now, expected.finish
 
     def _arrive(self, request: VirtualRequest) -> None:
         self._forecasts.began(request)
@@ -181,6 +203,8 @@ class VirtualRun:
             self.finish_times.ended(request, by_itself=True)
             self._forecasts.ended(request, by_itself=True)
             self.finished[request.id] = self.now
+            if self._ended is not None:
+                self._ended(self, request)
         self._start_what_fits()
         here = self.placements.on(instance)
         if not here:
@@ -200,6 +224,7 @@ class VirtualRun:
         request._generated += 1
         if request.generated_tokens == 1:
             request.generating = True
+            self.started[request.id] = self.now
             self._publish(request, instance)
             self.finish_times.first_token(request)
         else:

@@ -199,9 +199,14 @@ class FinishTimes:
         return self._calibrated(raw) if raw is not None else None
 
     def finish_probability(self, request: Placeable, seconds: float) -> float | None:
-        """Return the probability that a request ends within so many seconds."""
+        """Return the probability that a request ends within so many seconds.
+
+        None while too few requests of its kind have ended, or nothing at all is known.
+        """
         raw = self._raw(request)
-        return self._finishes[raw.kind].probability(raw.finish, seconds) if raw else None
+        if raw is None or not self._finishes[raw.kind].learned:
+            return None
+        return self._finishes[raw.kind].probability(raw.finish, seconds)
 
     def finish_quantile(self, request: Placeable, level: float) -> float | None:
         """Return the seconds within which a request ends with a probability."""

@@ -32,10 +32,11 @@ class Interval(NamedTuple):
         return Interval(*(value * factor for value in self))
 
 
-_WINDOW = 500
-_PRIOR = 50
+_WINDOW, _LONGEST = 500, 2_000
+"""Forecasts that are learnt from, and so many if the oldest is awaited, as in a long queue."""
+_PRIOR, _LEARNED = 50, 20
 _FRESH_SECONDS = 0.25
-_GAIN, _WIDEST = 0.02, 1.5
+_GAIN, _NARROWEST, _WIDEST = 0.02, -0.25, 1.5
 
 
 class Trial:
@@ -73,7 +74,7 @@ class Calibration:
     seconds since: the quantiles are Kaplan and Meier's, else those that end soon would count more.
     The errors of forecasts made within a short time are alike, as when a queue grows faster than
     foreseen; so either side is :math:`e^{w}` as wide, with w that rises with each outcome beyond
-    it and falls with the others, by 0.02 (missed - 0.1), but not below 0.
+    it and falls with the others, by 0.02 (missed - 0.1), between -0.25 and 1.5.
 
     It begins with 50 scores of a normal distribution, which leave intervals as they are, and which
     the first 50 that came replace.
@@ -88,32 +89,38 @@ class Calibration:
         self._trials: deque[Trial] = deque()
         self._prior = (ndtri((np.arange(_PRIOR) + 0.5) / _PRIOR) / ndtri(0.9)).tolist()
         self._order = np.random.default_rng(0).permutation(_PRIOR)
-        self._came = 0
+        self._seen = 0
         self._wider = [0.0, 0.0]
         self._due = -math.inf
-        self._scores = self._levels = np.empty(0)
+        self._all = self._scores = self._levels = np.empty(0)
         self._middle = 0.0
 
     def begin(self, expected: Interval, told: Interval) -> Trial:
         """Return a forecast that is to be learnt from."""
         trial = Trial(expected, told, self._clock())
         self._trials.append(trial)
-        if len(self._trials) > _WINDOW:
+        awaited = self._trials[0].score is None
+        if len(self._trials) > (_LONGEST if awaited else _WINDOW):
             self._trials.popleft()
         return trial
 
     def came(self, trial: Trial, actual: float) -> None:
         """Learn from what came of a forecast."""
         trial.score = _score(trial.expected, actual)
-        self._came += 1
+        self._seen += 1
         for side, missed in enumerate((actual < trial.told.low, actual > trial.told.high)):
             widened = self._wider[side] + _GAIN * (missed - 0.1)
-            self._wider[side] = min(max(widened, 0.0), _WIDEST)
+            self._wider[side] = min(max(widened, _NARROWEST), _WIDEST)
 
     def drop(self, trial: Trial) -> None:
         """Forget a forecast, of which nothing will come."""
         with suppress(ValueError):
             self._trials.remove(trial)
+
+    @property
+    def learned(self) -> bool:
+        """Whether enough has come for what it says to be more than an assumption."""
+        return self._seen >= _LEARNED
 
     def interval(self, expected: Interval) -> Interval:
         """Return an interval corrected."""
@@ -122,8 +129,9 @@ class Calibration:
     def quantile(self, expected: Interval, level: float) -> float:
         """Return what will not be exceeded with a probability."""
         self._learn()
-        if level > self._levels[-1]:  # seldom seen, or not at all
-            score = max(float(self._scores[-1]), float(ndtri(level) / ndtri(0.9)))
+        if level > self._levels[-1]:  # what is awaited will be later than it is by now
+            so_far = float(np.quantile(self._all, level))
+            score = max(so_far, float(self._scores[-1]), float(ndtri(level) / ndtri(0.9)))
         else:
             score = float(np.interp(level, self._levels, self._scores))
         score = self._middle + (score - self._middle) * math.exp(self._wider[level > 0.5])
@@ -145,18 +153,18 @@ class Calibration:
         if now < self._due:
             return
         self._due = now + _FRESH_SECONDS
-        prior = [self._prior[i] for i in self._order[self._came :]]
         scores = [
             trial.score if trial.score is not None else _score(trial.expected, now - trial.made)
             for trial in self._trials
         ]
         came = [trial.score is not None for trial in self._trials]
+        prior = [self._prior[i] for i in self._order[sum(came) :]]
         values = np.array(scores + prior)
         ended = np.array(came + [True] * len(prior), dtype=bool)
         n, order = len(values), np.lexsort((~ended, values))
         alive = np.cumprod(1.0 - ended[order] / (n - np.arange(n)))
         kept = ended[order]
-        self._scores = values[order][kept]
+        self._all, self._scores = values, values[order][kept]
         # Of n scores and the one to come, each is as likely the largest as any other.
         self._levels = (1.0 - alive[kept]) * n / (n + 1)
         self._middle = float(np.interp(0.5, self._levels, self._scores))

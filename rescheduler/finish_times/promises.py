@@ -54,7 +54,8 @@ class Promises:
     ) -> float | None:
         """Promise a request to finish within so many seconds; return how likely that is.
 
-        None where nothing is known yet, at level 0, at which every promise is given.
+        None where nothing is known yet: it is taken without a promise, since only requests that
+        run can tell how long they take.
 
         Raises:
             RequestRefusedError: 429 with the earliest time that could be promised.
@@ -64,7 +65,9 @@ class Promises:
         level = round(level, 4)
         probability = self._finish_times.finish_probability(request, seconds)
         needed = self._needed(level)
-        if level > 0 and (probability is None or probability < needed):
+        if probability is None:
+            return None
+        if probability < needed:
             earliest = self._finish_times.finish_quantile(request, needed)
             raise RequestRefusedError(
                 429,

@@ -89,7 +89,7 @@ class FinishReports:
             except RequestRefusedError:
                 self._promise_outcomes.labels("refused").inc()
                 raise
-            self._promise_outcomes.labels("given").inc()
+            self._promise_outcomes.labels("unknown" if probability is None else "given").inc()
             if probability is not None:
                 headers["X-Headway-Finish-Probability"] = f"{probability:.3f}"
         self.finish_times.arrived(request)

@@ -1,0 +1,436 @@
+"""Whether requests finish when they are forecast to, and whether promises of it are kept.
+
+    python -m benchmarks.finish_times [--fleets virtual emulated real] [--loads X ...] [--rounds N]
+        [--requests N] [--quick] [--report] [--out FOLDER] [--json OUT]
+
+Each request is a stream that asks when it will finish (``stream_options: {"headway": true}``), at
+50, 100 and 120% of the capacity, which is measured first. What is told at arrival, and once at
+random later, is held against what its client saw: of 80% intervals, 8 of 10 should hold.
+
+Fleets: ``virtual``, four instances in virtual time, by the code that serves; ``emulated``, four
+emulated H100s with an 8B model behind ``headway serve``, placed by least load (``jsq_load``: what
+waits does so in the engines) and by ``headroom`` (it does so in the proxy); ``real``, one engine of
+SmolLM2 on this machine's CPU.
+
+Promises: every request has a deadline, 0.3 to 10 times the median seconds of service, drawn evenly in
+the logarithm. In the ``watched`` runs all are taken, and it is noted who would have had a promise: by
+P(finished in time) >= 0.95, or by the median being in time. In the ``promised`` runs the proxy
+refuses the others. Kept is the share of promises that were kept, refused needlessly the share of
+the requests that finished in time among those that a rule would have refused.
+
+What is finished is kept in the folder and not run again while its settings stay the same.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from benchmarks import emulated_fleet, live_rescheduling
+from benchmarks.support.deployments import engines, patient, proxy, until_idle
+from benchmarks.support.emulated_load import FIRST_WORD, WORDS, drawn_load
+from benchmarks.support.finishing_load import Asked, serve_asking
+from benchmarks.support.live_runs import round_load
+from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
+from benchmarks.support.virtual_fleet import Fleet, VirtualRequest, VirtualRun
+from rescheduler.emulation.emulate_options import StepSeconds
+from rescheduler.emulation.scripted_answers import LENGTH, SEED
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.finish_times.promises import Promises
+from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.simulator.results.report import markdown_table
+
+LOADS = (0.5, 1.0, 1.2)
+LEVEL = 0.95
+MEASURED = 1_000_003
+"""The round whose requests no other has."""
+VIRTUAL = Fleet(4, 16, 24_000, StepSeconds(constant=0.01, per_new=1e-4, per_context=2e-7))
+REQUESTS = {"virtual": 2_000, "emulated": 900, "real": 240}
+DILATION, PATIENCE = 2.0, 600.0
+SCRATCH = Path("runs/finish_times")
+ROUTING = {"jsq_load": {"name": "jsq_load"}, "headroom": {"name": "headroom"}}
+WHEN = ("arrival_start", "arrival_finish", "later_finish")
+
+
+class Run(NamedTuple):
+    """Fleets of the same kind differ in where requests wait, by the routing policy."""
+
+    fleet: str
+    routing: str
+    load: float
+    round: int
+    promises: str
+
+    @property
+    def group(self) -> str:
+        return f"{self.fleet}_{self.routing}_{100 * self.load:.0f}"
+
+
+Outcome = dict[str, Any]
+"""Of a request: the intervals told and what came, and the probability of being in time."""
+
+
+def main() -> None:
+    parser = arguments("whether requests finish when they are forecast to")
+    fleets = ("virtual", "emulated", "real")
+    parser.add_argument("--fleets", nargs="+", choices=fleets, default=["virtual"])
+    parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, help=f"of a run ({REQUESTS})")
+    parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finish_times"))
+    options = parser.parse_args()
+    if options.quick:
+        options.requests, options.rounds, options.out = 150, 1, SCRATCH / "quick"
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    found: dict[Run, list[Outcome]] = {}
+    with resumable():
+        for fleet in options.fleets:
+            requests = options.requests or REQUESTS[fleet]
+            runs = [
+                Run(fleet, routing, load, number, promises)
+                for number in range(options.rounds)
+                for routing in (ROUTING if fleet == "emulated" else ["fcfs"])
+                for load in options.loads
+                for promises in ("watched", "promised")
+            ]
+            bench = Bench(options.out, fleet, requests)
+            if not options.report:
+                bench.run_missing(runs)
+            found |= {run: kept for run in runs if (kept := bench.cells(run).read(run.promises))}
+    figures = all_figures(found)
+    tables = [coverage_table(figures, found), promises_table(figures, found)]
+    print("\n\n".join(tables))
+    write_report("finish_times", figures, options.json, tables=tables)
+
+
+class Bench:
+    """Runs what is missing of a fleet."""
+
+    def __init__(self, out: Path, fleet: str, requests: int) -> None:
+        self.out, self.fleet, self.requests = out, fleet, requests
+        self.settings: dict[str, Any] = {"requests": requests, "fleet": fleet}
+        if fleet == "virtual":
+            self.settings |= {"virtual": to_builtins(VIRTUAL)}
+
+    def cells(self, run: Run) -> Cells:
+        return Cells(self.out / run.group / f"round-{run.round}", self.settings)
+
+    def run_missing(self, runs: Sequence[Run]) -> None:
+        missing = [run for run in runs if self.cells(run).read(run.promises) is None]
+        if not missing:
+            return
+        kept = Cells(self.out, self.settings)
+        with self._engines() as deployment:
+            measured = kept.read(f"capacity_{self.fleet}")
+            if measured is None:
+                measured = self._serve(deployment, "fcfs", self._load(MEASURED, inf), None)[1]
+                kept.write(f"capacity_{self.fleet}", measured)
+            print(f"{self.fleet}: {measured}", file=sys.stderr, flush=True)
+            for run in missing:
+                load = self._load(run.round, run.load * measured["capacity"])
+                draw = random.Random(run.round)
+                for one in load:
+                    one.finish_in = measured["seconds"] * 10 ** draw.uniform(-0.5, 1)
+                level = LEVEL if run.promises == "promised" else 0.0
+                began = time.monotonic()
+                outcomes, _ = self._serve(deployment, run.routing, load, level)
+                self.cells(run).write(run.promises, outcomes)
+                seconds = time.monotonic() - began
+                print(
+                    f"{time.strftime('%H:%M')} {run}: {seconds:.0f} s", file=sys.stderr, flush=True
+                )
+
+    def _engines(self) -> AbstractContextManager[Deployment | None]:
+        return Engines(self.fleet)
+
+    def _load(self, number: int, rate: float) -> list[Asked]:
+        """Return a round's requests, with the times of their arrivals in real seconds."""
+        if self.fleet == "real":
+            wanted = [
+                (one.prompt, one.seed, one.max_tokens, one.arrives)
+                for part in range(-(-self.requests // 40))
+                for one in round_load(100 * number + part, 40, 1.0, 300)
+            ]
+            gaps = np.random.default_rng(number).exponential(size=len(wanted)) / rate
+            return [
+                Asked(
+                    {
+                        "model": "smollm2",
+                        "messages": [{"role": "user", "content": prompt}],
+                        "seed": seed,
+                        "max_tokens": most,
+                    },
+                    float(at),
+                )
+                for (prompt, seed, most, _), at in zip(wanted, np.cumsum(gaps), strict=True)
+            ][: self.requests]
+        law = VIRTUAL.law if self.fleet == "virtual" else emulated_fleet.LAW
+        prompts = emulated_fleet.PROMPTS
+        if self.fleet == "virtual":
+            prompts = prompts._replace(shortest=50, longest=1_500)
+        load = []
+        for one in drawn_load(number, self.requests, rate, prompts, law):
+            words = np.random.default_rng(one.seed).integers(0, WORDS, one.prompt_tokens)
+            body = {
+                "model": "smollm2",
+                "prompt": (FIRST_WORD + words).tolist(),
+                "max_tokens": law.longest,
+                "temperature": 0,
+                "vllm_xargs": {LENGTH: one.answer_tokens, SEED: one.seed},
+            }
+            load.append(Asked(body, one.arrives))
+        return load
+
+    def _serve(
+        self, deployment: Deployment | None, routing: str, load: list[Asked], level: float | None
+    ) -> tuple[list[Outcome], dict[str, float]]:
+        """Serve a load; return what came of each request, and capacity and median latency."""
+        if deployment is None:
+            return _serve_virtually(load, level)
+        serving = replace(deployment, routing=ROUTING.get(routing, ROUTING["jsq_load"]))
+
+        async def served() -> None:
+            await until_idle(deployment, PATIENCE)
+            with proxy(serving, SCRATCH):
+                await serve_asking(serving.proxy_url, load, level)
+
+        asyncio.run(served())
+        failed = [one.error or f"HTTP {one.status}" for one in load if not one.complete]
+        failed = [error for error in failed if error != "HTTP 429"]
+        if failed:
+            raise RuntimeError(f"{len(failed)} requests failed, as with {failed[0]}")
+        ended = np.sort([one.last for one in load if one.complete])
+        seconds = [one.last - one.first for one in load if one.complete]
+        return [_outcome(one, i) for i, one in enumerate(load)], _capacity(ended, seconds)
+
+
+class Engines:
+    """The engines of a fleet while the body runs; None of a virtual one."""
+
+    def __init__(self, fleet: str) -> None:
+        self._deployment: Deployment | None = None
+        if fleet == "emulated":
+            plan = emulated_fleet.Plan(SCRATCH, 0, DILATION)
+            self._deployment = emulated_fleet.fleet(plan, exact=False)
+        elif fleet == "real":
+            engine = replace(live_rescheduling.ENGINE, max_num_seqs=8, kv_blocks=240)
+            self._deployment = patient(local_deployment("smollm2", engine, decode=1, prefill=0))
+        self._running: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Deployment | None:
+        if self._deployment is not None:
+            self._running = engines(self._deployment, SCRATCH / "logs")
+            self._running.__enter__()
+        return self._deployment
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._running is not None:
+            self._running.__exit__(*raised)
+
+
+def _capacity(ended: Any, served: Sequence[float]) -> dict[str, float]:
+    """Return requests a second in the steady part, and the median seconds of service."""
+    low, high = int(0.2 * len(ended)), int(0.7 * len(ended))
+    capacity = float((high - low) / (ended[high] - ended[low]))
+    return {"capacity": capacity, "seconds": float(np.median(served))}
+
+
+def _outcome(one: Asked, number: int) -> Outcome:
+    """Return the first comment and a random one of the others, against what came."""
+    outcome: Outcome = {"status": one.status, "probability": one.probability}
+    if one.finish_in is not None and one.complete:
+        outcome |= {"in_time": one.last - one.sent <= one.finish_in}
+    if not one.complete or not one.told:
+        return outcome
+    at, told = one.told[0]
+    if "start_s" in told:
+        outcome["arrival_start"] = [*told["start_s"], one.first - at]
+    outcome["arrival_finish"] = [*told["finish_s"], one.last - at]
+    outcome["by_median"] = one.finish_in is not None and told["finish_s"][1] <= one.finish_in
+    running = [comment for comment in one.told if comment.told["state"] == "running"]
+    if running:
+        at, told = random.Random(number).choice(running)
+        outcome["later_finish"] = [*told["finish_s"], one.last - at]
+    return outcome
+
+
+def _serve_virtually(
+    load: Sequence[Asked], level: float | None
+) -> tuple[list[Outcome], dict[str, float]]:
+    outcomes: dict[str, Outcome] = {}
+    asked = {f"r{i}": one for i, one in enumerate(load)}
+    promises: dict[int, Promises] = {}
+
+    def admit(run: VirtualRun, request: VirtualRequest) -> bool:
+        one, outcome = asked[request.id], outcomes.setdefault(request.id, {"probability": None})
+        expected = run.finish_times.expect(request)
+        if one.finish_in is not None and level is not None:
+            giving = promises.setdefault(
+                id(run), Promises(run.finish_times, {}, lambda: run.now, lambda outcome: None)
+            )
+            try:
+                outcome["probability"] = giving.give(request, one.finish_in, level, "default")
+            except RequestRefusedError:
+                outcome["status"] = 429
+                return False
+        outcome["status"] = 200
+        if expected is not None:
+            outcome["told"] = expected
+        return True
+
+    def ended(run: VirtualRun, request: VirtualRequest) -> None:
+        if id(run) in promises:
+            promises[id(run)].ended(request, by_itself=True)
+
+    run = VirtualRun(VIRTUAL, 1, admit=admit, ended=ended)
+    requests = [
+        VirtualRequest(
+            name,
+            len(one.body["prompt"]),
+            int(one.body["vllm_xargs"][LENGTH]),
+            one.body["max_tokens"],
+            one.arrives,
+        )
+        for name, one in asked.items()
+    ]
+    run.run(requests)
+    for name, outcome in outcomes.items():
+        one, told = asked[name], outcome.pop("told", None)
+        if name not in run.finished:
+            continue
+        latency = run.finished[name] - one.arrives
+        if one.finish_in is not None:
+            outcome["in_time"] = latency <= one.finish_in
+        if told is not None:
+            outcome["arrival_finish"] = [*told.finish, latency]
+            if told.start is not None:
+                outcome["arrival_start"] = [*told.start, run.started[name] - one.arrives]
+            outcome["by_median"] = one.finish_in is not None and told.finish.median <= one.finish_in
+        if name in run.sampled:
+            at, interval = run.sampled[name]
+            outcome["later_finish"] = [*interval, run.finished[name] - at]
+    ends = np.sort(list(run.finished.values()))
+    seconds = [run.finished[name] - run.started[name] for name in run.finished]
+    return list(outcomes.values()), _capacity(ends, seconds)
+
+
+def all_figures(found: dict[Run, list[Outcome]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for group in dict.fromkeys(run.group for run in found):
+        runs = {run: outcomes for run, outcomes in found.items() if run.group == group}
+        watched = {r.round: o for r, o in runs.items() if r.promises == "watched"}
+        promised = {r.round: o for r, o in runs.items() if r.promises == "promised"}
+        for when in WHEN:
+            told = {
+                number: np.array([one[when] for one in outcomes if when in one])
+                for number, outcomes in watched.items()
+            }
+            told = {number: rows for number, rows in told.items() if len(rows)}
+            if not told:
+                continue
+            for name, values in {
+                "within": {
+                    n: _share((r[:, 3] >= r[:, 0]) & (r[:, 3] <= r[:, 2])) for n, r in told.items()
+                },
+                "earlier": {n: _share(r[:, 3] < r[:, 0]) for n, r in told.items()},
+                "later": {n: _share(r[:, 3] > r[:, 2]) for n, r in told.items()},
+            }.items():
+                estimate = mean_of(values)
+                figures[f"{group}_{when}_{name}"] = estimate.mean
+                figures[f"{group}_{when}_{name}_half_interval"] = estimate.half
+            rows = np.concatenate(list(told.values()))
+            figures[f"{group}_{when}_requests"] = float(len(rows))
+            figures[f"{group}_{when}_median_error"] = float(
+                np.exp(np.median(np.abs(np.log(np.maximum(rows[:, 3], 1e-3) / rows[:, 1])))) - 1
+            )
+            figures[f"{group}_{when}_width"] = float(np.median(rows[:, 2] / rows[:, 0]))
+        rules: dict[str, Callable[[Outcome], bool]] = {
+            "calibrated": lambda one: (one["probability"] or 0.0) >= LEVEL,
+            "median": lambda one: bool(one.get("by_median")),
+            "none": lambda one: True,
+        }
+        for name, rule in rules.items():
+            rows = [
+                [(rule(one), one["in_time"]) for one in o if "in_time" in one]
+                for o in watched.values()
+            ]
+            pairs = np.array([pair for one in rows for pair in one], dtype=bool).reshape(-1, 2)
+            if len(pairs):
+                given, in_time = pairs.T
+                figures[f"{group}_kept_{name}"] = _share(in_time[given])
+                figures[f"{group}_given_{name}"] = _share(given)
+                figures[f"{group}_refused_needlessly_{name}"] = _share(~given[in_time])
+        outcomes = [one for o in promised.values() for one in o]
+        kept = np.array(
+            [one["in_time"] for one in outcomes if "in_time" in one and one["probability"]],
+            dtype=bool,
+        )
+        if len(outcomes):
+            figures[f"{group}_promises_kept"] = _share(kept)
+            figures[f"{group}_promises_given"] = len(kept) / len(outcomes)
+            figures[f"{group}_promises"] = float(len(kept))
+    return figures
+
+
+def _share(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def coverage_table(figures: dict[str, float], found: dict[Run, list[Outcome]]) -> str:
+    rows = []
+    for group in dict.fromkeys(run.group for run in found):
+        for when in WHEN:
+            at = f"{group}_{when}"
+            if f"{at}_within" not in figures:
+                continue
+            half = figures[f"{at}_within_half_interval"]
+            rows.append(
+                [
+                    group,
+                    when,
+                    f"{figures[f'{at}_requests']:.0f}",
+                    f"{100 * figures[f'{at}_within']:.1f}"
+                    + ("" if half != half else f" ± {100 * half:.1f}"),
+                    f"{100 * figures[f'{at}_earlier']:.1f}",
+                    f"{100 * figures[f'{at}_later']:.1f}",
+                    f"{100 * figures[f'{at}_median_error']:.0f}%",
+                    f"{figures[f'{at}_width']:.1f}",
+                ]
+            )
+    heads = ["fleet", "told", "requests", "within, %", "earlier, %", "later, %"]
+    heads += ["typical error of the median", "high / low"]
+    return "\n".join(["### 80% intervals", *markdown_table(heads, rows)])
+
+
+def promises_table(figures: dict[str, float], found: dict[Run, list[Outcome]]) -> str:
+    rows = []
+    for group in dict.fromkeys(run.group for run in found):
+        for rule in ("none", "median", "calibrated"):
+            if f"{group}_kept_{rule}" in figures:
+                values = [
+                    figures[f"{group}_{name}_{rule}"]
+                    for name in ("given", "kept", "refused_needlessly")
+                ]
+                rows.append([group, rule, *(f"{100 * value:.1f}" for value in values)])
+        if f"{group}_promises_kept" in figures:
+            given, kept = figures[f"{group}_promises_given"], figures[f"{group}_promises_kept"]
+            rows.append(
+                [group, "calibrated, others refused", f"{100 * given:.1f}", f"{100 * kept:.1f}", ""]
+            )
+    heads = ["fleet", "rule", "given, %", "kept, %", "in time but refused, %"]
+    return "\n".join(["### Promises at level 0.95", *markdown_table(heads, rows)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""When requests will finish, as clients are told, and promises of it."""
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from coordinated_cluster import Make
+from hypothesis import given
+from hypothesis import strategies as st
+from live_requests import live_request
+from scripted_cluster import PROMPT, Cluster, cluster
+from tokenizers import Tokenizer
+
+from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
+from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.waiting_line import promised_first
+
+ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 20, "stream": True}
+SHOWN = {"stream_options": {"headway": True}}
+ITEM = re.compile(r"(\d+\.\d{3});low=(\d+\.\d{3});high=(\d+\.\d{3})")
+
+
+async def learned(it: Cluster, n: int = 25) -> None:
+    """Serve until enough is known to promise anything."""
+    for _ in range(n):
+        await it.answered(20)
+
+
+async def lines_of(it: Cluster, **asked: Any) -> tuple[list[str], Any]:
+    body = {**ASKED, **asked}
+    async with it.session.post(it.url + COMPLETIONS, json=body) as response:
+        return (await response.text()).split("\n\n"), response
+
+
+async def metric(it: Cluster, name: str, **labels: str) -> float:
+    total = 0.0
+    for line in (await it.text("/metrics")).splitlines():
+        if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+async def test_streams_say_when_they_are_expected_to_finish(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        _, first = await lines_of(it)
+        assert "X-Headway-Expected-Finish" not in first.headers, "nothing is known yet"
+        await learned(it)
+        events, response = await lines_of(it)
+        median, low, high = map(
+            float, ITEM.fullmatch(response.headers["X-Headway-Expected-Finish"]).groups()
+        )
+        assert 0 < low <= median <= high
+        assert not any(event.startswith(":") for event in events), "for those that ask only"
+        assert await metric(it, "headway_proxy_finish_forecasts_total", of="finish") > 20
+        assert await metric(it, "headway_proxy_expected_requests", arrivals="none") == 0, (
+            "all ended"
+        )
+        assert await metric(it, "headway_proxy_wanted_instances", seconds="60") >= 1
+
+
+async def test_a_stream_that_asks_is_told_in_comments(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, progress_seconds=0.1) as it:
+        await learned(it)
+        for engine in it.decodes:
+            engine.token_seconds = 0.02
+        events, response = await lines_of(it, **SHOWN)
+        assert "X-Headway-Expected-Start" in response.headers
+        told = [json.loads(one[10:]) for one in events if one.startswith(": headway ")]
+        assert len(told) > 1
+        assert told[0]["state"] == "waiting" and told[0]["place"] == 0
+        assert told[-1]["state"] == "running" and "start_s" not in told[-1]
+        for one in told:
+            low, median, high = one["finish_s"]
+            assert 0 < low <= median <= high
+            assert 1 <= one["tokens_left"][0] <= one["tokens_left"][2] <= 20
+        asked = it.decodes[0].bodies + it.decodes[1].bodies
+        assert not any("headway" in (body.get("stream_options") or {}) for body in asked)
+        _, plain = await lines_of(it, stream_options={"headway": True, "include_usage": True})
+        assert plain.status == 200
+        bodies = it.decodes[0].bodies + it.decodes[1].bodies
+        assert [one["stream_options"] for one in bodies if one.get("stream_options")] == [
+            {"include_usage": True}
+        ]
+
+
+async def test_waiting_streams_are_told_their_place(tokenizer: Tokenizer) -> None:
+    say = {"max_num_seqs": 1}
+    async with cluster(tokenizer, decodes=1, progress_seconds=0.1) as it:
+        await learned(it)
+        engine = it.decodes[0]
+        engine.says, engine.token_seconds = say, 0.01
+        await asyncio.sleep(0.3)  # until the proxy has probed it
+        streams = [asyncio.create_task(lines_of(it, **SHOWN)) for _ in range(3)]
+        answers = await asyncio.gather(*streams)
+    places = [
+        max(json.loads(one[10:]).get("place", 0) for one in events if one.startswith(": headway"))
+        for events, _ in answers
+    ]
+    assert max(places) >= 1
+
+
+async def test_what_is_likely_is_promised_and_the_rest_refused(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        _, unknown = await lines_of(it, finish_in_s=0.001)
+        assert unknown.status == 200, "only requests that run can tell how long they take"
+        assert "X-Headway-Finish-Probability" not in unknown.headers
+        await learned(it)
+        _, response = await lines_of(it, finish_in_s=600)
+        assert float(response.headers["X-Headway-Finish-Probability"]) >= 0.95
+        status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001, "stream": False})
+        assert status == 429
+        assert "the earliest that can be promised is" in body["error"]["message"]
+        assert int(headers["Retry-After"]) >= 1
+        _, anyway = await lines_of(it, finish_in_s=0.001, finish_level=0)
+        assert float(anyway.headers["X-Headway-Finish-Probability"]) < 0.5
+        _, at = await lines_of(it, finish_by=time.time() + 600)
+        assert at.status == 200
+        for outcome, n in (("given", 3), ("refused", 1), ("unknown", 1), ("kept", 2)):
+            assert await metric(it, "headway_proxy_promises_total", outcome=outcome) == n, outcome
+        assert await metric(it, "headway_proxy_promises_total", outcome="broken") == 1
+        sent = it.decodes[0].bodies + it.decodes[1].bodies
+        assert not any(name.startswith("finish_") for body in sent for name in body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"finish_in_s": 0},
+        {"finish_in_s": -1},
+        {"finish_in_s": "soon"},
+        {"finish_in_s": [1]},
+        {"finish_by": True},
+        {"finish_in_s": 5, "finish_by": 5},
+        {"finish_level": 0.9},
+        {"finish_in_s": 5, "finish_level": 1},
+        {"finish_in_s": 5, "finish_level": -0.1},
+    ],
+)
+async def test_invalid_promises_are_refused_by_name(
+    tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    async with cluster(tokenizer) as it:
+        status, body, _ = await it.post({**ASKED, **fields})
+        assert status == 400
+        assert "finish" in body["error"]["message"]
+        assert body["error"]["param"].startswith("finish_")
+
+
+async def test_nothing_is_promised_to_several_answers(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        status, body, _ = await it.post({**ASKED, "n": 2, "finish_in_s": 60, "stream": False})
+        assert status == 400
+        assert "`n`" in body["error"]["message"]
+
+
+async def test_nothing_is_promised_where_a_coordinator_decides(coordinated: Make) -> None:
+    async with coordinated() as it:
+        one = it.proxies[0]
+        status, _, _ = await one.post({"model": "m", "prompt": PROMPT, "max_tokens": 5})
+        assert status == 200
+        asked = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "finish_in_s": 9}
+        status, body, _ = await one.post(asked)
+        assert status == 400
+        assert "coordinator" in body["error"]["message"]
+
+
+async def test_a_promise_is_left_where_its_client_leaves(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        await learned(it)
+        for engine in it.decodes:
+            engine.token_seconds = 0.2
+        body = {**ASKED, "finish_in_s": 600}
+        async with it.session.post(it.url + COMPLETIONS, json=body) as response:
+            await response.content.readline()
+        await it.idle()
+        for engine in it.decodes:
+            engine.token_seconds = 0.002
+        assert await metric(it, "headway_proxy_promises_total", outcome="left") == 1
+
+
+def test_promised_requests_start_when_they_must(tokenizer: Tokenizer) -> None:
+    requests = [live_request(str(i), tokenizer) for i in range(4)]
+    for i, (start, finish) in {1: (50.0, 90.0), 3: (40.0, 80.0)}.items():
+        requests[i].start_by, requests[i].finish_by = start, finish
+    assert promised_first(requests, now=30.0) == requests
+    assert [one.id for one in promised_first(requests, now=45.0)] == ["3", "0", "1", "2"]
+    assert [one.id for one in promised_first(requests, now=60.0)] == ["3", "1", "0", "2"]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["finish_in_s", "finish_by", "finish_level", "stream_options", "service_tier"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=2)
+                | st.dictionaries(st.sampled_from(["headway", "a"]), inner, max_size=2)
+            ),
+            max_leaves=4,
+        ),
+    )
+)
+def test_whatever_is_asked_is_read_or_refused(fields: dict[str, Any]) -> None:
+    raw = json.dumps({"prompt": "a", "stream": True, **fields}).encode()
+    try:
+        client = read_request(COMPLETIONS, raw)
+    except RequestRefusedError as error:
+        assert error.status == 400
+        return
+    assert client.finish_in is None or client.finish_in > 0
+    assert not any(name.startswith("finish_") for name in client.body)
