@@ -12,11 +12,11 @@ emulated H100s with an 8B model behind ``headway serve``, placed by least load (
 waits does so in the engines) and by ``headroom`` (it does so in the proxy); ``real``, one engine of
 SmolLM2 on this machine's CPU.
 
-Promises: every request has a deadline, 0.3 to 10 times the median seconds of service, drawn evenly in
-the logarithm. In the ``watched`` runs all are taken, and it is noted who would have had a promise: by
-P(finished in time) >= 0.95, or by the median being in time. In the ``promised`` runs the proxy
-refuses the others. Kept is the share of promises that were kept, refused needlessly the share of
-the requests that finished in time among those that a rule would have refused.
+Promises: every request has a deadline, 0.3 to 10 times the median seconds of service, drawn evenly
+in the logarithm. In the ``watched`` runs all are taken, and it is noted who would have had a
+promise: by P(finished in time) >= 0.95, or by the median being in time. In the ``promised`` runs
+the proxy refuses the others. Kept is the share of promises that were kept, refused needlessly that
+of the requests that finished in time to which a rule would have promised nothing.
 
 What is finished is kept in the folder and not run again while its settings stay the same.
 """
@@ -25,7 +25,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
@@ -93,7 +93,7 @@ def main() -> None:
     if options.quick:
         options.requests, options.rounds, options.out = 150, 1, SCRATCH / "quick"
     SCRATCH.mkdir(parents=True, exist_ok=True)
-    found: dict[Run, list[Outcome]] = {}
+    found: dict[Run, dict[str, float]] = {}
     with resumable():
         for fleet in options.fleets:
             requests = options.requests or REQUESTS[fleet]
@@ -145,7 +145,7 @@ class Bench:
                 level = LEVEL if run.promises == "promised" else 0.0
                 began = time.monotonic()
                 outcomes, _ = self._serve(deployment, run.routing, load, level)
-                self.cells(run).write(run.promises, outcomes)
+                self.cells(run).write(run.promises, _known(summary(outcomes)))
                 seconds = time.monotonic() - began
                 print(
                     f"{time.strftime('%H:%M')} {run}: {seconds:.0f} s", file=sys.stderr, flush=True
@@ -246,6 +246,10 @@ def _capacity(ended: Any, served: Sequence[float]) -> dict[str, float]:
     return {"capacity": capacity, "seconds": float(np.median(served))}
 
 
+def _known(figures: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: None if value != value else value for name, value in figures.items()}
+
+
 def _outcome(one: Asked, number: int) -> Outcome:
     """Return the first comment and a random one of the others, against what came."""
     outcome: Outcome = {"status": one.status, "probability": one.probability}
@@ -325,61 +329,64 @@ def _serve_virtually(
     return list(outcomes.values()), _capacity(ends, seconds)
 
 
-def all_figures(found: dict[Run, list[Outcome]]) -> dict[str, float]:
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return the figures of a run: how intervals came out, and what rules would have promised."""
+    figures: dict[str, float] = {}
+    for when in WHEN:
+        rows = np.array([one[when] for one in outcomes if when in one]).reshape(-1, 4)
+        if len(rows):
+            low, median, high, actual = rows.T
+            figures |= {
+                f"{when}_requests": float(len(rows)),
+                f"{when}_within": _share((low <= actual) & (actual <= high)),
+                f"{when}_earlier": _share(actual < low),
+                f"{when}_later": _share(actual > high),
+                f"{when}_median_error": float(
+                    np.exp(np.median(np.abs(np.log(np.maximum(actual, 1e-3) / median)))) - 1
+                ),
+                f"{when}_width": float(np.median(high / low)),
+            }
+    rules: dict[str, Callable[[Outcome], bool]] = {
+        "calibrated": lambda one: (one["probability"] or 0.0) >= LEVEL,
+        "median": lambda one: bool(one.get("by_median")),
+        "none": lambda one: True,
+    }
+    # Before anything is known, nothing is promised.
+    ended = [one for one in outcomes if "in_time" in one and one["probability"] is not None]
+    in_time = np.array([one["in_time"] for one in ended], dtype=bool)
+    for name, rule in rules.items():
+        given = np.array([rule(one) for one in ended], dtype=bool)
+        figures[f"given_{name}"] = _share(given)
+        figures[f"kept_{name}"] = _share(in_time[given])
+        figures[f"refused_needlessly_{name}"] = _share(~given[in_time])
+    figures["promises"] = float(len(ended))
+    figures["promises_kept"] = float(in_time.sum())
+    figures["requests"] = float(len(outcomes))
+    return figures
+
+
+def all_figures(found: Mapping[Run, Mapping[str, float]]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for group in dict.fromkeys(run.group for run in found):
-        runs = {run: outcomes for run, outcomes in found.items() if run.group == group}
-        watched = {r.round: o for r, o in runs.items() if r.promises == "watched"}
-        promised = {r.round: o for r, o in runs.items() if r.promises == "promised"}
-        for when in WHEN:
-            told = {
-                number: np.array([one[when] for one in outcomes if when in one])
-                for number, outcomes in watched.items()
+        runs = {run: kept for run, kept in found.items() if run.group == group}
+        watched = {run.round: one for run, one in runs.items() if run.promises == "watched"}
+        promised = [one for run, one in runs.items() if run.promises == "promised"]
+        names = [name for name in next(iter(watched.values()), {}) if "promises" not in name]
+        for name in names:
+            values = {
+                n: float(one[name]) for n, one in watched.items() if one.get(name) is not None
             }
-            told = {number: rows for number, rows in told.items() if len(rows)}
-            if not told:
-                continue
-            for name, values in {
-                "within": {
-                    n: _share((r[:, 3] >= r[:, 0]) & (r[:, 3] <= r[:, 2])) for n, r in told.items()
-                },
-                "earlier": {n: _share(r[:, 3] < r[:, 0]) for n, r in told.items()},
-                "later": {n: _share(r[:, 3] > r[:, 2]) for n, r in told.items()},
-            }.items():
-                estimate = mean_of(values)
-                figures[f"{group}_{when}_{name}"] = estimate.mean
-                figures[f"{group}_{when}_{name}_half_interval"] = estimate.half
-            rows = np.concatenate(list(told.values()))
-            figures[f"{group}_{when}_requests"] = float(len(rows))
-            figures[f"{group}_{when}_median_error"] = float(
-                np.exp(np.median(np.abs(np.log(np.maximum(rows[:, 3], 1e-3) / rows[:, 1])))) - 1
+            estimate = mean_of(values)
+            figures[f"{group}_{name}"] = estimate.mean
+            figures[f"{group}_{name}_half_interval"] = estimate.half
+        if promised:
+            given, kept, asked = (
+                sum(one[name] for one in promised)
+                for name in ("promises", "promises_kept", "requests")
             )
-            figures[f"{group}_{when}_width"] = float(np.median(rows[:, 2] / rows[:, 0]))
-        rules: dict[str, Callable[[Outcome], bool]] = {
-            "calibrated": lambda one: (one["probability"] or 0.0) >= LEVEL,
-            "median": lambda one: bool(one.get("by_median")),
-            "none": lambda one: True,
-        }
-        for name, rule in rules.items():
-            rows = [
-                [(rule(one), one["in_time"]) for one in o if "in_time" in one]
-                for o in watched.values()
-            ]
-            pairs = np.array([pair for one in rows for pair in one], dtype=bool).reshape(-1, 2)
-            if len(pairs):
-                given, in_time = pairs.T
-                figures[f"{group}_kept_{name}"] = _share(in_time[given])
-                figures[f"{group}_given_{name}"] = _share(given)
-                figures[f"{group}_refused_needlessly_{name}"] = _share(~given[in_time])
-        outcomes = [one for o in promised.values() for one in o]
-        kept = np.array(
-            [one["in_time"] for one in outcomes if "in_time" in one and one["probability"]],
-            dtype=bool,
-        )
-        if len(outcomes):
-            figures[f"{group}_promises_kept"] = _share(kept)
-            figures[f"{group}_promises_given"] = len(kept) / len(outcomes)
-            figures[f"{group}_promises"] = float(len(kept))
+            figures[f"{group}_promises"] = given
+            figures[f"{group}_promises_given"] = given / asked
+            figures[f"{group}_promises_kept"] = kept / given if given else float("nan")
     return figures
 
 
@@ -387,7 +394,7 @@ def _share(values: Any) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 
-def coverage_table(figures: dict[str, float], found: dict[Run, list[Outcome]]) -> str:
+def coverage_table(figures: dict[str, float], found: Mapping[Run, Mapping[str, float]]) -> str:
     rows = []
     for group in dict.fromkeys(run.group for run in found):
         for when in WHEN:
@@ -413,7 +420,7 @@ def coverage_table(figures: dict[str, float], found: dict[Run, list[Outcome]]) -
     return "\n".join(["### 80% intervals", *markdown_table(heads, rows)])
 
 
-def promises_table(figures: dict[str, float], found: dict[Run, list[Outcome]]) -> str:
+def promises_table(figures: dict[str, float], found: Mapping[Run, Mapping[str, float]]) -> str:
     rows = []
     for group in dict.fromkeys(run.group for run in found):
         for rule in ("none", "median", "calibrated"):

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core
-from predictor.forecasts.forecast import Forecast
+from predictor.forecasts.forecast import Forecast, PointForecast
 
-__all__ = ["ANYWHERE", "STEPS", "LoadAhead", "Queue", "load_ahead"]
+__all__ = ["ANYWHERE", "STEPS", "LoadAhead", "Queue", "compile_load_ahead", "load_ahead"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -144,6 +144,13 @@ def load_ahead(
         capacity=room,
         drained=drained,
     )
+
+
+def compile_load_ahead() -> None:
+    """Compute a load once, so that no request waits for a compiler."""
+    one = np.ones(1, dtype=np.int64)
+    queue = Queue(np.ones((1, len(STEPS))), one, one - 1)
+    load_ahead(PointForecast.new([1.0]), one - 1, one, one, one, queue).next_start(1)
 
 
 def _falls_to(level: float, values: FloatArray) -> float:

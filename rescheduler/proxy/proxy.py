@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from predictor.live.zmq_sockets import shared_secret
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
+from rescheduler.finish_times.load_ahead import compile_load_ahead
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
 from rescheduler.placement.cluster import Cluster
@@ -83,6 +84,7 @@ class Proxy:
         await self.cluster.start()
         self.cluster.forever(watch_loop(self.metrics))
         if self.reports is not None:
+            await asyncio.to_thread(compile_load_ahead)
             self.cluster.forever(self.reports.run())
         if self.drainer is not None:
             self.cluster.forever(self.drainer.run())
