@@ -26,6 +26,10 @@ KINDS = ("arriving", "queued", "first_token", "running")
 """What a request was when its finish was forecast: waiting for no place, waiting for one, at its
 first token, later."""
 
+_RATE = 40.0
+"""Forecasts a second that are followed, at most: more would teach little, and take time."""
+_SAMPLED = 8
+_SAME_SECONDS = 0.02
 _FRESH_SECONDS = 0.1
 _SHARE = 0.05
 """Of the processor's time that the load ahead may take."""
@@ -157,9 +161,14 @@ class FinishTimes:
         self._due = -np.inf
         self._random = random.Random(0)
         self._failed = False
+        self._may_follow, self._followed_at = _RATE, clock()
+        self._told: tuple[Placeable, float, Expected] | None = None
 
     def arrived(self, request: Placeable) -> Expected | None:
-        """Return what is expected of a new request, and follow it; None while nothing is known."""
+        """Follow a new request, and return what is expected of it.
+
+        None while nothing is known, or where too many requests come for all to be followed.
+        """
         self._arrivals.came(request.prompt_tokens, self._clock())
         self._followed[request] = _Followed()
         return self._follow("arrival", request)
@@ -195,6 +204,10 @@ class FinishTimes:
 
         Nothing is either where no instance has room for it within 65,536 steps.
         """
+        if self._told is not None:
+            of, at, told = self._told
+            if of is request and self._clock() - at < _SAME_SECONDS:
+                return told
         raw = self._raw(request)
         return self._calibrated(raw) if raw is not None else None
 
@@ -220,11 +233,14 @@ class FinishTimes:
         return first + quantile * (self.pace.of(request.instance) or 0.0)
 
     def sample(self) -> None:
-        """Forecast the requests that wait or run, so that one such forecast of each is followed.
+        """Forecast some of the requests that wait or run, at random, so that it is followed.
 
-        To be called regularly: every call is as likely to be the one that is followed.
+        To be called regularly. Of a request that is chosen more often one such forecast is kept,
+        any of them as likely.
         """
-        for request, followed in self._followed.items():
+        chosen = min(_SAMPLED, len(self._followed))
+        for request in self._random.sample(list(self._followed), chosen):
+            followed = self._followed[request]
             followed.sampled += 1
             if self._random.random() * followed.sampled < 1.0:
                 self._follow("later" if _started(request) else "waiting", request)
@@ -284,15 +300,22 @@ class FinishTimes:
 
     def _follow(self, when: str, request: Placeable) -> Expected | None:
         """Forecast a request, to be compared with what comes."""
+        now = self._clock()
+        self._may_follow = min(self._may_follow + _RATE * (now - self._followed_at), _RATE)
+        self._followed_at = now
+        if self._may_follow < 1.0:
+            return None
         raw = self._raw(request)
         if raw is None:
             return None
+        self._may_follow -= 1.0
         if when == "first_token":
             raw = raw._replace(kind="first_token")
         forecasts = self._followed[request].forecasts
         if when in forecasts:
             self._drop(forecasts[when])
         told, start = self._calibrated(raw), None
+        self._told = request, now, told
         if raw.start is not None and told.start is not None:
             start = self._starts[raw.kind].begin(raw.start, told.start)
         forecasts[when] = _Forecast(

@@ -1,5 +1,6 @@
 """Promises of when a request will be finished: given, refused, kept and broken."""
 
+import random
 from collections.abc import Callable, Mapping
 from math import exp, inf
 
@@ -11,7 +12,7 @@ __all__ = ["Promises"]
 
 _GAIN = 0.01
 _SERVICE_LEVEL = 0.9
-_REST_SECONDS = 2.0
+_PROTECTED, _REST_SECONDS = 32, 3.0
 _MOST_LEVELS, _STRICTEST = 100, 3.0
 
 
@@ -48,6 +49,7 @@ class Promises:
         self._clock, self._tell = clock, ended
         self._strictness: dict[float, float] = {}
         self._given: dict[Placeable, float] = {}
+        self._random = random.Random(0)
 
     def give(
         self, request: Placeable, seconds: float, level: float | None, tier: str
@@ -100,9 +102,11 @@ class Promises:
             self._strictness[level] = min(max(0.0, before + change), _STRICTEST)
 
     def protect(self) -> None:
-        """Let no request be moved for now whose promise is at risk."""
+        """Let no request be moved for now whose promise is at risk, of some that are chosen."""
         now = self._clock()
-        for request, level in self._given.items():
+        chosen = min(_PROTECTED, len(self._given))
+        for request in self._random.sample(list(self._given), chosen):
+            level = self._given[request]
             if request.instance is None or not request.can_move:
                 continue
             left = self._finish_times.finish_probability(request, request.finish_by - now)
