@@ -293,6 +293,12 @@ class FinishTimes:
         return PoolLoad(n, n_variance**0.5, tokens, tokens_variance**0.5, n / pace)
 
     @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        busy = any(self._placements.on(one) for one in (*self._decodes, *self._prefills))
+        return not busy and not self._in_line()
+
+    @property
     def ahead(self) -> LoadAhead | None:
         """The load ahead, of the decode instances in their order; None where it cannot be told."""
         self._look_ahead()
@@ -306,7 +312,7 @@ class FinishTimes:
         if self._may_follow < 1.0:
             return None
         raw = self._raw(request)
-        if raw is None:
+        if raw is None or not self._lengths.knows(request, self._forecasts):
             return None
         self._may_follow -= 1.0
         if when == "first_token":

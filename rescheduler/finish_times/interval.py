@@ -35,6 +35,9 @@ class Interval(NamedTuple):
 _WINDOW, _LONGEST = 500, 2_000
 """Forecasts that are learnt from, and so many if the oldest is awaited, as in a long queue."""
 _PRIOR, _LEARNED = 50, 20
+_REMEMBERED_SECONDS = 1800.0
+_TAIL = 0.5
+"""Scale of the exponential tail of scores beyond all that came: about that of a normal one."""
 _FRESH_SECONDS = 0.25
 _GAIN, _NARROWEST, _WIDEST = 0.02, -0.25, 1.5
 
@@ -70,8 +73,10 @@ class Calibration:
     so that :math:`P(z \le -1) = 0.1`, :math:`P(z \le 0) = 0.5` and :math:`P(z \le 1) = 0.9` of
     intervals that hold what they say. The quantiles of the scores of the last 500 forecasts take
     the place of -1, 0 and 1 in later intervals: split conformal prediction with a normalised score,
-    on a sliding window. Of a forecast that has not come true yet the score is at least that of the
-    seconds since: the quantiles are Kaplan and Meier's, else those that end soon would count more.
+    on a window of at most half an hour. Of a forecast that has not come true yet the score is at
+    least that of the seconds since: the quantiles are Kaplan and Meier's, else those that end soon
+    would count more.
+
     The errors of forecasts made within a short time are alike, as when a queue grows faster than
     foreseen; so either side is :math:`e^{w}` as wide, with w that rises with each outcome beyond
     it and falls with the others, by 0.02 (missed - 0.1), between -0.25 and 1.5.
@@ -92,8 +97,8 @@ class Calibration:
         self._seen = 0
         self._wider = [0.0, 0.0]
         self._due = -math.inf
-        self._all = self._scores = self._levels = np.empty(0)
-        self._middle = 0.0
+        self._scores = self._levels = np.empty(0)
+        self._middle = self._farthest = 0.0
 
     def begin(self, expected: Interval, told: Interval) -> Trial:
         """Return a forecast that is to be learnt from."""
@@ -107,7 +112,6 @@ class Calibration:
     def came(self, trial: Trial, actual: float) -> None:
         """Learn from what came of a forecast."""
         trial.score = _score(trial.expected, actual)
-        self._seen += 1
         for side, missed in enumerate((actual < trial.told.low, actual > trial.told.high)):
             widened = self._wider[side] + _GAIN * (missed - 0.1)
             self._wider[side] = min(max(widened, _NARROWEST), _WIDEST)
@@ -120,6 +124,7 @@ class Calibration:
     @property
     def learned(self) -> bool:
         """Whether enough has come for what it says to be more than an assumption."""
+        self._learn()
         return self._seen >= _LEARNED
 
     def interval(self, expected: Interval) -> Interval:
@@ -127,11 +132,11 @@ class Calibration:
         return Interval(*(self.quantile(expected, level) for level in (0.1, 0.5, 0.9)))
 
     def quantile(self, expected: Interval, level: float) -> float:
-        """Return what will not be exceeded with a probability."""
+        """Return what will not be exceeded with a probability below 1."""
         self._learn()
-        if level > self._levels[-1]:  # what is awaited will be later than it is by now
-            so_far = float(np.quantile(self._all, level))
-            score = max(so_far, float(self._scores[-1]), float(ndtri(level) / ndtri(0.9)))
+        beyond = 1.0 - self._levels[-1]
+        if level > self._levels[-1]:
+            score = self._farthest - _TAIL * math.log((1.0 - level) / beyond)
         else:
             score = float(np.interp(level, self._levels, self._scores))
         score = self._middle + (score - self._middle) * math.exp(self._wider[level > 0.5])
@@ -145,6 +150,9 @@ class Calibration:
         self._learn()
         away = _score(expected, most) - self._middle
         score = self._middle + away * math.exp(-self._wider[away > 0])
+        if score > self._farthest:
+            beyond = 1.0 - self._levels[-1]
+            return float(1.0 - beyond * math.exp((self._farthest - score) / _TAIL))
         return float(np.interp(score, self._scores, self._levels, left=0.0))
 
     def _learn(self) -> None:
@@ -153,18 +161,21 @@ class Calibration:
         if now < self._due:
             return
         self._due = now + _FRESH_SECONDS
+        while self._trials and self._trials[0].made < now - _REMEMBERED_SECONDS:
+            self._trials.popleft()
         scores = [
             trial.score if trial.score is not None else _score(trial.expected, now - trial.made)
             for trial in self._trials
         ]
         came = [trial.score is not None for trial in self._trials]
-        prior = [self._prior[i] for i in self._order[sum(came) :]]
+        self._seen = sum(came)
+        prior = [self._prior[i] for i in self._order[self._seen :]]
         values = np.array(scores + prior)
         ended = np.array(came + [True] * len(prior), dtype=bool)
         n, order = len(values), np.lexsort((~ended, values))
         alive = np.cumprod(1.0 - ended[order] / (n - np.arange(n)))
         kept = ended[order]
-        self._all, self._scores = values, values[order][kept]
+        self._scores, self._farthest = values[order][kept], float(values.max())
         # Of n scores and the one to come, each is as likely the largest as any other.
         self._levels = (1.0 - alive[kept]) * n / (n + 1)
         self._middle = float(np.interp(0.5, self._levels, self._scores))

@@ -45,6 +45,12 @@ class LatelyEnded:
         if request.expected_tokens is not None:
             self._ratios.add(tokens / max(1, request.expected_tokens), cut)
 
+    def knows(self, request: Counted, forecasts: LiveForecasts) -> bool:
+        """Return whether what is expected of a request is more than an assumption."""
+        if forecasts.has(request.external_id):
+            return True
+        return (self._tokens if request.expected_tokens is None else self._ratios).known
+
     def curves(
         self, requests: Sequence[Counted], forecasts: LiveForecasts, steps: FloatArray
     ) -> FloatArray:

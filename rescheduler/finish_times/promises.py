@@ -10,10 +10,11 @@ from rescheduler.placement.placeable import Placeable
 
 __all__ = ["Promises"]
 
-_GAIN = 0.01
+_GAIN = 0.02
 _SERVICE_LEVEL = 0.9
 _PROTECTED, _REST_SECONDS = 32, 3.0
-_MOST_LEVELS, _STRICTEST = 100, 3.0
+_FORGOTTEN, _TAKEN_OF = 0.02, 20
+_MOST_LEVELS, _STRICTEST = 100, 2.0
 
 
 class Promises:
@@ -23,10 +24,11 @@ class Promises:
 
     .. math:: P(\text{finished within } T) \ge 1 - (1 - p)\,e^{-\delta_p}
 
-    with p the level that it asks for, or that of its class. :math:`\delta_p \ge 0` rises by 0.01 /
-    (1 - p) with each promise of that level that is broken, and falls by 0.01 with each that is
-    kept: where more than the share 1 - p is broken, fewer are given (adaptive conformal inference,
-    as in `Calibration`).
+    with p the level that it asks for, or that of its class. :math:`\delta_p` rises by 0.02 p / (1 -
+    p) with each promise of that level that is broken, and falls by 0.02 with each that is kept,
+    between 0 and 2: where more than the share 1 - p is broken, fewer are given (adaptive conformal
+    inference, as in `Calibration`). It falls by 2% with each request that is refused, so that few
+    promises now do not mean few for ever.
 
     A promise counts as a deadline: once the request has to start in order to keep it, it goes
     before all others; and while it is at risk, its request is not moved.
@@ -50,6 +52,7 @@ class Promises:
         self._strictness: dict[float, float] = {}
         self._given: dict[Placeable, float] = {}
         self._random = random.Random(0)
+        self._refused = 0
 
     def give(
         self, request: Placeable, seconds: float, level: float | None, tier: str
@@ -57,7 +60,7 @@ class Promises:
         """Promise a request to finish within so many seconds; return how likely that is.
 
         None where nothing is known yet: it is taken without a promise, since only requests that
-        run can tell how long they take.
+        run can tell how long they take. So is one of 20 that are refused while nothing runs.
 
         Raises:
             RequestRefusedError: 429 with the earliest time that could be promised.
@@ -69,7 +72,13 @@ class Promises:
         needed = self._needed(level)
         if probability is None:
             return None
+        if probability < needed and self._refused >= _TAKEN_OF and self._finish_times.idle:
+            self._refused = 0
+            return None
         if probability < needed:
+            self._refused += 1
+            if level in self._strictness:
+                self._strictness[level] *= 1.0 - _FORGOTTEN
             earliest = self._finish_times.finish_quantile(request, needed)
             raise RequestRefusedError(
                 429,
