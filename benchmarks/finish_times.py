@@ -15,8 +15,9 @@ SmolLM2 on this machine's CPU.
 Promises: every request has a deadline, 0.3 to 10 times the median seconds of service, drawn evenly
 in the logarithm. In the ``watched`` runs all are taken, and it is noted who would have had a
 promise: by P(finished in time) >= 0.95, or by the median being in time. In the ``promised`` runs
-every second request asks for one, and the proxy refuses what it cannot promise. Kept is the share of promises that were kept, refused needlessly that
-of the requests that finished in time to which a rule would have promised nothing.
+every second request asks for one, and the proxy refuses what it cannot promise. Kept is the share
+of promises that were kept, refused needlessly that of the requests that finished in time to which a
+rule would have promised nothing.
 
 What is finished is kept in the folder and not run again while its settings stay the same.
 """
