@@ -22,6 +22,8 @@ __all__ = [
     "ServedRequest",
     "StreamChunk",
     "load_figures",
+    "metric_by",
+    "metric_in",
     "metric_total",
     "preemptions",
 ]
@@ -239,10 +241,20 @@ def metric_total(url: str, name: str, **labels: str) -> float:
         OSError: nothing answers there.
     """
     with urllib.request.urlopen(url, timeout=_METRICS_SECONDS) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return metric_in(response.read().decode(), name, **labels)
+
+
+def metric_in(text: str, name: str, **labels: str) -> float:
+    """Return such a sum of what ``/metrics`` answered; 0 where the metric is missing."""
+    return sum(metric_by(text, name, "", **labels).values())
+
+
+def metric_by(text: str, name: str, label: str, **labels: str) -> dict[str, float]:
+    """Return a metric by the values of one label, summed over the labels that are not given."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                key = sample.labels.get(label, "")
+                found[key] = found.get(key, 0.0) + sample.value
+    return found

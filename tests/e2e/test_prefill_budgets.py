@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from batching_profile import profile_of
-from metrics import metric
 from msgspec.structs import replace
 from proxying import Client, Served, served
 from running_deployment import ENGINE, PATIENT, RunningDeployment
 
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.step_time.profile import BatchTime
@@ -53,7 +53,7 @@ async def finished(client: Client, at_least: float = 0) -> dict[str, float]:
         counts = {}
         for one in client.deployment.decode:
             async with client.session.get(one.url + "/metrics") as response:
-                counts[one.name] = metric(await response.text(), "vllm:request_success_total")
+                counts[one.name] = metric_in(await response.text(), "vllm:request_success_total")
         if sum(counts.values()) >= at_least:
             return counts
         assert time.monotonic() < deadline, f"never {at_least:g} in all: {counts}"

@@ -18,7 +18,6 @@ import torch
 from captured_rows import assert_rows_are_whole, assert_vectors_equal
 from forecast_messages import assert_forecasts_equal
 from listening import Listener, listener
-from metrics import metric
 from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
 from recorded_requests import wait_until_recorded
@@ -33,6 +32,7 @@ from v2_engines import (
 
 from benchmarks.support.offline_engine import compare_vectors
 from predictor.training.row_table import load_rows
+from rescheduler.demo.demo_load import metric_in
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -122,8 +122,8 @@ def test_what_is_captured_and_forecast_is_right(
             return await response.text()
 
     metrics = on_engines(work)
-    assert metric(metrics, "vllm:num_preemptions_total") > 0
-    assert metric(metrics, "vllm:prefix_cache_hits_total") > 0
+    assert metric_in(metrics, "vllm:num_preemptions_total") > 0
+    assert metric_in(metrics, "vllm:prefix_cache_hits_total") > 0
     dataset = engines.dataset(engines.instances[0])
     wait_until_recorded(dataset, REQUESTS)
     rows = load_rows(dataset)

@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
-from metrics import metric, metric_by
 
+from rescheduler.demo.demo_load import metric_by, metric_in
 from rescheduler.engines.deployment import Instance
 from rescheduler.openai.openai_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
@@ -54,7 +54,7 @@ class Engine:
         return metric_by(await self._metrics(), "vllm:prompt_tokens_by_source_total", "source")
 
     async def preemptions(self) -> float:
-        return metric(await self._metrics(), "vllm:num_preemptions_total")
+        return metric_in(await self._metrics(), "vllm:num_preemptions_total")
 
     async def _metrics(self) -> str:
         async with self.session.get(self.url + "/metrics") as response:

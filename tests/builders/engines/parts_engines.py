@@ -12,7 +12,6 @@ import aiohttp
 from batching_profile import profile_of
 from forecast_messages import write_all_reading
 from listening import Listener, listener
-from metrics import metric
 from move_cases import CASES
 from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
 from msgspec.structs import replace
@@ -20,6 +19,7 @@ from recorded_requests import wait_until_recorded
 from running_deployment import ENGINE, recording
 
 from predictor.training.row_table import RowTable, load_rows
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
@@ -79,7 +79,7 @@ class PartsEngines:
             asyncio.run(_alone(first, work))
         else:
             metrics = runner_on([first])(work)
-            assert metric(metrics, "vllm:num_preemptions_total") > 0
+            assert metric_in(metrics, "vllm:num_preemptions_total") > 0
         dataset = self.folder / "decode-0-dataset"
         wait_until_recorded(dataset, _REQUESTS)
         return load_rows(dataset)

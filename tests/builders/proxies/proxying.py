@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from metrics import metric
 from running_deployment import RunningDeployment
 
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.openai_stream import read_events
@@ -202,7 +202,7 @@ class Client:
         """A metric of the proxy, summed over the labels that are not given."""
         async with self.session.get(self.proxy + "/metrics") as response:
             text = await response.text()
-        return metric(text, name, **labels)
+        return metric_in(text, name, **labels)
 
     async def idle(self) -> None:
         """Wait until no engine holds anything."""

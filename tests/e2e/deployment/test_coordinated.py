@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 from chosen_ports import free_port
-from metrics import metric
 from proxying import Client, Served, served, text_of
 from running_deployment import RunningDeployment
 
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import CoordinatorOptions
 
 pytestmark = pytest.mark.timeout(1200)
@@ -45,7 +45,7 @@ def measured(url: str, name: str) -> float:
     try:
         urllib.request.urlopen(url + "/ready").close()
         with urllib.request.urlopen(url + "/metrics") as response:
-            return metric(response.read().decode(), name)
+            return metric_in(response.read().decode(), name)
     except OSError:
         return -1
 

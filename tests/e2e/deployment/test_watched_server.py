@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from chosen_ports import free_port
 from forked_vllm import post
-from metrics import metric_by
 from process_groups import processes_in
 from running_deployment import RunningDeployment
+
+from rescheduler.demo.demo_load import metric_by
 
 SCORED = "headway_forecast_scored_requests_total"
 

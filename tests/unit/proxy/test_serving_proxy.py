@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
-from metrics import metric, metric_by
 from scripted_cluster import PROMPT, cluster, text_of, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
+from rescheduler.demo.demo_load import metric_by, metric_in
 from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import Copying, Freezing, Frozen
 
@@ -339,7 +339,7 @@ async def test_what_one_instance_turns_away_another_one_takes(
         assert all(instance.breaker.closed for instance in instances)
         text = it.proxy.metrics.text().decode()
         turned_away = "headway_proxy_turned_away_requests_total"
-        assert metric(text, turned_away, instance_name="decode-0") > 0
+        assert metric_in(text, turned_away, instance_name="decode-0") > 0
 
 
 @pytest.mark.parametrize("pinned", [{}, {"n": 2}])
@@ -474,7 +474,7 @@ async def test_the_planner_moves_requests_from_a_crowded_instance(tokenizer: Tok
         await asyncio.gather(*streams)
         assert it.engines["decode-1"].pulled > 0
         moved = {"outcome": "moved", "source": "decode-0", "target": "decode-1"}
-        assert metric(await it.text("/metrics"), "headway_proxy_migrations_total", **moved) > 0
+        assert metric_in(await it.text("/metrics"), "headway_proxy_migrations_total", **moved) > 0
 
 
 async def test_a_storm_of_moves_failures_and_cancels_loses_nothing(tokenizer: Tokenizer) -> None:

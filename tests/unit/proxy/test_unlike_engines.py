@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from metrics import metric
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.migration import Plan
 from rescheduler.migration.star import Star
 
@@ -65,7 +65,7 @@ async def test_a_prompt_prefilled_by_an_unlike_engine_is_computed_again(
         await until(lambda: not prefill.kept)
         exported = await it.text("/metrics")
         counted = {"prefill": "prefill-0", "decode": "decode-0"}
-        assert metric(exported, "headway_proxy_unlike_prefills_total", **counted) == 3
+        assert metric_in(exported, "headway_proxy_unlike_prefills_total", **counted) == 3
         (logged,) = [r.message for r in caplog.records if "cannot read" in r.message]
         (said,) = says.values()
         assert "prefill-0: " in logged and "decode-0: " in logged
