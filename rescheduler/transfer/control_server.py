@@ -25,7 +25,8 @@ __all__ = ["Asked", "ControlServer"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_MS = 200
+_CLOSE = b""
+"""What the scheduler's end sends instead of a reply, so that the thread looks up at once."""
 
 
 class Asked(NamedTuple):
@@ -99,6 +100,7 @@ class ControlServer:
         """Stop the thread and close its sockets."""
         if not self._closing.is_set():
             self._closing.set()
+            self._scheduler_end.send(_CLOSE)
             self._thread.join()
             self._close_sockets()
 
@@ -107,9 +109,9 @@ class ControlServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._replies, zmq.POLLIN)
         while not self._closing.is_set():
-            ready = dict(poller.poll(_POLL_MS))
-            if self._replies in ready:
-                self._socket.send_multipart(self._replies.recv_multipart())
+            ready = dict(poller.poll())
+            if self._replies in ready and (reply := self._replies.recv_multipart()) != [_CLOSE]:
+                self._socket.send_multipart(reply)
             if self._socket in ready:
                 self._receive(self._socket.recv_multipart())
 
