@@ -105,7 +105,7 @@ def http_collector() -> Iterator[Collector]:
             del format, args
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     serving.start()
     collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
     try:

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
         while not judged:
             with suppress(RuntimeError):  # the runs grow meanwhile
                 judged = study.judgements()
+            time.sleep(0.01)
         _thread.interrupt_main()
 
     # A job that a shell has put in the background ignores SIGINT.
