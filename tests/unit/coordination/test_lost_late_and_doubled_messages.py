@@ -12,7 +12,7 @@ from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.request_state import Placed, Prefilling
 
 TestMessages = Model.TestCase
-TestMessages.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestMessages.settings = settings(stateful_step_count=60)
 
 
 @pytest.fixture
