@@ -38,7 +38,9 @@ def until_answered(url: str, expected: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_it_decides_for_proxies_that_connect_and_ends_when_asked(
     headway_command: list[str], smollm2: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

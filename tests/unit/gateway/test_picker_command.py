@@ -44,7 +44,9 @@ def health(channel: grpc.Channel, service: str) -> int:
     return int(check(HealthCheckRequest(service=service)).status)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_it_answers_without_any_engine_and_ends_when_asked(
     headway_command: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:

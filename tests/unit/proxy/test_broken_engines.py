@@ -316,7 +316,7 @@ async def test_a_stream_whose_lines_end_otherwise_is_read(tokenizer: Tokenizer) 
 async def test_text_without_tokens_is_a_sign_of_life(tokenizer: Tokenizer) -> None:
     end = chunk(text="", finish_reason="stop") + b"data: [DONE]\n\n"
     async with broken(
-        tokenizer, events(*[chunk()] * 10, end, pause=0.5), first_token_seconds=2.0
+        tokenizer, events(*[chunk()] * 6, end, pause=0.25), first_token_seconds=1.0
     ) as (it, engine):
         status, body = await ask(it, KINDS["moves, streamed"])
         assert status == 200 and engine.asked == 1 and b"error" not in body

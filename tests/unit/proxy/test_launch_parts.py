@@ -156,7 +156,7 @@ def test_a_server_that_fails_is_reported_with_its_reason_and_log(tmp_path: Path)
     assert not running.is_running, "those that had started are stopped"
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("at_once", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_so_many_load_at_the_same_time(tmp_path: Path, at_once: int) -> None:
     running = started(tmp_path, *(server(tmp_path, name=name) for name in NAMES))
     loading, most = set[str](), 0

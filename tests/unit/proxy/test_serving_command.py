@@ -44,7 +44,9 @@ def drained(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_it_serves_without_any_engine_and_ends_when_asked(
     headway_command: list[str], smollm2: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
