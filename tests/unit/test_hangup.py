@@ -23,7 +23,10 @@ from benchmarks.support.server_process import stream_players
 from rescheduler.page.snapshot_log import LogWriter
 
 STREAM = {"model": "m", "prompt": "a", "max_tokens": 40, "stream": True}
-VERBS = ("serve", "coordinator", "picker", "replay")
+VERBS = (
+    "serve",
+    *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("coordinator", "picker", "replay")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,7 @@ def test_a_closed_terminal_ends_a_server_as_sigterm_does(
         assert "Traceback" not in (tmp_path / "errors").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["serve", "coordinator", "picker"])
 def test_a_service_goes_on_and_says_that_it_reads_nothing_anew(
     headway_command: list[str], arguments: dict[str, list[str]], verb: str
@@ -158,6 +162,7 @@ def test_a_service_goes_on_and_says_that_it_reads_nothing_anew(
         process.communicate()
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(
     headway_command: list[str], arguments: dict[str, list[str]], tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from numba import config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("data_collection", "predictor", "rescheduler", "checkpoints", "configs", "recordings")
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = EXAMPLES / "from_dataset_to_routing.ipynb"
 
 

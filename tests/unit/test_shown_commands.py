@@ -45,7 +45,15 @@ def check_how(where: str, how: How) -> None:
         assert how.text, f"{where}: say why it cannot be run: 'never, REASON'"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_name)
+SLOW = [ROOT / page for page in ("docs/order.md", "docs/see.md", "docs/train.md")]
+"""Pages whose commands take seconds."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],
+    ids=page_name,
+)
 def test_the_commands_of_a_page(path: Path, tmp_path: Path) -> None:
     """What can run without engines does; the rest is parsed, and says who runs it."""
     page = read_page(path)

@@ -25,6 +25,7 @@ def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(out.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_cpu_can_show_passes_and_the_rest_is_not_run(tmp_path: Path) -> None:
     asked = ["replayed_capture", "migration", "vectors_graphs"]
     status, found, printed = check(tmp_path, "--device", "cpu", "--only", *asked)

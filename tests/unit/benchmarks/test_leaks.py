@@ -16,6 +16,7 @@ the latest. Of the first 3,750 requests nothing counts: by then what start-up le
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_nothing_leaks_in_a_short_run(smollm2: object) -> None:
     del smollm2  # is prepared

@@ -100,6 +100,7 @@ def test_a_server_is_restarted_and_stopped_as_asked(actors: Actors) -> None:
     assert processes_in(first) == processes_in(second) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why_is_tried_again_and_forgets_it_when_asked(
     tmp_path: Path,
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_server_that_cannot_start_says_why_is_tried_again_and_forgets_it_when_
         until(lambda: actors.kept.stage == "ready", "ready")
 
 
+@pytest.mark.slow
 def test_a_server_without_a_place_for_its_log_is_tried_again(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with closing(Actors(server(logs), logs)) as actors:

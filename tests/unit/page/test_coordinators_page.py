@@ -86,6 +86,7 @@ def assert_whole(snapshot: Snapshot) -> None:
     assert decodes == ["decode-0", "decode-1"]
 
 
+@pytest.mark.slow
 async def test_a_new_coordinator_shows_what_proxies_report(tokenizer: Tokenizer) -> None:
     async with coordinated_cluster(tokenizer, free_port()) as it:
         with it.unhurried():

@@ -66,6 +66,7 @@ def test_systems_are_compared_by_their_peaks(tmp_path: Path) -> None:
     assert (out / "effective.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_arrivals_of_a_file_are_scaled_to_the_load(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"{0.5 * i},200,20" for i in range(100)]

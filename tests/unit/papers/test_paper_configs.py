@@ -46,7 +46,16 @@ def first_runs(config: SimulationConfig) -> dict[str, RunResult]:
     return {label: run(setup, p, 0, label) for label, p in create_policies(config).items()}
 
 
-@pytest.mark.parametrize("name", [*TABLES, *STUDIES, *(f"fairbatching_{name}" for name in SYSTEMS)])
+LARGE = ("bfio_theory", "fairbatching_cluster", "fairbatching_slo_grid")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
+        for name in (*TABLES, *STUDIES, *(f"fairbatching_{name}" for name in SYSTEMS))
+    ],
+)
 def test_every_configuration_is_accepted(name: str) -> None:
     values = values_of(name)
     config = plain(values)
@@ -156,6 +165,7 @@ def written(tmp_path: Path, values: dict[str, Any], study: str) -> Any:
     return json.loads((out / "study.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_fcfs_grows_with_the_theorems(tmp_path: Path) -> None:
     values = values_of("bfio_theory")
     values["max_steps"] = 500

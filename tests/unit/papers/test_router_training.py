@@ -172,6 +172,7 @@ def mean_reward(layers: Layers | None, setup: RunSetup) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_training_is_better_than_random(tmp_path: Path) -> None:
     config = small_config(arrivals={"kind": "poisson", "rate": 1.5})
     setup = run_setup(config)
@@ -245,6 +246,7 @@ def test_a_pooled_router_fills_no_queue_of_an_instance(tmp_path: Path) -> None:
     assert pooled["latency"] < queues["latency"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_compares_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "rl"
     words = (

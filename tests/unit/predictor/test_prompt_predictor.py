@@ -72,6 +72,7 @@ def checkpoint(transcripts: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return fit("prompt", pattern, out, *options, "--model.init_args.lr", "3e-3")
 
 
+@pytest.mark.slow
 def test_it_learns_from_a_dataset_too(tmp_path: Path) -> None:
     dataset, out = tmp_path / "dataset", tmp_path / "checkpoint"
     record(dataset, new_session(model=MODEL, revision="test"))
@@ -148,6 +149,7 @@ def test_the_shipped_one_ranks_answers_to_prompts_it_has_not_seen(part: str, lea
     assert spearmanr(forecast.mean(), lengths).statistic > least
 
 
+@pytest.mark.slow
 def test_cut_answers_count_as_longer_than_they_were(transcripts: Path) -> None:
     table, embedding = load_prompt_rows(transcripts, split_seed=0)
     assert table.hidden_states.shape == (240, embedding.size)

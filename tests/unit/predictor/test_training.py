@@ -304,6 +304,7 @@ def test_a_dataset_of_cut_requests_only_cannot_be_trained_on(tmp_path: Path) -> 
         data.setup("fit")
 
 
+@pytest.mark.slow
 def test_a_predictor_learns_from_one_adapter_s_requests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

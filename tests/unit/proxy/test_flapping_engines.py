@@ -59,6 +59,7 @@ async def flapped(engine: ScriptedEngine, generator: random.Random) -> None:
     await asyncio.sleep(generator.uniform(0.0, 0.04))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 async def test_requests_end_well_or_honestly_and_nothing_is_left(
     tokenizer: Tokenizer, whole: bool

@@ -69,6 +69,8 @@ async def network(kind: int) -> AsyncIterator[tuple[Network, str]]:
             engine.close(linger=0)
 
 
+pytestmark = pytest.mark.slow
+
 PINGED = 6
 """More than a handshake has: without pings, nothing follows it."""
 CLIENTS: list[Any] = [(ControlClient, zmq.ROUTER), (TelemetrySubscriber, zmq.PUB)]

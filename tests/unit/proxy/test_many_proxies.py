@@ -75,6 +75,7 @@ async def test_the_planner_moves_requests_of_different_proxies(coordinated: Make
         await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 async def test_without_the_coordinator_proxies_place_by_what_they_hear_of_each_other(
     coordinated: Make,
 ) -> None:
@@ -137,6 +138,7 @@ async def test_a_new_coordinator_learns_what_runs(coordinated: Make) -> None:
         await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 async def test_an_instance_drains_on_with_a_new_coordinator(coordinated: Make) -> None:
     async with coordinated() as it:
         await it.ask("POST", "drain/decode-1")

@@ -214,6 +214,7 @@ def test_shipped_configurations_describe_something(
         create_candidates(run_setup(read_config(found[0].cells[0].config)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_finished_runs(tmp_path: Path, small: str) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "rescheduler", "simulate", "--config", small]
