@@ -36,7 +36,7 @@ from rescheduler.serving.admin_client import drain_instance, undrain_instance
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCK, BLOCKS = 16, 400
 LAW = AnswerLengths(median=60, sigma=0.7, longest=400)

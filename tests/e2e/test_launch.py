@@ -89,6 +89,7 @@ def test_an_engine_that_cannot_start_says_why(headway_command: list[str], tmp_pa
     assert f"{tmp_path}/decode-0.log ends:" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_launch_that_is_stopped_while_loading_leaves_nothing(
     headway_command: list[str], tmp_path: Path

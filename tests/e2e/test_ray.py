@@ -24,6 +24,7 @@ from rescheduler.engines.deployment import Deployment, read_deployment
 from rescheduler.openai.openai_stream import read_events
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.filterwarnings(r"ignore:::ray(\..*)?$"),
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
@@ -202,7 +203,6 @@ def stranger(address: str) -> Iterator[str]:
         ray.shutdown()
 
 
-@pytest.mark.slow
 def test_what_others_run_in_its_namespace_is_left_alone(
     address: str, headway_command: list[str], tmp_path: Path, stranger: str
 ) -> None:
@@ -216,7 +216,6 @@ def test_what_others_run_in_its_namespace_is_left_alone(
     assert "no deployment runs" in on_ray.run("status")[1]
 
 
-@pytest.mark.slow
 def test_a_launch_that_is_stopped_while_engines_load_leaves_nothing(
     address: str, headway_command: list[str], tmp_path: Path
 ) -> None:
@@ -235,7 +234,6 @@ def test_a_launch_that_is_stopped_while_engines_load_leaves_nothing(
     assert on_ray.groups() == {}
 
 
-@pytest.mark.slow
 def test_a_deployment_outlives_deaths_and_restarts(
     address: str, headway_command: list[str], tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_what_is_captured_and_forecast_is_right(
     assert_forecasts_equal(listening.messages, rows, engines.checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_goes_there_and_back_unchanged(
     engines: V2Engines, compared: Compared, name: str
@@ -141,6 +142,7 @@ def test_a_request_goes_there_and_back_unchanged(
     engines.assert_v2_with_steps_in_flight()
 
 
+@pytest.mark.slow
 def test_fifty_moves_in_both_directions_leave_nothing_behind(
     engines: V2Engines, on_engines: Run
 ) -> None:

@@ -45,7 +45,13 @@ class Recording:
     counters: dict[str, float]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("base", "stress"),
+        pytest.param("tensor-parallel", marks=pytest.mark.slow),
+    ],
+)
 def recording(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Recording:

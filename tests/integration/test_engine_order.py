@@ -61,6 +61,7 @@ def arguments(smollm2: Path) -> list[str]:
     return [*flags, json.dumps({"headway": section})]
 
 
+@pytest.mark.slow
 def test_a_server_needs_two_flags(arguments: list[str], tmp_path: Path) -> None:
     with running_server(arguments, tmp_path / "server.log") as server:
         body = {"model": "m", "prompt": "The sea is", "max_tokens": 4}

@@ -250,6 +250,7 @@ def test_the_budget_is_published_and_steps_are_written(busy: Served) -> None:
     assert read_engine(busy.steps).dtype == "float32"
 
 
+@pytest.mark.slow
 def test_an_engine_whose_profile_is_another_machine_s_does_not_start(
     smollm2: Path, tmp_path: Path
 ) -> None:

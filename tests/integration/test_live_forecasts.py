@@ -147,6 +147,7 @@ def test_the_engines_own_scheduler_knows_the_forecasts(smollm2: Path) -> None:
         assert 1 <= mean <= cap - generated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["model", "kind"])
 def test_an_engine_that_cannot_forecast_does_not_start(
     smollm2: Path, tmp_path: Path, wrong: str

@@ -1,6 +1,6 @@
 """Capture, forecasts and moves of models with random weights, of many architectures.
 
-`make models` runs all of them, `make slow` five that differ most, `make test` the first of these.
+`make models` runs all of them, `make slow` five that differ most.
 """
 
 import os
@@ -23,11 +23,10 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 
 NAMES = os.environ.get("HEADWAY_TEST_MODELS", "qwen3 gemma3 gpt2 opt mimo").split()
-SERVED = [
-    pytest.param(name, marks=pytest.mark.slow if i else ())
-    for i, name in enumerate(name for name in NAMES if TINY_MODELS[name].captured)
-]
+SERVED = [name for name in NAMES if TINY_MODELS[name].captured]
 REFUSED = [name for name in NAMES if not TINY_MODELS[name].captured]
+
+pytestmark = pytest.mark.slow
 
 
 class Served(NamedTuple):

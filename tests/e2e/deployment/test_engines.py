@@ -55,6 +55,7 @@ def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) ->
     state_once_free(decode)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_prefill_whose_lease_has_ended_is_computed_anew(deployment: RunningDeployment) -> None:
     """A request that a policy let wait: its blocks may hold another one's tokens by then."""

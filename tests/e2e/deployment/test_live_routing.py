@@ -64,6 +64,7 @@ def test_a_learned_router_routes_real_requests(
         proxy.run(work)
 
 
+@pytest.mark.slow
 def test_a_reserve_lets_requests_wait_for_memory(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:

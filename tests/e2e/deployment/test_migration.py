@@ -35,6 +35,7 @@ def test_a_request_goes_there_and_back_unchanged(compared: Compared, name: str) 
     assert_unchanged(compared, name, CASES[name])
 
 
+@pytest.mark.slow
 def test_a_cut_may_fall_anywhere_in_a_block(on_engines: Run) -> None:
     """Most offsets of the cut in a block of 32 tokens, both sides of its end among them."""
 
@@ -249,6 +250,7 @@ def test_a_prefill_that_nobody_decodes_is_released(
     asyncio.run(connected())
 
 
+@pytest.mark.slow
 def test_what_is_kept_expires_and_is_not_read_then(on_engines: Run) -> None:
     """Clients that left after the freeze, and a target that comes too late.
 
