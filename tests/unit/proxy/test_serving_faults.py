@@ -104,7 +104,7 @@ async def test_clients_that_do_not_read_are_disconnected_and_no_engine_is_blamed
     tokenizer: Tokenizer, pinned: dict[str, Any]
 ) -> None:
     async with cluster(
-        tokenizer, token_seconds=1.0, client_write_seconds=3.0, client_buffer_kb=64
+        tokenizer, token_seconds=1.0, client_write_seconds=1.5, client_buffer_kb=64
     ) as it:
         for engine in it.decodes:
             engine.padding = PADDING

@@ -107,7 +107,7 @@ async def test_a_drained_engine_s_requests_go_to_those_that_are_like_it(
                 it.proxy.drainer.undrain(source)
 
         for _ in range(4):
-            await it.answered(600, at)
+            await it.answered(300, at)
         for source, target in hops:
             assert source != target
             assert ("2" in source or "3" in source) == ("2" in target or "3" in target)

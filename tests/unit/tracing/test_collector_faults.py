@@ -58,7 +58,7 @@ def test_a_dead_collector_is_one_line_in_the_log(
     assert f"traces: {url}{path} takes none, so they are lost: " in line
 
 
-@pytest.mark.parametrize("room", [4, 2048])
+@pytest.mark.parametrize("room", [pytest.param(4, marks=pytest.mark.slow), 2048])
 @PATHS
 async def test_requests_are_served_and_the_proxy_ends_though_no_collector_answers(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, room: int
