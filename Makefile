@@ -5,7 +5,8 @@
 # make models  models of many architectures (about 20 minutes)
 # make unit   the unit tests, in two processes
 # make test   the unit tests and those with a real vLLM, but for the slow ones
-# make slow   the tests that take longest: deaths, restarts, full disks, other versions of vLLM
+# make slow   the tests that take longest: deaths, restarts, full disks, training, Ray, emulated
+#             engines, other models and versions of vLLM
 # make browser  the page in Chromium: apt-get install chromium
 # make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
 # make lint   ruff, mypy --strict, the direction of imports, the documentation
