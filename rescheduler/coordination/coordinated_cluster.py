@@ -74,6 +74,15 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
                 429, f"{view.waiting} requests wait already; try again later", retry_after=1
             )
 
+    def admit_background(self) -> None:
+        """Refuse a background request: the coordinator gives places to all alike.
+
+        Raises:
+            RequestRefusedError: 400, always.
+        """
+        message = "`service_tier`: flex is not served behind a coordinator; leave it out"
+        raise RequestRefusedError(400, message, "service_tier")
+
     async def take_prefill(self, request: LiveRequest) -> InstanceState | None:
         """Wait for a place on a prefill instance; None if none is in service."""
         async with _in_time(self._options.pool_seconds, "prefill"):

@@ -1,5 +1,6 @@
 """A deployment of prefill and decode instances, as one YAML file describes it."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
@@ -13,6 +14,7 @@ from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.ordering.service_order import read_engine_order
 
 __all__ = [
+    "BackgroundOptions",
     "CoordinatorOptions",
     "Deployment",
     "DeploymentError",
@@ -50,6 +52,7 @@ class TraceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class DeploymentError(ValueError):
@@ -92,6 +95,22 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return urlsplit(self.url).port or 80
 
 
+class BackgroundOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What background requests (``service_tier: flex``) may use of what others leave.
+
+    Attributes:
+        slots: share of an instance's places up to which background requests are begun.
+        kv: share of its KV cache up to which they are, by what its requests are expected to hold.
+        prefill: share of its time for which prompts of background requests are computed there.
+        pool: of them that wait, at most; beyond it clients get 429 with ``Retry-After``.
+    """
+
+    slots: Share = 0.5
+    kv: Share = 0.75
+    prefill: Share = 0.1
+    pool: Positive = 1024
+
+
 class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the proxy listens, how long it waits, and how often it tries.
 
@@ -105,6 +124,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ahead: requests that are prefilled or wait for a decode instance after it, at most, so
             that they do not fill the prefill instances' memory.
         pool_seconds: longest wait for an instance, then 503.
+        background: room of requests with ``service_tier: flex``, which wait behind all others for
+            as long as their clients do: ``slots``, ``kv``, ``prefill`` and ``pool``.
         connect_seconds: to open a connection to an engine.
         prefill_seconds: from sending a prompt to its prefill's answer.
         first_token_seconds: from placing a request on a decode instance to its first token.
@@ -153,6 +174,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_concurrency: Positive = 4
     ahead: Positive = 32
     pool_seconds: Seconds = 120.0
+    background: BackgroundOptions = BackgroundOptions()
     connect_seconds: Seconds = 2.0
     prefill_seconds: Seconds = 120.0
     first_token_seconds: Seconds = 60.0
@@ -321,6 +343,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [instance for instance in self.instances if instance.role == "decode"]
 
     @property
+    def schedules_by_priority(self) -> bool:
+        """Whether every engine is started with ``--scheduling-policy priority``."""
+        given = [[*self.engine.arguments, *one.arguments] for one in self.instances]
+        return all(_last_value(words, "--scheduling-policy") == "priority" for words in given)
+
+    @property
     def keys_folder(self) -> Path | None:
         """Folder of CURVE keys, if there is one."""
         return None if self.keys is None else Path(self.keys).expanduser()
@@ -351,6 +379,16 @@ def read_deployment(path: Path | str) -> Deployment:
         return Deployment.from_values(values)
     except DeploymentError as error:
         raise DeploymentError(f"{path}: {error}") from error
+
+
+def _last_value(words: list[str], flag: str) -> str | None:
+    """Return the value that a command line gives a flag last; None if it does not."""
+    value = None
+    for word, following in pairwise([*words, ""]):
+        name, equals, attached = word.partition("=")
+        if name.replace("_", "-") == flag:
+            value = attached if equals else following
+    return value
 
 
 def _check_addresses(deployment: Deployment) -> None:

@@ -128,6 +128,7 @@ class ClientRequest:
         direct: why it is sent to a decode instance alone, that prefills it too; empty: it
             is not. Such a request is handed through as it is and never moves.
         pinned: why it never moves once it decodes; empty: it may.
+        background: it asks for ``service_tier: flex``, and so to be served after all others.
     """
 
     path: str
@@ -151,6 +152,7 @@ class ClientRequest:
     progress: bool = False
     direct: str = ""
     pinned: str = ""
+    background: bool = False
 
     @property
     def chat(self) -> bool:

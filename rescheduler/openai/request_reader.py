@@ -27,6 +27,9 @@ _MOST_MESSAGES_BYTES = 1 << 20
 _PLACEHOLDER = 4  # bytes of null
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 16 << 10
+_BACKGROUND = "flex"  # of OpenAI's service tiers
+_LAST = Raw(b"%d" % (2**31 - 1))
+"""The ``priority`` that vLLM serves after all others."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -67,10 +70,6 @@ class _Progress(msgspec.Struct):
     headway: bool | None = False
 
 
-class _Tier(msgspec.Struct):
-    service_tier: str | None = None
-
-
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -104,6 +103,7 @@ class _Read(msgspec.Struct):
     include_reasoning: bool | None = True
     thinking_token_budget: Integer | None = None
     watermarking: bool | None = None
+    service_tier: str | None = None
 
 
 class _ReadForwarded(msgspec.Struct):
@@ -115,6 +115,7 @@ class _ReadForwarded(msgspec.Struct):
     max_output_tokens: Integer | None = None
     background: bool | None = False
     previous_response_id: str | None = None
+    service_tier: str | None = None
 
 
 Fields = TypeVar("Fields", _Read, _ReadForwarded)
@@ -139,17 +140,25 @@ _TRUE = (b"1.0", b"on", b"t", b"y", b"yes")  # further words of pydantic's for i
 _DIGITS = tuple(b"%d" % digit for digit in range(10))
 
 
-def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
-    """Read a request body; engines see its ``priority`` only if they may.
+def read_request(
+    path: str, raw: bytes, priority: bool = False, ranks: bool = False
+) -> ClientRequest:
+    """Read a request body.
+
+    Args:
+        path: of the endpoint.
+        raw: the body.
+        priority: whether engines see the ``priority`` that a client gives its request.
+        ranks: whether engines schedule by ``priority``, so that the proxy gives background
+            requests the last one.
 
     Raises:
         RequestRefusedError: no JSON object, or a field that only the proxy may set.
     """
     body = _fields_of(raw)
-    if not priority:
-        body.pop("priority", None)
     promise, progress = _promise(body), _takes_progress(body)
     read, unread = _checked(body, _Read)
+    background = _rank(body, read, unread, priority, ranks)
     chat = path == CHAT
     direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
     maximum = read.max_tokens
@@ -173,26 +182,34 @@ def read_request(path: str, raw: bytes, priority: bool = False) -> ClientRequest
         include_stop=bool(read.include_stop_str_in_output),
         skip_special_tokens=read.skip_special_tokens is not False,
         spaces_between_special_tokens=read.spaces_between_special_tokens is not False,
-        tier=_tier(body),
+        tier=read.service_tier or "default",
         finish_in=promise.finish_in_s,
         finish_by=promise.finish_by,
         finish_level=promise.finish_level,
         progress=progress,
         direct=direct,
         pinned=pinned,
+        background=background,
     )
 
 
-def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientRequest:
+def read_forwarded(
+    path: str, raw: bytes, priority: bool = False, ranks: bool = False
+) -> ClientRequest:
     """Read the body of a request of `FORWARDED`, that one decode instance answers as a whole.
+
+    Args:
+        path: of the endpoint.
+        raw: the body.
+        priority: as of `read_request`.
+        ranks: as of `read_request`.
 
     Raises:
         RequestRefusedError: as for `read_request`, or it needs a response of another instance.
     """
     body = _fields_of(raw)
-    if not priority:
-        body.pop("priority", None)
     read, unread = _checked(body, _ReadForwarded)
+    in_background = _rank(body, read, unread, priority, ranks)
     for field in ("background", "previous_response_id"):
         if field in unread or getattr(read, field):
             why = "responses are not kept where every instance can find them"
@@ -205,6 +222,7 @@ def read_forwarded(path: str, raw: bytes, priority: bool = False) -> ClientReque
         stream=bool(read.stream),
         max_tokens=read.max_output_tokens or read.max_tokens,
         direct="path",
+        background=in_background,
     )
 
 
@@ -248,12 +266,25 @@ def _takes_progress(body: dict[str, Raw]) -> bool:
     return bool(asked)
 
 
-def _tier(body: dict[str, Raw]) -> str:
-    try:
-        tier = msgspec.json.decode(_some(body, _Tier), type=_Tier).service_tier
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return "default"
-    return "default" if tier in (None, "auto") else tier
+def _rank(
+    body: dict[str, Raw],
+    read: _Read | _ReadForwarded,
+    unread: list[str],
+    priority: bool,
+    ranks: bool,
+) -> bool:
+    """Set the ``priority`` that engines see; return whether a request is a background one.
+
+    A tier that is no text is left for the engine to judge.
+    """
+    if "service_tier" in unread:
+        unread.remove("service_tier")
+    background = read.service_tier == _BACKGROUND
+    if background or not priority:
+        body.pop("priority", None)
+    if background and ranks:
+        body["priority"] = _LAST
+    return background
 
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:

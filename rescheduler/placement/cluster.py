@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from math import inf
 from typing import Any, Generic
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.migration import MigrationPolicy
+from rescheduler.ordering import create_order
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import (
     PrefillBudgets,
@@ -109,7 +111,20 @@ class Cluster(Generic[R]):
             self.forecasts,
             budgets,
             self.line,
+            self._background_line(deployment, clock),
         )
+
+    def _background_line(
+        self, deployment: Deployment, clock: Callable[[], float]
+    ) -> WaitingLine[R] | None:
+        """Return the order among background requests: the shortest first, where anything says so.
+
+        They may wait for hours: none is overdue by the clock alone.
+        """
+        if self.forecasts is None and deployment.prompt_checkpoint is None:
+            return None
+        order = create_order("shortest")
+        return WaitingLine(order, self.decodes, self.forecasts, self.step, clock, inf)
 
     async def start(self) -> None:
         """Ask every instance how it is, and go on asking."""
@@ -169,7 +184,11 @@ class Cluster(Generic[R]):
             self.forecasts.began(request)
 
     def ended(self, request: R, by_itself: bool) -> None:
-        """Note a request's end, and learn from its length if it ended by itself."""
+        """Note a request's end, and learn from its length if it ended by itself.
+
+        Background requests, which may be of another kind, say nothing of others.
+        """
+        by_itself = by_itself and not request.background
         if self.forecasts is not None:
             self.forecasts.ended(request, by_itself)
         if self.line is not None and by_itself:

@@ -49,6 +49,9 @@ class ClusterMetrics(Collector, Generic[R]):
         waiting.add_metric(["decode"], len(dispatcher.waiting))
         gauge = partial(GaugeMetricFamily, labels=[INSTANCE, "role"])
         running = gauge(f"{prefix}_num_requests_running", "requests on an instance")
+        background = gauge(
+            f"{prefix}_num_background_requests_running", "those of background among them"
+        )
         tokens = gauge(f"{prefix}_context_tokens", "context tokens of the requests on an instance")
         up = gauge(f"{prefix}_instance_up", "1: in service")
         draining = gauge(f"{prefix}_instance_draining", "1: gets no requests")
@@ -56,10 +59,16 @@ class ClusterMetrics(Collector, Generic[R]):
             labels = [instance.name, instance.instance.role]
             requests = self._cluster.placements.on(instance)
             running.add_metric(labels, len(requests))
+            background.add_metric(labels, sum(request.background for request in requests))
             tokens.add_metric(labels, sum(request.context_tokens for request in requests))
             up.add_metric(labels, instance.breaker.closed)
             draining.add_metric(labels, instance.draining)
-        yield from (waiting, running, tokens, up, draining)
+        yield GaugeMetricFamily(
+            f"{prefix}_num_background_requests_waiting",
+            "background requests that wait for an instance, beside the others",
+            value=dispatcher.waiting_in_background,
+        )
+        yield from (waiting, running, background, tokens, up, draining)
         tasks = len(asyncio.all_tasks())
         yield GaugeMetricFamily(f"{prefix}_event_loop_tasks", self._tasks, value=tasks)
 

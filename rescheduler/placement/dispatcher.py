@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, cast
@@ -13,6 +12,7 @@ import numpy as np
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.background import Background, has_leftover
 from rescheduler.placement.guarded_policy import (
     GuardedPolicy,
     PrefillBudgets,
@@ -40,6 +40,7 @@ class Dispatcher(Generic[R]):
         forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
         line: the order in which requests are served; as they come when None.
+        background_line: that of background requests, which come after all others.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Dispatcher(Generic[R]):
         forecasts: LiveForecasts | None = None,
         budgets: PrefillBudgets | None = None,
         line: WaitingLine[R] | None = None,
+        background_line: WaitingLine[R] | None = None,
     ) -> None:
         self._line = line
         self._placements, self._policy, self._step = placements, policy, step
@@ -63,15 +65,26 @@ class Dispatcher(Generic[R]):
         self._decides_at_once = GuardedPolicy(at_once, clock)
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
         self._budgets, self._options, self._clock = budgets, options, clock
-        self._for_prefill: deque[tuple[R, asyncio.Future[InstanceState | None]]] = deque()
+        self._for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
         self._for_decode: dict[R, asyncio.Future[InstanceState]] = {}
+        self._all_forecasts = forecasts
+        self._background = Background(
+            placements,
+            self._prefills,
+            options.background,
+            background_line,
+            clock,
+            others_wait=lambda: bool(self._for_decode or self._for_prefill),
+            with_room=self._with_leftover,
+            placed=self._placed_on,
+        )
         self._dispatched = 0
         self._round_due = self._undecided = self._unordered = False
         self._last_round = -math.inf
 
     @property
     def waiting(self) -> Sequence[R]:
-        """Requests that wait for a decode instance, in the order of service."""
+        """Requests that wait for a decode instance, in the order of service; none of background."""
         return self._in_order(list(self._for_decode))[0]
 
     @property
@@ -94,8 +107,13 @@ class Dispatcher(Generic[R]):
 
     @property
     def waiting_for_prefill(self) -> int:
-        """Requests that wait for a prefill instance."""
+        """Requests that wait for a prefill instance; none of background."""
         return len(self._for_prefill)
+
+    @property
+    def waiting_in_background(self) -> int:
+        """Background requests that wait for an instance."""
+        return self._background.waiting
 
     def admit(self) -> None:
         """Refuse a new request when there is no room for it.
@@ -117,6 +135,14 @@ class Dispatcher(Generic[R]):
                 429, f"{waiting} requests wait already; try again later", retry_after=seconds
             )
 
+    def admit_background(self) -> None:
+        """Refuse a new background request when there is no room for it.
+
+        Raises:
+            RequestRefusedError: 429 if too many wait.
+        """
+        self._background.admit()
+
     async def take_prefill(self, request: R) -> InstanceState | None:
         """Wait for a place on a prefill instance; `wake` when the request has left it.
 
@@ -127,15 +153,17 @@ class Dispatcher(Generic[R]):
             RequestRefusedError: 503, no place in time.
         """
         place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
-        self._for_prefill.append((request, place))
+        pool = self._background.for_prefill if request.background else self._for_prefill
+        pool[request] = place
         self._grant_prefills()
+        self._background.wake()
         try:
-            async with asyncio.timeout(self._options.pool_seconds):
+            async with asyncio.timeout(self._longest_wait(request)):
                 return await place
         except BaseException as error:
             if place.done() and not place.cancelled() and place.result() is not None:
                 request.prefill_failed()  # granted in the very same moment
-            self._for_prefill = deque(e for e in self._for_prefill if e[1] is not place)
+            pool.pop(request, None)
             if isinstance(error, TimeoutError):
                 raise self._too_long("prefill") from error
             raise
@@ -148,18 +176,20 @@ class Dispatcher(Generic[R]):
         """
         place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
         request.wait(self._clock())
-        self._for_decode[request] = place
+        pool = self._background.for_decode if request.background else self._for_decode
+        pool[request] = place
         self.wake()
         try:
-            async with asyncio.timeout(self._options.pool_seconds):
+            async with asyncio.timeout(self._longest_wait(request)):
                 return await place
         except TimeoutError as error:
             raise self._too_long("decode") from error
         finally:
-            self._for_decode.pop(request, None)
+            pool.pop(request, None)
 
     def wake(self) -> None:
         """Decide soon, as often as the policy does: a request came or went, or an instance did."""
+        self._background.wake()
         if not self._round_due:
             self._round_due = True
             loop = asyncio.get_running_loop()
@@ -169,6 +199,10 @@ class Dispatcher(Generic[R]):
             else:
                 loop.call_soon(self._decide)
         self._grant_prefills()
+
+    def began(self, request: R, instance: InstanceState) -> None:
+        """Note that a request has its first token on an instance, or is prefilled there."""
+        self._background.began(request, instance)
 
     def compile(self) -> None:
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
@@ -272,23 +306,69 @@ class Dispatcher(Generic[R]):
             del waiting[1:]
         for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
-                self._dispatched += 1
-                request.place(instance, decision)
-                logger.debug(
-                    "request %s (%s), %d tokens: to %s",
-                    request.id,
-                    request.name,
-                    request.context_tokens,
-                    instance.name,
-                )
-                if self._budgets is not None:
-                    self._budgets.spend(instance, request)
+                self._place_on(request, instance, decision)
                 self._for_decode.pop(request).set_result(instance)
-        self._refuse_too_large()
+        self._refuse_too_large(self._for_decode)
+        self._refuse_too_large(self._background.for_decode)
         placed = again is not None and again not in self._for_decode
+        if not placed:
+            self._have_given_way()
         if placed or (self._for_decode and self._policy.decide_every() > 0):
             self.wake()  # the others have their turn
         self._grant_prefills()
+
+    def _place_on(self, request: R, instance: InstanceState, decision: Decision | None) -> None:
+        self._dispatched += 1
+        request.place(instance, decision)
+        logger.debug(
+            "request %s (%s), %d tokens: to %s",
+            request.id,
+            request.name,
+            request.context_tokens,
+            instance.name,
+        )
+        if self._budgets is not None:
+            self._budgets.spend(instance, request)
+
+    def _have_given_way(self) -> None:
+        """Have a background request leave for one that has waited while others were placed."""
+        rounds = 2 * self._policy.decide_every()
+        now = self._clock()
+        waits = (one for one, place in self._for_decode.items() if not place.done())
+        if any(now - one.waiting_since >= rounds for one in waits):
+            self._background.give_way(self.usable)
+
+    def _with_leftover(self, request: R) -> list[InstanceState]:
+        """Return the decode instances on which there is room for a background request."""
+        begun = [
+            one
+            for one in self.usable
+            if not self._background.rests(one)
+            and all(other.generating for other in self._placements.on(one))
+        ]
+        if not begun:
+            return []
+        if self._all_forecasts is not None:
+            self._all_forecasts.refresh()
+        shown, view = guarded_view(
+            "placing",
+            self._placements,
+            begun,
+            [request],
+            self._all_forecasts,
+            self._clock(),
+            self._step.seconds,
+        )
+        left = has_leftover(view, self._options.background)
+        return [one for one, has_room in zip(shown, left, strict=True) if has_room]
+
+    def _placed_on(self, request: R, instances: Sequence[InstanceState]) -> InstanceState | None:
+        """Place a background request by the policy on one of these instances, if it wants to."""
+        for _, instance, decision in self._chosen([request], self._decides, instances):
+            if instance is not None:
+                self._place_on(request, instance, decision)
+                return instance
+        return None
 
     def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
@@ -303,16 +383,16 @@ class Dispatcher(Generic[R]):
         self._unordered = self._unordered and not waiting
         return found
 
-    def _refuse_too_large(self) -> None:
+    def _refuse_too_large(self, waiting: dict[R, asyncio.Future[InstanceState]]) -> None:
         """Refuse what no instance could hold if it were empty, also of those out of service.
 
         Only by the tokens that it has for certain: the length of a prompt may be a guess, and one
         that is too long is the engine's to refuse.
         """
-        if not self._for_decode:
+        if not waiting:
             return
         room = max((one.kv_capacity for one in self._decodes if one.slots > 0), default=-1)
-        for request, place in self._for_decode.items():
+        for request, place in waiting.items():
             tokens = 1 + request.generated_tokens
             if tokens > room and not place.done():
                 message = f"no decode instance can hold a request of {tokens} tokens"
@@ -330,12 +410,13 @@ class Dispatcher(Generic[R]):
                 if full or ahead >= self._options.ahead:
                     return
             if not ordered:
-                places = dict(self._for_prefill)
-                self._for_prefill = deque(
-                    (request, places[request]) for request in self._in_order(list(places))[0]
-                )
+                order = self._in_order(list(self._for_prefill))[0]
+                places = {request: self._for_prefill[request] for request in order}
+                self._for_prefill.clear()
+                self._for_prefill.update(places)
                 ordered = True
-            request, place = self._for_prefill.popleft()
+            request = next(iter(self._for_prefill))
+            place = self._for_prefill.pop(request)
             if place.done():
                 continue
             if not available:
@@ -343,6 +424,9 @@ class Dispatcher(Generic[R]):
                 continue
             request.begin_prefill(available[least])
             place.set_result(available[least])
+
+    def _longest_wait(self, request: R) -> float | None:
+        return None if request.background else self._options.pool_seconds
 
     def _too_long(self, what: str) -> RequestRefusedError:
         seconds = self._options.pool_seconds

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -106,6 +108,7 @@ class LiveRequest(Placeable):
         self._last_token: float | None = None
         self._next_token: asyncio.Future[None] | None = None  # if anyone waits for it
         self._prefills = 0
+        self._segment: asyncio.Timeout | None = None  # if it may give way
 
     @property
     def state(self) -> RequestState:
@@ -146,6 +149,51 @@ class LiveRequest(Placeable):
             and self.generated_tokens > 0
             and self._state.instance.control is not None
         )
+
+    @property
+    def can_give_way(self) -> bool:
+        """Whether it can leave its decode instance now and be resumed later.
+
+        A client that streams would wait for its next token: such a request stays.
+        """
+        return (
+            self.background
+            and isinstance(self._state, Decoding)
+            and self._segment is not None
+            and not self.gives_way
+            and self.movable
+            and self.splicer.moves
+            and not self.client.stream
+        )
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it is about to leave its decode instance."""
+        return self._segment is not None and self._segment.when() is not None
+
+    def give_way(self) -> None:
+        """Leave the decode instance, and wait for one again, behind all other requests."""
+        assert self._segment is not None
+        self._segment.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def may_give_way(self) -> AsyncIterator[None]:
+        """Let it be told to give way while the body decodes.
+
+        Raises:
+            TimeoutError: it was; it still is where it was.
+        """
+        try:
+            async with asyncio.timeout(None) as self._segment:
+                yield
+        finally:
+            self._segment = None
+
+    def gave_way(self) -> Kept | None:
+        """Leave its decode instance, which has not failed; as `fail`."""
+        kept = self.fail(unsent=False)
+        self.avoid = frozenset()
+        return kept
 
     def begin_prefill(self, instance: InstanceState) -> None:
         """Occupy a place on a prefill instance."""

@@ -115,6 +115,7 @@ class Placeable(Counted):
         instance: that it is on; None while it waits for one.
         on_its_way: its decode instance has not accepted it yet.
         avoid: instances that have just failed it, or turned it away.
+        background: it is served after all that are not.
         arrived: when it came, in seconds on the event loop's clock.
         waiting_since: when it began to wait for a decode instance, likewise.
         finish_by: when it has been promised to finish, likewise; infinite without a promise.
@@ -125,6 +126,7 @@ class Placeable(Counted):
     name: str = ""
     movable: bool = False
     several: bool = False
+    background: bool = False
     instance: InstanceState | None = None
     on_its_way: bool = False
     avoid: frozenset[InstanceState] = frozenset()
@@ -156,6 +158,20 @@ class Placeable(Counted):
 
     def place(self, instance: InstanceState, decision: Decision | None = None) -> None:
         """Occupy a place on the decode instance that was chosen; no decision: elsewhere."""
+        raise NotImplementedError
+
+    @property
+    def can_give_way(self) -> bool:
+        """Whether it can leave its decode instance now and be resumed later."""
+        return False
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it is about to leave its decode instance."""
+        return False
+
+    def give_way(self) -> None:
+        """Leave the decode instance, and wait for one again."""
         raise NotImplementedError
 
     def reported(self, prompt_tokens: int, generated_tokens: int) -> None:

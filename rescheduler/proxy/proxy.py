@@ -116,7 +116,7 @@ class Proxy:
         request = LiveRequest(
             id, name, client, headers, now, self._tokenizer, self.cluster.placements
         )
-        request.trace = trace
+        request.trace, request.background = trace, client.background
         if self._expected is not None:
             request.expected_tokens = self._expected(client)
         self.cluster.began(request)

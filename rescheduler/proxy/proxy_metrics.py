@@ -86,6 +86,11 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self.failures = self._counter(
             "headway_proxy_instance_failures", "failed calls to an instance", [INSTANCE]
         )
+        self.gave_way = self._counter(
+            "headway_proxy_background_requests_that_gave_way",
+            "background requests that left an instance for another request, and went on later",
+            [INSTANCE],
+        )
         self.turned_away = self._counter(
             "headway_proxy_turned_away_requests",
             "requests that an instance had too much to do for",
@@ -106,7 +111,7 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             self.promises.labels(outcome)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:
-            for counter in (self.recomputed, self.failures, self.turned_away):
+            for counter in (self.recomputed, self.failures, self.gave_way, self.turned_away):
                 counter.labels(instance.name)
 
     def add(self, collector: Collector) -> None:
@@ -114,11 +119,18 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self._registry.register(collector)
 
     def placed(self, request: LiveRequest) -> None:
-        """Note how long a request has waited that has its first place."""
+        """Note how long a request has waited that has its first place; not one of background."""
+        if request.background:
+            return
         expected = request.expected_tokens
         range_ = "unknown" if expected is None else _RANGES[bisect_left(_EXPECTED, expected)]
         seconds = asyncio.get_running_loop().time() - request.arrived
         self._wait.labels(range_).observe(seconds)
+
+    def first(self, request: LiveRequest, now: float) -> None:
+        """Note when the first token of a request comes; not of one of background."""
+        if not request.background:
+            self.first_token.observe(now - request.arrived)
 
     def loop_late(self, late: float, computed: float) -> None:
         """Note by how many seconds the event loop was late, and how long it computed until then."""

@@ -47,6 +47,7 @@ class RequestFlow:
         self._bodies, self._outliers = bodies, outliers
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
+        self._ranks = cluster.deployment.schedules_by_priority
         self._random = random.Random()
 
     async def run(self, request: LiveRequest, send: Send) -> None:
@@ -94,6 +95,7 @@ class RequestFlow:
                 raise
             else:
                 request.prefilled(params, tokens)
+                self._dispatcher.began(request, instance)
                 self._outliers.succeeded(request, instance)
                 return
             finally:
@@ -165,8 +167,10 @@ class RequestFlow:
             instance, before = request.instance, request.generated_tokens
             assert instance is not None
             try:
-                with request.trace.call("decode", instance=instance.name, hop=request.hop) as span:
-                    ended = await self._segment(request, instance, send, span)
+                async with request.may_give_way():
+                    ended = await self._traced_segment(request, instance, send)
+            except TimeoutError:
+                self._give_way(request, instance)
             except UpstreamError as error:
                 if isinstance(error, EngineFullError) and not request.generated_tokens:
                     self.turned_away(request, instance, error)
@@ -176,6 +180,14 @@ class RequestFlow:
                 if self.gives_up(request, failures):
                     raise
                 await self._after_failure(request, error, failures)
+
+    def _give_way(self, request: LiveRequest, instance: InstanceState) -> None:
+        """Have a background request wait again; what it has generated is kept."""
+        self._metrics.gave_way.labels(instance.name).inc()
+        self.free(request, request.gave_way())
+        if request.generated_tokens:
+            request.splicer.cut()
+        self._dispatcher.wake()
 
     async def _after_failure(
         self, request: LiveRequest, error: UpstreamError, failures: int
@@ -190,6 +202,12 @@ class RequestFlow:
         self._dispatcher.wake()
         await self.back_off(failures)
 
+    async def _traced_segment(
+        self, request: LiveRequest, instance: InstanceState, send: Send
+    ) -> bool:
+        with request.trace.call("decode", instance=instance.name, hop=request.hop) as span:
+            return await self._segment(request, instance, send, span)
+
     async def _segment(
         self, request: LiveRequest, instance: InstanceState, send: Send, span: Span
     ) -> bool:
@@ -197,6 +215,7 @@ class RequestFlow:
 
         Raises:
             UpstreamError: the instance failed or stalled.
+            TimeoutError: the instance serves all others before a background request.
             EngineRefusedError: the instance refuses the request as invalid.
         """
         options, body = self._options, self._body(request)
@@ -223,6 +242,8 @@ class RequestFlow:
         except TimeoutError as error:
             if stream is not None and stream.finished:
                 return True
+            if request.background and self._ranks:
+                raise
             what = "token" if request.generating else "first token"
             raise UpstreamError(instance.instance, f"no {what} in time") from error
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:

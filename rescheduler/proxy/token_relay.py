@@ -165,8 +165,9 @@ class TokenRelay:
         if arrival.first:
             self._outliers.succeeded(stream.request, stream.instance)
             stream.span.event("first token")
+            self._cluster.dispatcher.began(stream.request, stream.instance)
         if arrival.waited is None:
-            self._metrics.first_token.observe(now - stream.request.arrived)
+            self._metrics.first(stream.request, now)
         elif arrival.landed:
             self._metrics.migration_gap.observe(arrival.waited)
         elif not arrival.first:

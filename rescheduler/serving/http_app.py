@@ -131,6 +131,7 @@ class _Endpoints:
     def __init__(self, proxy: Proxy) -> None:
         self._proxy, self._options = proxy, proxy.deployment.proxy
         options = self._options
+        self._ranks = proxy.deployment.schedules_by_priority
         self._memory = BodyMemory(options.largest_body_mb, options.bodies_mb, CLIENTS_SHARE)
 
     async def close_when_ending(self, http: web.Request, response: web.StreamResponse) -> None:
@@ -152,7 +153,9 @@ class _Endpoints:
                     message = "the Content-Type of a body must be application/json"
                     raise RequestRefusedError(400, message, kind=UNREADABLE)
                 read = read_forwarded if path in FORWARDED else read_request
-                client = read(path, raw, self._options.forward_priority)
+                client = read(path, raw, self._options.forward_priority, self._ranks)
+                if client.background:
+                    self._proxy.cluster.dispatcher.admit_background()
                 return await self._answered(http, client)
         except RequestRefusedError as error:
             outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
