@@ -98,6 +98,21 @@ async def serve_load(
     return answers
 
 
+def asked_body(
+    model: str, request: EmulatedRequest, salt: int, max_tokens: int | None
+) -> dict[str, Any]:
+    """Return what a server is asked for a request; its length exactly where there is no limit."""
+    words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
+    return {
+        "model": model,
+        "prompt": (FIRST_WORD + words).tolist(),
+        "max_tokens": max_tokens or request.answer_tokens,
+        "ignore_eos": max_tokens is None,
+        "temperature": 0,
+        "vllm_xargs": {LENGTH: request.answer_tokens, SEED: request.seed},
+    }
+
+
 async def _serve(
     session: aiohttp.ClientSession,
     url: str,
@@ -106,19 +121,8 @@ async def _serve(
     salt: int,
     max_tokens: int | None,
 ) -> None:
-    request = answer.request
-    words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
-    body = {
-        "model": model,
-        "prompt": (FIRST_WORD + words).tolist(),
-        "max_tokens": max_tokens or request.answer_tokens,
-        "ignore_eos": max_tokens is None,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "vllm_xargs": {LENGTH: request.answer_tokens, SEED: request.seed},
-    }
-
+    body = asked_body(model, answer.request, salt, max_tokens)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     answer.sent = time.monotonic()
     pieces = []
     try:

@@ -55,6 +55,7 @@ VERBS = {
         "rescheduler.coordinator.coordinator_command:coordinator", "decide for many proxies"
     ),
     "picker": Verb("rescheduler.gateway.picker_command:picker", "pick engines for Envoy"),
+    "batch": Verb("rescheduler.batch.batch:batch", "answer a file of requests in the background"),
     "replay": Verb("rescheduler.serving.replay:replay", "show a recorded log, or two of them"),
     "drain": Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
     "ray": Verb("", "launch, see, restart or stop a deployment on a Ray cluster"),

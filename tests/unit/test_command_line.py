@@ -194,6 +194,7 @@ REQUIRED = {
     "serve": "--config serve/local-pd",
     "coordinator": "--config local-pd --coordinator.endpoint tcp://127.0.0.1:5",
     "picker": "--config local-replicas.yaml",
+    "batch": "asked.jsonl",
     "replay": "log",
     "ray launch": """--model smollm2 --ray {"instances":[{"role":"decode"}]}""",
     "drain": "decode-0 --config configs/serve/local-pd.yaml",

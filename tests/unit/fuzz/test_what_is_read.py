@@ -29,6 +29,7 @@ from predictor.live.engine_forecasts import LiveConfig
 from predictor.models.checkpoint import export_checkpoint, load_predictor, read_config
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
+from rescheduler.batch.batch_input import read_batch
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.commands import command
 from rescheduler.commands.command_line import main
@@ -159,6 +160,11 @@ ANSWERED = (
     '{"prompt_token_ids": [5, 6], "output_token_ids": [7, 2], "finish_reason": "length", '
     '"max_tokens": 2, "top_p": 0.9, "source": "x", "task": "chat"}\n'
 )
+ASKED = (
+    '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    '{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": '
+    '{"messages": [{"role": "user", "content": "Hello"}], "stream": false}}\n'
+)
 FINISHED = LoggedRequest(
     "a-0", "gpu0", "m", "0123", "stop", 40, [0, 20], [0.5, 0.25], False, [9.0, 8.0]
 )
@@ -243,6 +249,11 @@ def read_whole(path: Path) -> object:
     return [column.tolist() for column in block]
 
 
+def read_whole_batch(path: Path) -> object:
+    batch = read_batch(path)
+    return [batch.read(request) for request in batch.requests]
+
+
 def steps_and_engine(folder: Path) -> object:
     return read_engine(folder / "steps.csv"), read_steps(folder / "steps.csv")
 
@@ -255,6 +266,7 @@ KINDS = {
         texts(**{"finished.jsonl": msgspec.json.encode(FINISHED).decode() + "\n"}),
         lambda path: list(read_finished_log(path)),
     ),
+    "batch": Kind(texts(**{"asked.jsonl": ASKED}), read_whole_batch),
     "deployments": Kind(deployments, read_deployment, 1),
     "profile": Kind(
         lambda folder: write_profile(profile_of(TRUE), folder / "profile.yaml"), load_profile

@@ -1,0 +1,1 @@
+"""`headway batch`: a file of requests, answered while online traffic leaves room."""

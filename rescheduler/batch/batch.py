@@ -1,0 +1,292 @@
+"""`headway batch`: a file of requests, sent to a server until each has its answer."""
+
+import asyncio
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+from msgspec import Raw
+
+from rescheduler.batch.batch_input import Batch, BatchRequest, read_batch
+from rescheduler.batch.batch_output import Answer, BatchOutput, result_path
+from rescheduler.batch.batch_progress import BatchProgress
+from rescheduler.commands.event_loop import end_when_asked
+
+__all__ = ["BatchSender", "BatchStoppedError", "batch"]
+
+_SOME_FAILED, _INTERRUPTED = 3, 130
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 15.0
+_LONGEST_RETRY_AFTER = 600.0
+_CONNECT_SECONDS, _LOOK_SECONDS = 10.0, 1.0
+_NOT_FINAL = (408, 425, 429)
+_NEVER = 501
+_OWN_FAULTS = (500, 502)
+"""What a server answers to a request that breaks its engines, and also while they are started."""
+_MOST_OWN_FAULTS = 20
+"""In a row, for which a request is sent for ten minutes or so."""
+
+
+class BatchStoppedError(RuntimeError):
+    """Raised when a batch is given up; what is answered is kept."""
+
+
+def batch(
+    file: Path,
+    out: Path | None = None,
+    url: str = "http://127.0.0.1:8000",
+    concurrency: int = 128,
+    give_up_seconds: float | None = None,
+) -> int:
+    """Answer a file of requests with what online traffic leaves of a deployment.
+
+    FILE has OpenAI's batch format: a line for each request, with custom_id, method, url and body.
+    All lines are checked before the first one is sent. Requests are sent with service_tier flex,
+    which `headway serve` serves after all others, unless a body names another tier.
+
+    Each answer is a line of the output, in OpenAI's format, and requests that the server refuses
+    are lines of a file of errors beside it. Whatever ends this command, the proxy or an engine,
+    the same command goes on with what has no answer: none is lost, and none is there twice. While
+    the server is down, or answers 429 or 5xx, requests are sent again, ever less often.
+
+    A line tells how many are answered, and when the last one is expected, with an 80% interval.
+    The exit status is 0 if all were answered, 3 if some ended with errors, 130 after Ctrl-C. An
+    API key is read from OPENAI_API_KEY.
+
+    Args:
+        file: the requests, as a JSONL file.
+        out: file of the answers; by default x.results.jsonl for x.jsonl. Errors go to
+            x.errors.jsonl.
+        url: of `headway serve`, or of another OpenAI-compatible server.
+        concurrency: requests that are sent at a time; the server decides how many of them run.
+        give_up_seconds: give up when nothing has been answered for so long; never by default.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: a file that is no batch, or an option that cannot be.
+        BatchStoppedError: it is given up.
+        OSError: a file cannot be read or written.
+    """
+    if concurrency < 1:
+        raise ValueError(f"--concurrency must be at least 1, not {concurrency}")
+    if give_up_seconds is not None and give_up_seconds <= 0:
+        raise ValueError(f"--give-up-seconds must be positive, not {give_up_seconds:g}")
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"--url {url!r} is not like http://127.0.0.1:8000")
+    requests = read_batch(file)
+    with BatchOutput(requests, out or result_path(file)) as output:
+        known = len(output.tokens)
+        if known:
+            _say(f"{output.results}: has {known:,} of {len(requests.requests):,} already")
+        sender = BatchSender(requests, output, url.rstrip("/"), give_up_seconds)
+        ended = asyncio.run(sender.run(concurrency))
+        left = len(requests.requests) - len(output.tokens)
+        said = f"{len(output.tokens) - output.failed:,} answered: {output.results}"
+        if output.failed:
+            said += f"\n{output.failed:,} errors: {output.errors}"
+        if not ended:
+            _say(f"{said}\n{left:,} are left; the same command goes on with them")
+            return _INTERRUPTED
+        print(said)
+        return _SOME_FAILED if output.failed else 0
+
+
+class _NotAnsweredError(Exception):
+    """Raised when a request has to be sent again.
+
+    Args:
+        status: that was answered; 0: none was.
+        retry_after: seconds that the server asks to wait for.
+    """
+
+    def __init__(self, why: str, status: int = 0, retry_after: float = 0.0) -> None:
+        super().__init__(why)
+        self.status, self.retry_after = status, retry_after
+
+
+class BatchSender:
+    """Sends what has no answer yet, in the file's order.
+
+    Args:
+        batch: the requests.
+        output: what is answered, to which answers are added.
+        url: of the server, without a path.
+        give_up_seconds: without any answer; None: never.
+    """
+
+    def __init__(
+        self, batch: Batch, output: BatchOutput, url: str, give_up_seconds: float | None
+    ) -> None:
+        self._batch, self._output, self._url = batch, output, url
+        self._give_up_seconds = give_up_seconds
+        self._random = random.Random()
+        self._answered_at = time.monotonic()
+        self._trouble = "no answer"
+        tokens = output.tokens
+        self._todo = [one for one in batch.requests if one.custom_id not in tokens]
+        earlier = [count for count in tokens.values() if count is not None]
+        self._progress = BatchProgress(len(batch.requests), len(tokens), earlier)
+
+    async def run(self, concurrency: int) -> bool:
+        """Send everything, so many requests at a time; return False if a signal ended it early.
+
+        Raises:
+            BatchStoppedError: nothing has been answered for too long.
+        """
+        stopped = asyncio.Event()
+        end_when_asked(stopped)
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        # Servers close idle connections, perhaps just as one is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=headers
+        ) as session:
+            todo = iter(self._todo)
+            senders = [
+                asyncio.create_task(self._send_all(session, todo))
+                for _ in range(min(concurrency, len(self._todo)))
+            ]
+            if not senders:
+                return True
+            with self._progress:
+                return await self._ended(senders, stopped)
+
+    async def _ended(self, senders: list[asyncio.Task[None]], stopped: asyncio.Event) -> bool:
+        """Wait until all senders are done, one of them fails, or it is to stop."""
+        others = [asyncio.create_task(self._watch(stopped))]
+        left = {*senders, *others}
+        try:
+            while left.intersection(senders):
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if done.intersection(others):
+                    return False
+            return True
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _watch(self, stopped: asyncio.Event) -> None:
+        """Write lines now and then until it is to stop, and give up in the end."""
+        while not stopped.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), _LOOK_SECONDS)
+            self._progress.tell()
+            silent = time.monotonic() - self._answered_at
+            if self._give_up_seconds is not None and silent > self._give_up_seconds:
+                raise BatchStoppedError(
+                    f"nothing was answered for {silent:.0f} s: {self._trouble}. The same command "
+                    "goes on with what is left"
+                )
+
+    async def _send_all(self, session: aiohttp.ClientSession, todo: Iterator[BatchRequest]) -> None:
+        for request in todo:
+            url, body = self._batch.read(request)
+            answer = await self._answer(session, url, body)
+            self._output.add(f"batch_req_{uuid4().hex}", request.custom_id, answer)
+            self._answered_at = time.monotonic()
+            self._progress.answered(self._output.tokens[request.custom_id])
+
+    async def _answer(self, session: aiohttp.ClientSession, path: str, body: bytes) -> Answer:
+        """Send a request until it is answered, or refused.
+
+        An error of the server's that it answers twenty times in a row is the request's own fault.
+        """
+        wait, own = _FIRST_WAIT, 0
+        while True:
+            try:
+                return await self._sent(session, path, body)
+            except _NotAnsweredError as error:
+                why, seconds = str(error), error.retry_after
+                own = own + 1 if error.status in _OWN_FAULTS else 0
+                if own == _MOST_OWN_FAULTS:
+                    return _refused(error.status, f"the server failed {own} times: {why}")
+            self._trouble = why
+            self._progress.retrying(why)
+            await asyncio.sleep(max(seconds, wait * self._random.uniform(0.5, 1.0)))
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    async def _sent(self, session: aiohttp.ClientSession, path: str, body: bytes) -> Answer:
+        """Send a request once; raises `_NotAnsweredError` where another try may be answered."""
+        try:
+            async with session.post(f"{self._url}{path}", data=body) as response:
+                raw, status = await response.read(), response.status
+                retry_after = _seconds(response.headers.get("Retry-After", ""))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _NotAnsweredError(f"{type(error).__name__}: {error}") from error
+        if status in _NOT_FINAL or (status >= 500 and status != _NEVER):
+            raise _NotAnsweredError(f"HTTP {status}: {_shown(raw)}", status, retry_after)
+        if status == 200 and not _is_answer(raw):
+            raise _NotAnsweredError(f"no answer of OpenAI's: {_shown(raw)}")
+        whole = _one_line(raw)
+        if whole is None:
+            return _refused(status, _shown(raw))
+        return Answer(status, response.headers.get("X-Request-Id", ""), Raw(whole))
+
+
+def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that finds out when the server's machine is gone: nobody would say so."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
+
+
+class _Choices(msgspec.Struct):
+    choices: list[Any]
+
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def _is_answer(raw: bytes) -> bool:
+    with suppress(*_UNREADABLE):
+        return bool(msgspec.json.decode(raw, type=_Choices).choices)
+    return False
+
+
+def _one_line(raw: bytes) -> bytes | None:
+    """Return a JSON object without line breaks; None if it is none."""
+    with suppress(*_UNREADABLE):
+        msgspec.json.decode(raw, type=dict[str, Any])
+        return msgspec.json.format(raw, indent=-1)
+    return None
+
+
+def _refused(status: int, message: str) -> Answer:
+    """Return an error in OpenAI's shape, for a server that has given none."""
+    error = {"message": message, "type": "server_error", "param": None, "code": status}
+    return Answer(status, "", Raw(msgspec.json.encode({"error": error})))
+
+
+def _seconds(retry_after: str) -> float:
+    with suppress(ValueError):
+        return min(max(0.0, float(retry_after)), _LONGEST_RETRY_AFTER)
+    return 0.0
+
+
+def _shown(raw: bytes) -> str:
+    return raw[:200].decode(errors="replace")
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -1,0 +1,205 @@
+"""The answers of a batch, a line each, kept through whatever ends the program."""
+
+import fcntl
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from msgspec import Raw
+
+from rescheduler.batch.batch_input import Batch, BatchFileError
+
+__all__ = ["Answer", "BatchOutput", "error_path", "result_path"]
+
+
+class Answer(msgspec.Struct):
+    """What the server answered to a request, or that it did not.
+
+    Attributes:
+        status_code: of HTTP.
+        request_id: what the server calls the request.
+        body: of the answer, as it came.
+    """
+
+    status_code: int
+    request_id: str
+    body: Raw
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the request has been refused."""
+        return self.status_code != 200
+
+
+class _Line(msgspec.Struct):
+    id: str
+    custom_id: str
+    response: Answer
+    error: None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _KeptAnswer(msgspec.Struct):
+    body: Raw = Raw(b"null")
+
+
+class _Kept(msgspec.Struct):
+    custom_id: str
+    response: _KeptAnswer
+
+
+_kept = msgspec.json.Decoder(_Kept)
+_counted = msgspec.json.Decoder(_Counted)
+
+
+def result_path(path: Path) -> Path:
+    """Return where the answers to a batch go by default: ``x.results.jsonl`` for ``x.jsonl``."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.results.jsonl")
+
+
+def error_path(results: Path) -> Path:
+    """Return where the errors go beside the answers: ``x.errors.jsonl``."""
+    stem = results.name.removesuffix(".jsonl").removesuffix(".results")
+    return results.with_name(f"{stem}.errors.jsonl")
+
+
+class BatchOutput:
+    """The files of the answers and of the errors, and what they have already.
+
+    A line is on the disk before its request counts as answered. A program that was killed while
+    it wrote one leaves a part of it: that part is cut off, and the request is sent again. Beside
+    the answers, ``.NAME.batch`` holds the digest of the input, and a lock while a program writes.
+
+    Args:
+        batch: whose answers they are.
+        results: file of the answers; that of the errors is beside it.
+
+    Attributes:
+        tokens: generated for each answer, by the answer's ``custom_id``; None for an error.
+
+    Raises:
+        BatchFileError: another program writes them, or they are those of another input.
+        OSError: they cannot be written.
+    """
+
+    def __init__(self, batch: Batch, results: Path) -> None:
+        self.results, self.errors = results, error_path(results)
+        self.tokens: dict[str, int | None] = {}
+        if batch.path.resolve() in (results.resolve(), self.errors.resolve()):
+            raise BatchFileError(f"{batch.path}: it would be overwritten; give another --out")
+        results.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._claim(stack, batch)
+            known = {request.custom_id for request in batch.requests}
+            self._files = {}
+            for path in (self.results, self.errors):
+                file = self._opened(stack, path)
+                self._files[path] = file
+                self._read(file, path, known)
+            self._closing = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    @property
+    def failed(self) -> int:
+        """How many requests have ended with an error."""
+        return sum(tokens is None for tokens in self.tokens.values())
+
+    def add(self, id: str, custom_id: str, answer: Answer) -> None:
+        """Keep the answer to a request, for good once this returns.
+
+        Raises:
+            OSError: the disk is full, or fails; what was written of it is cut off again, now or
+                by the next run.
+        """
+        path = self.errors if answer.is_error else self.results
+        _append(self._files[path], msgspec.json.encode(_Line(id, custom_id, answer)) + b"\n")
+        is_error = answer.is_error
+        self.tokens[custom_id] = None if is_error else _generated_tokens(answer.body)
+
+    def _claim(self, stack: ExitStack, batch: Batch) -> None:
+        beside = self.results.with_name(f".{self.results.name}.batch")
+        file = self._opened(stack, beside)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BatchFileError(f"{self.results}: another `headway batch` writes it") from error
+        digest = os.pread(file, 64, 0).decode(errors="replace")
+        if digest == batch.digest:
+            return
+        if len(digest) == 64 and any(_size(path) for path in (self.results, self.errors)):
+            raise BatchFileError(
+                f"{self.results}: it has answers to another {batch.path.name}: the input was "
+                "changed since; give another --out"
+            )
+        os.ftruncate(file, 0)
+        _append(file, batch.digest.encode())
+
+    def _opened(self, stack: ExitStack, path: Path) -> int:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        stack.callback(os.close, file)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # else a crash may lose the file's name
+        finally:
+            os.close(folder)
+        return file
+
+    def _read(self, file: int, path: Path, known: set[str]) -> None:
+        """Take over the whole lines of a file, and cut off what follows them."""
+        whole = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                try:
+                    kept = _kept.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    message = f"{path}:{number}: not an answer of `headway batch`: {error}"
+                    raise BatchFileError(message) from error
+                if kept.custom_id not in known or kept.custom_id in self.tokens:
+                    what = "twice" if kept.custom_id in self.tokens else "not in the input"
+                    raise BatchFileError(f"{path}:{number}: {kept.custom_id!r} is {what}")
+                is_error = path is self.errors
+                body = kept.response.body
+                self.tokens[kept.custom_id] = None if is_error else _generated_tokens(body)
+        os.ftruncate(file, whole)
+
+
+def _generated_tokens(body: Raw) -> int:
+    """Return the tokens that an answer says it has; 0 if it does not say."""
+    try:
+        usage = _counted.decode(body).usage
+    except msgspec.DecodeError:
+        return 0
+    return usage.completion_tokens if usage is not None else 0
+
+
+def _append(file: int, line: bytes) -> None:
+    """Append a line and wait until it is on the disk; if that fails, cut it off again."""
+    before, left = os.fstat(file).st_size, memoryview(line)
+    try:
+        while left:
+            left = left[os.write(file, left) :]
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, before)
+        raise
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

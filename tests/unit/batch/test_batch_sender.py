@@ -1,0 +1,225 @@
+"""A batch against servers that are down, full, broken, or refuse."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from chosen_ports import free_port
+
+from rescheduler.batch.batch import BatchSender, BatchStoppedError, batch
+from rescheduler.batch.batch_input import BatchFileError, read_batch
+from rescheduler.batch.batch_output import BatchOutput
+
+Answering = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
+"""Answers a body that comes for the n-th time, from 0."""
+
+
+def asked(folder: Path, n: int) -> Path:
+    path = folder / "x.jsonl"
+    lines = [
+        {
+            "custom_id": f"n-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"{i}"},
+        }
+        for i in range(n)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def answered(body: dict[str, Any]) -> web.Response:
+    usage = {"completion_tokens": 3}
+    answer = {"choices": [{"text": f"answer to {body['prompt']}"}], "usage": usage}
+    return web.Response(
+        text=json.dumps(answer, indent=1),
+        content_type="application/json",
+        headers={"X-Request-Id": "r"},
+    )
+
+
+@asynccontextmanager
+async def server(answering: Answering, port: int = 0) -> AsyncIterator[str]:
+    """Run a server; its address."""
+    times: dict[str, int] = {}
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        assert body["service_tier"] == "flex"
+        n = times[body["prompt"]] = times.get(body["prompt"], -1) + 1
+        return await answering(body, n)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    port = port or free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Waits that are short, and the signal handlers of before."""
+    monkeypatch.setattr("rescheduler.batch.batch._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("rescheduler.batch.batch._LONGEST_WAIT", 0.05)
+    monkeypatch.setattr("rescheduler.batch.batch._LOOK_SECONDS", 0.02)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+async def sent(path: Path, url: str, give_up: float | None = None, at_once: int = 3) -> bool:
+    requests = read_batch(path)
+    with BatchOutput(requests, path.with_name("x.results.jsonl")) as output:
+        return await BatchSender(requests, output, url, give_up).run(at_once)
+
+
+def texts(folder: Path) -> dict[str, str]:
+    found = [json.loads(one) for one in (folder / "x.results.jsonl").read_text().splitlines()]
+    answers = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in found}
+    assert len(answers) == len(found)
+    return answers
+
+
+def errors(folder: Path) -> dict[str, int]:
+    found = [json.loads(one) for one in (folder / "x.errors.jsonl").read_text().splitlines()]
+    return {one["custom_id"]: one["response"]["status_code"] for one in found}
+
+
+async def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
+    running = most = 0
+
+    async def answering(body: dict[str, Any], n: int) -> web.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return answered(body)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 20), url)
+        assert texts(tmp_path) == {f"n-{i}": f"answer to {i}" for i in range(20)}
+        assert most == 3
+        assert await sent(tmp_path / "x.jsonl", url), "nothing is left to do"
+    assert len(texts(tmp_path)) == 20
+
+
+async def test_whatever_is_not_final_is_sent_again(tmp_path: Path) -> None:
+    """Each request first meets a trouble of its own."""
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        trouble = [429, 500, 502, 503, 408, 200, 0][int(body["prompt"])]
+        if n > 1:
+            return answered(body)
+        if not trouble:
+            # Its body never comes.
+            return web.StreamResponse(headers={"Content-Length": "100"})
+        if trouble == 200:
+            return web.Response(text='{"choices": [')
+        return web.json_response({"error": {}}, status=trouble, headers={"Retry-After": "0.01"})
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 7), url)
+    assert len(texts(tmp_path)) == 7
+    assert errors(tmp_path) == {}
+
+
+async def test_what_is_refused_is_an_error_that_is_not_sent_again(tmp_path: Path) -> None:
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        assert n == 0
+        status = [400, 404, 413, 501, 422][int(body["prompt"])]
+        if status == 422:
+            return web.Response(text="what\nis this?", status=422)
+        return web.json_response({"error": {"message": "no"}}, status=status)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 5), url)
+        assert await sent(tmp_path / "x.jsonl", url)
+    assert errors(tmp_path) == {"n-0": 400, "n-1": 404, "n-2": 413, "n-3": 501, "n-4": 422}
+    assert texts(tmp_path) == {}
+
+
+async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(tmp_path: Path) -> None:
+    tries = 0
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        nonlocal tries
+        if body["prompt"] != "1":
+            return answered(body)
+        tries += 1
+        return web.json_response({"error": {"message": "poisoned"}}, status=500)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 3), url)
+    assert (errors(tmp_path), tries) == ({"n-1": 500}, 20)
+    assert set(texts(tmp_path)) == {"n-0", "n-2"}
+
+
+async def test_a_server_that_comes_back_finds_the_batch_waiting(tmp_path: Path) -> None:
+    port, path = free_port(), asked(tmp_path, 10)
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        return answered(body)
+
+    sending = asyncio.create_task(sent(path, f"http://127.0.0.1:{port}"))
+    await asyncio.sleep(0.2)
+    assert not sending.done()
+    async with server(answering, port):
+        assert await sending
+    assert len(texts(tmp_path)) == 10
+
+
+async def test_a_batch_gives_up_when_asked_to(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(BatchStoppedError, match="nothing was answered for 0 s: ClientConnector"):
+        await sent(asked(tmp_path, 3), url, give_up=0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_and_the_same_command_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    hangs = True
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        if hangs and int(body["prompt"]) > 4:
+            if body["prompt"] == "5":
+                os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+        return answered(body)
+
+    path = asked(tmp_path, 10)
+    async with server(answering) as url:
+        assert not await sent(path, url)
+        assert 3 <= len(texts(tmp_path)) <= 5
+        hangs = False
+        assert await sent(path, url)
+    assert len(texts(tmp_path)) == 10
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    path = asked(tmp_path, 1)
+    with pytest.raises(ValueError, match="--concurrency must be at least 1, not 0"):
+        batch(path, concurrency=0)
+    with pytest.raises(ValueError, match="--give-up-seconds must be positive, not -1"):
+        batch(path, give_up_seconds=-1)
+    with pytest.raises(ValueError, match=r"--url '127\.0\.0\.1:8000' is not like http"):
+        batch(path, url="127.0.0.1:8000")
+    path.write_text("{}")
+    with pytest.raises(BatchFileError, match=r"x\.jsonl:1: "):
+        batch(path)
+    assert not (tmp_path / "x.results.jsonl").exists()
