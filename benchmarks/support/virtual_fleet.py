@@ -96,6 +96,7 @@ class VirtualRun:
         self._admit, self._ended = admit, ended
         self.finish_times = FinishTimes(
             self.instances,
+            lambda: self.instances,
             [],
             self.placements,
             lambda: list(self._line),

@@ -197,7 +197,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bodies_mb: Positive = 512
     client_buffer_kb: Positive = 256
     client_write_seconds: Seconds = 60.0
-    promise_levels: dict[str, Annotated[float, msgspec.Meta(gt=0, lt=1)]] = msgspec.field(
+    promise_levels: dict[str, Annotated[float, msgspec.Meta(gt=0, le=0.999)]] = msgspec.field(
         default_factory=lambda: {"default": 0.95}
     )
     progress_seconds: Annotated[float, msgspec.Meta(ge=0.1)] = 2.0

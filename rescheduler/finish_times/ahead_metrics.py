@@ -1,5 +1,6 @@
 """The load ahead, for Prometheus, and so for what scales a deployment."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from math import ceil, isfinite
 
@@ -11,6 +12,8 @@ from rescheduler.finish_times.finish_times import FinishTimes, PoolLoad
 from rescheduler.placement.instance_state import InstanceState
 
 __all__ = ["HORIZONS", "AheadMetrics", "wanted_instances"]
+
+logger = logging.getLogger("headway.serve")
 
 HORIZONS = (15, 60, 120, 300)
 """Seconds ahead."""
@@ -35,6 +38,8 @@ def wanted_instances(load: PoolLoad, decodes: Sequence[InstanceState]) -> int | 
     requests = load.requests + deviations * load.requests_deviation
     capacity = sum(one.kv_capacity for one in known) / len(known)
     slots = sum(one.slots for one in known) / len(known)
+    if capacity <= 0 or slots <= 0:
+        return None
     return max(1, ceil(tokens / (_ROOM * capacity)), ceil(requests / (_ROOM * slots)))
 
 
@@ -43,9 +48,19 @@ class AheadMetrics(Collector):
 
     def __init__(self, finish_times: FinishTimes, decodes: Sequence[InstanceState]) -> None:
         self._finish_times, self._decodes = finish_times, decodes
+        self._failed = False
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges as they are now."""
+        """Yield the gauges as they are now; none where they cannot be computed."""
+        try:
+            yield from list(self._gauges())
+            self._failed = False
+        except Exception:
+            if not self._failed:
+                logger.exception("the load ahead cannot be told")
+            self._failed = True
+
+    def _gauges(self) -> Iterator[Metric]:
         labels = ["seconds", "quantile", "arrivals"]
         tokens = GaugeMetricFamily(
             "headway_proxy_expected_context_tokens",

@@ -28,9 +28,10 @@ first token, later."""
 
 _RATE = 40.0
 """Forecasts a second that are followed, at most: more would teach little, and take time."""
-_SAMPLED = 8
+_SAMPLED, _LONGEST_LINE = 8, 2_000
 _SAME_SECONDS = 0.02
 _FRESH_SECONDS = 0.1
+_STALE_SECONDS = 2.0
 _SHARE = 0.05
 """Of the processor's time that the load ahead may take."""
 _START_SPREAD = 1.5
@@ -129,6 +130,7 @@ class FinishTimes:
 
     Args:
         decodes: instances that decode.
+        usable: returns those that take new requests.
         prefills: instances that prefill for them.
         placements: of all requests on them.
         in_line: returns the requests that wait for a place, in the order of service.
@@ -140,6 +142,7 @@ class FinishTimes:
     def __init__(
         self,
         decodes: Sequence[InstanceState],
+        usable: Callable[[], Sequence[InstanceState]],
         prefills: Sequence[InstanceState],
         placements: PlacedRequests[Placeable],
         in_line: Callable[[], Sequence[Placeable]],
@@ -148,6 +151,7 @@ class FinishTimes:
         observed: Callable[[Observed], None] | None = None,
     ) -> None:
         self._decodes, self._prefills, self._placements = decodes, prefills, placements
+        self._usable = usable
         self._in_line, self._forecasts, self._clock = in_line, forecasts, clock
         self._observed = observed
         self.pace, self._arrivals = Pace(), Arrivals(clock())
@@ -157,7 +161,7 @@ class FinishTimes:
         self._followed: dict[Placeable, _Followed] = {}
         self._ahead: LoadAhead | None = None
         self._line: dict[Placeable, int] = {}
-        self._prompts = 0.0
+        self._prompts, self._further = 0.0, 0
         self._due = -np.inf
         self._random = random.Random(0)
         self._failed = False
@@ -169,9 +173,15 @@ class FinishTimes:
 
         None while nothing is known, or where too many requests come for all to be followed.
         """
+        if request.background:
+            return None
         self._arrivals.came(request.prompt_tokens, self._clock())
+        if request.several:
+            return None
         self._followed[request] = _Followed()
-        return self._follow("arrival", request)
+        told = self._follow("arrival", request)
+        self._join(request)
+        return told
 
     def first_token(self, request: Placeable) -> None:
         """Note that the first token of a request has come."""
@@ -187,15 +197,21 @@ class FinishTimes:
         followed.sampled = 0
         self._follow("first_token", request)
 
-    def ended(self, request: Placeable, by_itself: bool) -> None:
-        """Note that a request has ended; learn from it if it did by itself."""
+    def ended(self, request: Placeable, by_itself: bool, at: float | None = None) -> None:
+        """Note that a request has ended, at a time; learn from it if it did by itself.
+
+        Nothing is learnt of the times of one whose client was what took them.
+        """
         followed = self._followed.pop(request, None)
         complete = by_itself and request.generated_tokens > 0
-        if complete:
+        if complete and not request.several:
             self._lengths.ended(request)
+        complete = complete and not request.slow_client
         for forecast in followed.forecasts.values() if followed is not None else ():
             if complete:
-                self._came("finish", self._finishes, forecast.kind, forecast.finish)
+                self._came("finish", self._finishes, forecast.kind, forecast.finish, at)
+                if forecast.start is not None:  # nobody saw its tokens one by one
+                    self._starts[forecast.kind].drop(forecast.start)
             else:
                 self._drop(forecast)
 
@@ -214,10 +230,10 @@ class FinishTimes:
     def finish_probability(self, request: Placeable, seconds: float) -> float | None:
         """Return the probability that a request ends within so many seconds.
 
-        None while too few requests of its kind have ended, or nothing at all is known.
+        None while too few requests have ended.
         """
         raw = self._raw(request)
-        if raw is None or not self._finishes[raw.kind].learned:
+        if raw is None or not any(self._finishes[kind].learned for kind in KINDS[:2]):
             return None
         return self._finishes[raw.kind].probability(raw.finish, seconds)
 
@@ -344,9 +360,14 @@ class FinishTimes:
         return Expected(raw.place, start, finish, raw.tokens)
 
     def _came(
-        self, of: str, calibrations: dict[str, Calibration], kind: str, trial: Trial
+        self,
+        of: str,
+        calibrations: dict[str, Calibration],
+        kind: str,
+        trial: Trial,
+        at: float | None = None,
     ) -> float:
-        seconds = max(self._clock() - trial.made, _LEAST_SECONDS)
+        seconds = max((self._clock() if at is None else at) - trial.made, _LEAST_SECONDS)
         calibrations[kind].came(trial, seconds)
         if self._observed is not None:
             self._observed(Observed(kind, of, trial.told, seconds))
@@ -368,10 +389,15 @@ class FinishTimes:
         if ahead is None:
             return None
         at = self._line.get(request)
-        steps = ahead.next_start(request.context_tokens) if at is None else float(ahead.start[at])
+        if at is None:  # after all others, of which not all were looked at
+            steps = ahead.next_start(request.context_tokens)
+            steps *= 1.0 + self._further / max(1, len(self._line))
+        else:
+            steps = float(ahead.start[at])
         if not np.isfinite(steps):
             return None
-        prompts = self._prompts + (0 if request.instance is not None else request.prompt_tokens)
+        counted = request.instance is not None
+        prompts = self._prompts + (0 if counted else request.prompt_tokens)
         seconds = steps * pace + self._first_tokens.seconds(prompts)
         seconds = max(seconds, pace, _LEAST_SECONDS)
         start = Interval(seconds / _START_SPREAD, seconds, seconds * _START_SPREAD)
@@ -383,6 +409,15 @@ class FinishTimes:
             tokens=tokens,
             prompts=prompts,
         )
+
+    def _join(self, request: Placeable) -> None:
+        """Count a new request in the load ahead, since others may come before it is seen anew."""
+        if self._ahead is None or request in self._line:
+            return
+        curve = self._lengths.curves([request], self._forecasts, STEPS)[0]
+        self._ahead = self._ahead.with_one_more(curve, request.context_tokens)
+        self._line[request] = len(self._line)
+        self._prompts += request.prompt_tokens / self._computing
 
     def _look_ahead(self) -> None:
         """Compute the load ahead anew, unless that was done just now."""
@@ -398,14 +433,13 @@ class FinishTimes:
                 logger.exception("the load ahead cannot be told")
             self._failed, self._ahead = True, None
         took = time.perf_counter() - began
-        self._due = self._clock() + max(_FRESH_SECONDS, took / _SHARE)
+        self._due = self._clock() + min(max(_FRESH_SECONDS, took / _SHARE), _STALE_SECONDS)
 
     def _compute(self) -> None:
         running: list[Placeable] = []
         where: list[int] = []
         queue: list[Placeable] = []
         queued_at: list[int] = []
-        in_service = [one.breaker.closed for one in self._decodes]
         for g, instance in enumerate(self._decodes):
             for request in self._placements.on(instance):
                 if _started(request):
@@ -418,9 +452,11 @@ class FinishTimes:
         for instance in self._prefills:
             prefilled += sum(one.prompt_tokens for one in self._placements.on(instance))
         line = list(self._in_line())
+        self._further = max(0, len(line) - _LONGEST_LINE)
+        del line[_LONGEST_LINE:]
         queue += line
         queued_at += [ANYWHERE] * len(line)
-        slots = [one.slots if up else 0 for one, up in zip(self._decodes, in_service, strict=True)]
+        slots, usable = [one.slots for one in self._decodes], set(self._usable())
         self._ahead = load_ahead(
             self._forecasts.forecast(running),
             np.array(where, dtype=np.int64),
@@ -432,9 +468,15 @@ class FinishTimes:
                 np.array([one.context_tokens for one in queue], dtype=np.int64),
                 np.array(queued_at, dtype=np.int64),
             ),
+            np.array([one in usable for one in self._decodes], dtype=bool),
         )
         self._line = {request: place for place, request in enumerate(queue)}
-        self._prompts = prefilled / max(1, len(self._prefills) or len(self._decodes))
+        self._prompts = prefilled / self._computing
+
+    @property
+    def _computing(self) -> int:
+        """Number of instances that compute prompts."""
+        return max(1, len(self._prefills) or len(self._decodes))
 
 
 def _started(request: Placeable) -> bool:

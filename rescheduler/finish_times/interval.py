@@ -104,8 +104,7 @@ class Calibration:
         """Return a forecast that is to be learnt from."""
         trial = Trial(expected, told, self._clock())
         self._trials.append(trial)
-        awaited = self._trials[0].score is None
-        if len(self._trials) > (_LONGEST if awaited else _WINDOW):
+        while len(self._trials) > (_LONGEST if self._trials[0].score is None else _WINDOW):
             self._trials.popleft()
         return trial
 

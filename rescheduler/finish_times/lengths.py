@@ -14,6 +14,7 @@ __all__ = ["LatelyEnded"]
 FloatArray = npt.NDArray[np.float64]
 
 _KEPT, _FEWEST = 1_000, 30
+_OUTLIVED = 1e-6
 _ANEW = 20
 """Requests that end between two curves."""
 
@@ -34,6 +35,7 @@ class LatelyEnded:
     def __init__(self) -> None:
         self._tokens = _Curve()
         self._ratios = _Curve()
+        self._as_they_ended = _Curve()
 
     def ended(self, request: Counted) -> None:
         """Learn from a request that has ended by itself."""
@@ -41,15 +43,14 @@ class LatelyEnded:
         if tokens < 1:
             return
         cut = request.max_tokens is not None and tokens >= request.max_tokens
+        self._as_they_ended.add(float(tokens), cut=False)
         self._tokens.add(float(tokens), cut)
         if request.expected_tokens is not None:
             self._ratios.add(tokens / max(1, request.expected_tokens), cut)
 
     def knows(self, request: Counted, forecasts: LiveForecasts) -> bool:
         """Return whether what is expected of a request is more than an assumption."""
-        if forecasts.has(request.external_id):
-            return True
-        return (self._tokens if request.expected_tokens is None else self._ratios).known
+        return forecasts.has(request.external_id) or self._of(request).known
 
     def curves(
         self, requests: Sequence[Counted], forecasts: LiveForecasts, steps: FloatArray
@@ -59,16 +60,27 @@ class LatelyEnded:
         From an engine's forecast if it has made one.
         """
         survival = forecasts.forecast(requests).at(steps)
+        alike: dict[tuple[int | None, int | None, int], FloatArray] = {}
         for i, request in enumerate(requests):
-            curve, unit = self._curve(request, forecasts)
-            if curve is not None:
-                most = np.inf if request.max_tokens is None else max(1, request.max_tokens)
-                survival[i] = np.where(steps < most, curve.survival(steps / unit), 0.0)
+            curve = self._of(request)
+            if forecasts.has(request.external_id) or not curve.known:
+                continue
+            key = request.expected_tokens, request.max_tokens, request.generated_tokens
+            if key not in alike:
+                unit, age = _unit(request), request.generated_tokens
+                alive = curve.survival((age + steps) / unit) / curve.survival_at(age / unit)
+                alike[key] = np.where(steps < _left(request), alive, 0.0)
+            survival[i] = alike[key]
         return survival
 
     def new_request(self, forecasts: LiveForecasts, steps: FloatArray) -> FloatArray:
-        """Return the probability that a request to come has more tokens than that, [n_steps]."""
-        return np.asarray(self.curves([Counted("a request to come")], forecasts, steps)[0])
+        """Return the probability that a request to come has more tokens than that, [n_steps].
+
+        It will be cut as others were: here nothing is made of that.
+        """
+        if not self._as_they_ended.known:
+            return np.asarray(forecasts.forecast([Counted("to come")]).at(steps)[0])
+        return self._as_they_ended.survival(steps)
 
     def quantiles(
         self, request: Counted, forecasts: LiveForecasts, levels: tuple[float, ...]
@@ -77,20 +89,28 @@ class LatelyEnded:
 
         From an engine's forecast if it has made one.
         """
-        curve, unit = self._curve(request, forecasts)
-        if curve is None:
+        curve = self._of(request)
+        if forecasts.has(request.external_id) or not curve.known:
             forecast = forecasts.forecast([request])
             return [max(1.0, q) for q in forecast.quantile(list(levels))[0].tolist()]
-        most = float("inf") if request.max_tokens is None else float(max(1, request.max_tokens))
-        return [min(max(1.0, unit * curve.quantile(level)), most) for level in levels]
+        unit, age, most = _unit(request), request.generated_tokens, _left(request)
+        alive = curve.survival_at(age / unit)
+        ends = [unit * curve.quantile(1.0 - alive * (1.0 - level)) for level in levels]
+        return [min(max(1.0, end - age), most) for end in ends]
 
-    def _curve(self, request: Counted, forecasts: LiveForecasts) -> tuple["_Curve | None", float]:
-        """Return a request's curve, and its unit in tokens; None where an engine knows better."""
-        expected = request.expected_tokens
-        curve = self._tokens if expected is None else self._ratios
-        if request.generated_tokens or forecasts.has(request.external_id) or not curve.known:
-            return None, 1.0
-        return curve, 1.0 if expected is None else float(max(1, expected))
+    def _of(self, request: Counted) -> "_Curve":
+        return self._tokens if request.expected_tokens is None else self._ratios
+
+
+def _unit(request: Counted) -> float:
+    """Return the tokens that a request's curve counts in."""
+    return 1.0 if request.expected_tokens is None else float(max(1, request.expected_tokens))
+
+
+def _left(request: Counted) -> float:
+    """Return the tokens that a request may still generate."""
+    most = request.max_tokens
+    return float("inf") if most is None else float(max(1, most - request.generated_tokens))
 
 
 class _Curve:
@@ -122,6 +142,10 @@ class _Curve:
         self._draw()
         at = np.searchsorted(self._values, values, "right")
         return np.asarray(np.r_[1.0, self._survival][at])
+
+    def survival_at(self, value: float) -> float:
+        """Return the probability of more than a value; above 0, that of what outlived all."""
+        return max(float(self.survival(np.array([value]))[0]), _OUTLIVED)
 
     def _draw(self) -> None:
         if self._unseen < _ANEW and len(self._values):

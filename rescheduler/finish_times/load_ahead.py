@@ -16,7 +16,7 @@ place. Requests that are yet to come are not in it.
 Source: `predictor.forecasts.expected_load` without what waits; the list scheduling is Graham's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +65,10 @@ class LoadAhead:
         instance: [n] where; `ANYWHERE` if not within the last point.
         slots: [G] B.
         capacity: [G] K.
+        takes: [G] whether an instance takes further requests.
         drained: [G] decode steps until all that runs now has ended, with a probability of 0.9 or
             so: an expected 0.1 requests are left.
+        load: [4, G, P] what requests and tokens and their variances are views of.
     """
 
     requests: FloatArray
@@ -77,16 +79,36 @@ class LoadAhead:
     instance: IntArray
     slots: FloatArray
     capacity: FloatArray
+    takes: npt.NDArray[np.bool_]
     drained: FloatArray
+    load: FloatArray
 
     def next_start(self, context: int) -> float:
         """Return the steps until one more request would start that comes after all others."""
-        starts = [
-            _first_room(STEPS, self.requests[g], self.tokens[g], context, slots, capacity)
-            for g, (slots, capacity) in enumerate(zip(self.slots, self.capacity, strict=True))
-        ]
-        behind = float(self.start.max(initial=0.0))
-        return max(min(starts, default=np.inf), behind)
+        return self._next(context)[0]
+
+    def with_one_more(self, survival: FloatArray, context: int) -> "LoadAhead":
+        """Return the load with one more request that waits; this one is not to be used any more.
+
+        The probability that it has more tokens to generate than `STEPS` is ``survival``, [P].
+        """
+        start, g = self._next(context)
+        if start < np.inf:
+            _add(STEPS, survival, float(context), start, self.load, g)
+        return replace(
+            self, start=np.append(self.start, start), instance=np.append(self.instance, g)
+        )
+
+    def _next(self, context: int) -> tuple[float, int]:
+        start, where = np.inf, ANYWHERE
+        for g in np.flatnonzero(self.takes).tolist():
+            requests, tokens = self.requests[g], self.tokens[g]
+            s = _first_room(STEPS, requests, tokens, context, self.slots[g], self.capacity[g])
+            if s < start:
+                start, where = s, g
+        # Those for which there is no room at all are not waited for.
+        behind = self.start[np.isfinite(self.start)].max(initial=0.0)
+        return max(start, float(behind)), where
 
     def at(self, steps: float, values: FloatArray) -> FloatArray:
         """Return one of its arrays that many steps ahead, [G]."""
@@ -103,6 +125,7 @@ def load_ahead(
     slots: IntArray,
     capacity: IntArray,
     queue: Queue,
+    takes: npt.NDArray[np.bool_] | None = None,
 ) -> LoadAhead:
     """Return the load ahead of requests that run, and of those that wait.
 
@@ -113,6 +136,7 @@ def load_ahead(
         slots: [G] requests that an instance runs at a time.
         capacity: [G] tokens that its KV cache holds.
         queue: those that wait.
+        takes: [G] whether an instance takes requests that may go to any; None: all do.
     """
     n_instances, n_waiting = len(slots), len(queue.context)
     arrays = np.zeros((4, n_instances, len(STEPS)))
@@ -129,10 +153,12 @@ def load_ahead(
     start = np.full(n_waiting, np.inf)
     where = np.full(n_waiting, ANYWHERE, dtype=np.int64)
     room, places = capacity.astype(np.float64), slots.astype(np.float64)
+    open_to_all = np.ones(n_instances, dtype=np.bool_) if takes is None else takes
     if n_waiting:
         curves = np.ascontiguousarray(queue.survival)
         needs = queue.context.astype(np.float64)
-        _start_all(STEPS, curves, needs, queue.instance, places, room, arrays, start, where)
+        at = queue.instance
+        _start_all(STEPS, curves, needs, at, places, room, open_to_all, arrays, start, where)
     return LoadAhead(
         requests=requests,
         requests_variance=requests_variance,
@@ -142,7 +168,9 @@ def load_ahead(
         instance=where,
         slots=places,
         capacity=room,
+        takes=open_to_all,
         drained=drained,
+        load=arrays,
     )
 
 
@@ -150,7 +178,8 @@ def compile_load_ahead() -> None:
     """Compute a load once, so that no request waits for a compiler."""
     one = np.ones(1, dtype=np.int64)
     queue = Queue(np.ones((1, len(STEPS))), one, one - 1)
-    load_ahead(PointForecast.new([1.0]), one - 1, one, one, one, queue).next_start(1)
+    found = load_ahead(PointForecast.new([1.0]), one - 1, one, one, one, queue)
+    found.with_one_more(np.ones(len(STEPS)), 1)
 
 
 def _falls_to(level: float, values: FloatArray) -> float:
@@ -171,6 +200,7 @@ def _start_all(
     fixed: IntArray,
     slots: FloatArray,
     capacity: FloatArray,
+    takes: npt.NDArray[np.bool_],
     load: FloatArray,
     start: FloatArray,
     where: IntArray,
@@ -179,7 +209,7 @@ def _start_all(
     for j in range(len(context)):
         best, best_tokens = np.inf, np.inf
         for g in range(len(slots)):
-            if fixed[j] != ANYWHERE and fixed[j] != g:
+            if fixed[j] != g and (fixed[j] != ANYWHERE or not takes[g]):
                 continue
             s = _first_room(steps, load[0, g], load[2, g], context[j], slots[g], capacity[g])
             if s < best or (s == best and s < np.inf and load[2, g, 0] < best_tokens):

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from math import exp, inf
+from math import exp
 
 from rescheduler.finish_times.finish_times import FinishTimes
 from rescheduler.openai.openai_request import RequestRefusedError
@@ -14,7 +14,8 @@ _GAIN = 0.02
 _SERVICE_LEVEL = 0.9
 _PROTECTED, _REST_SECONDS = 32, 3.0
 _FORGOTTEN, _TAKEN_OF = 0.02, 20
-_MOST_LEVELS, _STRICTEST = 100, 2.0
+_LONGEST_NAMED = 1e6
+_HIGHEST, _STRICTEST, _LONGEST_RETRY = 0.999, 2.0, 60.0
 
 
 class Promises:
@@ -59,6 +60,8 @@ class Promises:
     ) -> float | None:
         """Promise a request to finish within so many seconds; return how likely that is.
 
+        At level 0 that is all: nothing is promised, and nothing refused.
+
         None where nothing is known yet: it is taken without a promise, since only requests that
         run can tell how long they take. So is one of 20 that are refused while nothing runs.
 
@@ -67,7 +70,7 @@ class Promises:
         """
         if level is None:
             level = self._levels.get(tier, self._levels.get("default", 0.95))
-        level = round(level, 4)
+        level = min(level, _HIGHEST)
         probability = self._finish_times.finish_probability(request, seconds)
         needed = self._needed(level)
         if probability is None:
@@ -77,15 +80,17 @@ class Promises:
             return None
         if probability < needed:
             self._refused += 1
-            if level in self._strictness:
-                self._strictness[level] *= 1.0 - _FORGOTTEN
+            if _rounded(level) in self._strictness:
+                self._strictness[_rounded(level)] *= 1.0 - _FORGOTTEN
             earliest = self._finish_times.finish_quantile(request, needed)
             raise RequestRefusedError(
                 429,
                 _refusal(seconds, level, earliest),
                 "finish_in_s",
-                retry_after=1 if earliest is None else max(1, round(earliest - seconds)),
+                retry_after=1 if earliest is None else _retry_after(earliest - seconds),
             )
+        if level == 0:
+            return probability
         now = self._clock()
         request.finish_by = now + seconds
         service = self._finish_times.service_quantile(request, max(level, _SERVICE_LEVEL))
@@ -93,22 +98,19 @@ class Promises:
         self._given[request] = level
         return probability
 
-    def ended(self, request: Placeable, by_itself: bool) -> None:
-        """Note that a request has ended, with or without a promise."""
+    def ended(self, request: Placeable, by_itself: bool, at: float | None = None) -> None:
+        """Note that a request has ended, at a time, with or without a promise."""
         level = self._given.pop(request, None)
         if level is None:
             return
-        late = self._clock() > request.finish_by
-        if not by_itself and not late:
+        late = (self._clock() if at is None else at) > request.finish_by
+        if request.slow_client or (not by_itself and not late):
             self._tell("left")
             return
         self._tell("broken" if late else "kept")
-        if level > 0:
-            if level not in self._strictness and len(self._strictness) >= _MOST_LEVELS:
-                self._strictness.pop(next(iter(self._strictness)))
-            change = _GAIN * (1.0 / (1.0 - level) - 1.0 if late else -1.0)
-            before = self._strictness.get(level, 0.0)
-            self._strictness[level] = min(max(0.0, before + change), _STRICTEST)
+        change = _GAIN * (1.0 / (1.0 - level) - 1.0 if late else -1.0)
+        strictness = self._strictness.get(_rounded(level), 0.0) + change
+        self._strictness[_rounded(level)] = min(max(0.0, strictness), _STRICTEST)
 
     def protect(self) -> None:
         """Let no request be moved for now whose promise is at risk, of some that are chosen."""
@@ -116,7 +118,7 @@ class Promises:
         chosen = min(_PROTECTED, len(self._given))
         for request in self._random.sample(list(self._given), chosen):
             level = self._given[request]
-            if request.instance is None or not request.can_move:
+            if request.finish_by <= now or not request.can_move:
                 continue
             left = self._finish_times.finish_probability(request, request.finish_by - now)
             if left is not None and left < self._needed(level):
@@ -125,11 +127,20 @@ class Promises:
     def _needed(self, level: float) -> float:
         if level == 0:
             return 0.0
-        return 1.0 - (1.0 - level) * exp(-self._strictness.get(level, 0.0))
+        return 1.0 - (1.0 - level) * exp(-self._strictness.get(_rounded(level), 0.0))
+
+
+def _rounded(level: float) -> float:
+    """Return a level of those that are learnt apart, of which there are a hundred."""
+    return min(round(level, 2), 0.99)
+
+
+def _retry_after(seconds: float) -> int:
+    return round(min(max(seconds, 1.0), _LONGEST_RETRY))
 
 
 def _refusal(seconds: float, level: float, earliest: float | None) -> str:
     asked = f"it would not finish within {seconds:.3g} s with a probability of {level:g}"
-    if earliest is None or earliest == inf:
+    if earliest is None or earliest > _LONGEST_NAMED:
         return f"{asked}; when it would is not known yet"
     return f"{asked}; the earliest that can be promised is {earliest:.3g} s from now"

@@ -63,7 +63,7 @@ class _Promise(msgspec.Struct):
 
     finish_in_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     finish_by: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    finish_level: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    finish_level: Annotated[float, msgspec.Meta(ge=0, le=0.999)] | None = None
 
 
 class _Progress(msgspec.Struct):
@@ -208,6 +208,9 @@ def read_forwarded(
         RequestRefusedError: as for `read_request`, or it needs a response of another instance.
     """
     body = _fields_of(raw)
+    for field in _Promise.__struct_fields__:
+        if field in body:
+            raise RequestRefusedError(400, f"`{field}`: no promise is given for {path}", field)
     read, unread = _checked(body, _ReadForwarded)
     in_background = _rank(body, read, unread, priority, ranks)
     for field in ("background", "previous_response_id"):
@@ -255,6 +258,8 @@ def _takes_progress(body: dict[str, Raw]) -> bool:
         return False
     try:
         options = _fields.decode(given)
+        if "headway" not in options:
+            return False
         asked = msgspec.json.decode(given, type=_Progress).headway
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the engine says what is wrong

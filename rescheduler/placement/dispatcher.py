@@ -91,8 +91,8 @@ class Dispatcher(Generic[R]):
     def in_line(self) -> list[R]:
         """Requests without a decode instance, in the order in which they will get one."""
         before = [one for instance in self._prefills for one in self._placements.on(instance)]
-        for_prefill = [request for request, _ in self._for_prefill]
-        return [*self.waiting, *cast(list[R], before), *self._in_order(for_prefill)[0]]
+        for_prefill = self._in_order(list(self._for_prefill))[0]
+        return [*self.waiting, *cast(list[R], before), *for_prefill]
 
     @property
     def usable(self) -> list[InstanceState]:
@@ -374,7 +374,9 @@ class Dispatcher(Generic[R]):
         """Return requests in the order of service, and whether the first holds back the others."""
         try:
             found = (waiting, False) if self._line is None else self._line.in_order(waiting)
-            found = promised_first(found[0], self._clock()), found[1]
+            if not found[1]:
+                longest = self._options.pool_seconds / 3
+                found = promised_first(found[0], self._clock(), longest), False
         except Exception:
             if not self._unordered:
                 logger.exception("no order by what is known; as they came instead")
@@ -399,7 +401,7 @@ class Dispatcher(Generic[R]):
                 place.set_exception(RequestRefusedError(503, message, retry_after=60))
 
     def _grant_prefills(self) -> None:
-        ordered = self._line is None
+        ordered = False
         while self._for_prefill:
             available = [instance for instance in self._prefills if instance.available]
             if available:

@@ -121,6 +121,11 @@ class LiveRequest(Placeable):
         return isinstance(self._state, Finished)
 
     @property
+    def last_token(self) -> float | None:
+        """When its last token so far came, in seconds on the loop's clock."""
+        return self._last_token
+
+    @property
     def transfer_params(self) -> Params | None:
         """Where its instance finds its KV cache; None if the instance computes it."""
         state = self._state

@@ -116,6 +116,7 @@ class Placeable(Counted):
         on_its_way: its decode instance has not accepted it yet.
         avoid: instances that have just failed it, or turned it away.
         background: it is served after all that are not.
+        slow_client: its client reads so slowly that its tokens have waited for it.
         arrived: when it came, in seconds on the event loop's clock.
         waiting_since: when it began to wait for a decode instance, likewise.
         finish_by: when it has been promised to finish, likewise; infinite without a promise.
@@ -127,6 +128,7 @@ class Placeable(Counted):
     movable: bool = False
     several: bool = False
     background: bool = False
+    slow_client: bool = False
     instance: InstanceState | None = None
     on_its_way: bool = False
     avoid: frozenset[InstanceState] = frozenset()
@@ -142,7 +144,7 @@ class Placeable(Counted):
 
     def rest(self, until: float) -> None:
         """Do not move it before a time."""
-        self._rests_until = until
+        self._rests_until = max(self._rests_until, until)
 
     def wait(self, now: float) -> None:
         """Begin to wait for a decode instance."""

@@ -19,16 +19,24 @@ _FRESH_SECONDS = 0.1
 """Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
 
 
-def promised_first(requests: list[R], now: float) -> list[R]:
+def promised_first(requests: list[R], now: float, longest: float) -> list[R]:
     """Return requests with those first that must start now to finish as promised.
 
-    Of these the one with the earliest promise leads; the others keep their order.
+    Of these the one with the earliest promise leads; one that is late already does not. The others
+    keep their order; once the first of them has waited ``longest`` seconds, every second place is
+    theirs, so that promises keep nobody out.
     """
-    urgent = [request for request in requests if request.start_by <= now]
+    urgent = [one for one in requests if one.start_by <= now < one.finish_by]
     if not urgent:
         return requests
     urgent.sort(key=lambda request: request.finish_by)
-    return [*urgent, *(request for request in requests if request.start_by > now)]
+    chosen = set(urgent)
+    others = [request for request in requests if request not in chosen]
+    if not others or now - others[0].arrived < longest:
+        return [*urgent, *others]
+    mixed = [one for pair in zip(others, urgent, strict=False) for one in pair]
+    n = min(len(others), len(urgent))
+    return [*mixed, *urgent[n:], *others[n:]]
 
 
 class WaitingLine(Generic[R]):

@@ -46,7 +46,7 @@ class ClientAnswer:
         self._http, self._headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._events = self._ended = False
-        self._writing = asyncio.Lock()
+        self._writing, self._ending = asyncio.Lock(), False
         self._collector = None if request.stream else ResponseCollector(request)
         self._seconds = options.client_write_seconds
         if http.transport is not None:
@@ -75,7 +75,7 @@ class ClientAnswer:
 
     async def comment(self, data: bytes) -> None:
         """Send a comment between two events, unless an event is being sent, or the end was."""
-        if not self._writing.locked() and not self._ended:
+        if not self._writing.locked() and not self._ending:
             await self.write(data)
 
     async def write_part(self, data: bytes, kind: str) -> None:
@@ -84,8 +84,10 @@ class ClientAnswer:
 
     async def end(self) -> web.StreamResponse:
         """Return an answer all of which has been written."""
-        assert self._stream is not None
-        await self._in_time(self._stream.write_eof())
+        self._ending = True
+        async with self._writing:
+            assert self._stream is not None
+            await self._in_time(self._stream.write_eof())
         self._ended = True
         await self._flushed()
         return self._stream
@@ -100,6 +102,7 @@ class ClientAnswer:
         """Return the whole answer."""
         if self._collector is not None:
             return await self.document(200, self._collector.response())
+        self._ending = True
         await self.write(event(DONE))
         return await self.end()
 
@@ -118,6 +121,7 @@ class ClientAnswer:
             if self._http.transport is not None and not self._ended:
                 self._http.transport.abort()
             return self._stream
+        self._ending = True
         await self.write(event(body) + event(DONE))
         return await self.end()
 

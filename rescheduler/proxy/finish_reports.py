@@ -3,6 +3,7 @@
 import asyncio
 import time
 from functools import partial
+from math import inf
 
 import msgspec
 
@@ -48,6 +49,7 @@ class FinishReports:
         prefills = [one for one in cluster.all if one.instance.role == "prefill"]
         self.finish_times = FinishTimes(
             cluster.decodes,
+            lambda: cluster.dispatcher.usable,
             prefills,
             cluster.placements,
             lambda: cluster.dispatcher.in_line,
@@ -74,39 +76,50 @@ class FinishReports:
             RequestRefusedError: 429, it must finish sooner than can be promised; 400, of a kind
                 that nothing is promised to.
         """
-        client, headers = request.client, {}
+        if request.client.direct == "path":  # not all of these generate anything
+            return {}
+        headers = self._promised(request)
+        self.finish_times.arrived(request)
+        return headers
+
+    def _promised(self, request: LiveRequest) -> dict[str, str]:
+        client = request.client
         seconds = client.finish_in
         if client.finish_by is not None:
             seconds = client.finish_by - time.time()
-        if seconds is not None:
-            if client.direct:
-                message = f"no promise is given to a request with `{client.direct}`"
-                raise RequestRefusedError(400, message, "finish_in_s")
-            try:
-                probability = self._promises.give(
-                    request, seconds, client.finish_level, client.tier
-                )
-            except RequestRefusedError:
-                self._promise_outcomes.labels("refused").inc()
-                raise
-            self._promise_outcomes.labels("unknown" if probability is None else "given").inc()
-            if probability is not None:
-                headers["X-Headway-Finish-Probability"] = f"{probability:.3f}"
-        self.finish_times.arrived(request)
-        return headers
+        if seconds is None:
+            return {}
+        if client.direct or client.background:
+            what = client.direct or "service_tier: flex"
+            message = f"no promise is given to a request with `{what}`"
+            raise RequestRefusedError(400, message, "finish_in_s")
+        if seconds <= 0:
+            raise RequestRefusedError(400, "`finish_by` is in the past", "finish_by")
+        try:
+            probability = self._promises.give(request, seconds, client.finish_level, client.tier)
+        except RequestRefusedError:
+            self._promise_outcomes.labels("refused").inc()
+            raise
+        self._promise_outcomes.labels("given" if request.finish_by < inf else "none").inc()
+        if probability is None:
+            return {}
+        return {"X-Headway-Finish-Probability": f"{probability:.3f}"}
 
     def token(self, request: LiveRequest, arrival: TokenArrival, tokens: int, now: float) -> None:
         """Note tokens of a request; before they are counted as generated."""
         instance = request.instance
         if arrival.waited is None:
             self.finish_times.first_token(request)
-        elif instance is not None:
+        elif instance is not None and not (request.several or request.slow_client):
             self.finish_times.pace.took(instance, tokens, arrival.waited, now)
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Note that a request has ended."""
-        self.finish_times.ended(request, by_itself)
-        self._promises.ended(request, by_itself)
+        if request.client.direct == "path":
+            return
+        at = request.last_token
+        self.finish_times.ended(request, by_itself, at)
+        self._promises.ended(request, by_itself, at)
         if self._learns is not None:
             self._learns.ended(request, by_itself)
 

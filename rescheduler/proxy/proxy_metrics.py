@@ -107,7 +107,7 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             registry=self._registry,
         )
         self._longest_stall = 0.0
-        for outcome in ("given", "refused", "unknown", "kept", "broken", "left"):
+        for outcome in ("given", "refused", "none", "kept", "broken", "left"):
             self.promises.labels(outcome)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:

@@ -22,6 +22,9 @@ __all__ = ["EngineStream", "SeesTokens", "Send", "TokenRelay"]
 
 logger = logging.getLogger("headway.serve")
 
+_SLOW_SECONDS = 0.25
+"""For which tokens wait for a client that reads slowly."""
+
 Send = Callable[[list[bytes]], Awaitable[None]]
 """Hands chunks, as JSON, to the client."""
 SeesTokens = Callable[[LiveRequest, TokenArrival, int, float], None]
@@ -102,8 +105,11 @@ class TokenRelay:
                 # Also before an error: what is counted as generated must have been sent.
                 if passed:
                     stream.request.client_blocks = True  # while this waits
+                    began = loop.time()
                     await send(passed)
                     stream.request.client_blocks = False
+                    if loop.time() - began > _SLOW_SECONDS:
+                        stream.request.slow_client = True
             if stream.progress > progress or stream.finished > finished:
                 left = self._options.token_seconds
             stream.deadline.reschedule(loop.time() + left)

@@ -235,6 +235,10 @@ def refuse_expectations(server: web.Server) -> None:
 
 
 _METHODS = "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, QUERY"
+_EXPOSED = (
+    "X-Request-Id, Retry-After, X-Headway-Expected-Start, X-Headway-Expected-Finish, "
+    "X-Headway-Finish-Probability"
+)
 _PREFLIGHT_SECONDS = "600"
 
 
@@ -272,6 +276,7 @@ class AllowedOrigins:
         origin = self._allowed(http)
         if origin is not None:
             response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
 
     def _allowed(self, http: web.Request) -> str | None:
         """Return the origin that a browser has to read; None: it is not allowed."""

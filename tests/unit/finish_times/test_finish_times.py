@@ -137,6 +137,12 @@ def test_lengths_are_learnt_with_those_that_were_cut() -> None:
     assert low < 50 < median < high <= 206
     cut = Counted("new", max_tokens=30)
     assert lengths.quantiles(cut, forecasts, (0.9,)) == [30.0]
+    running = Counted("half way", max_tokens=1_000)
+    running._generated = 100
+    (rest,) = lengths.quantiles(running, forecasts, (0.5,))
+    assert 100 < 100 + rest < 206, "of those that are longer than 100"
+    to_come = lengths.new_request(forecasts, np.array([0.0, 60.0]))
+    assert to_come.tolist() == [1.0, pytest.approx(0.36, abs=0.03)], "cut as others were"
     steps = np.array([0.0, 29.0, 30.0, 500.0])
     assert lengths.curves([cut], forecasts, steps)[0, [0, 2, 3]].tolist() == [1.0, 0.0, 0.0]
 

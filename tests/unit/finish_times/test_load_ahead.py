@@ -76,6 +76,17 @@ def test_what_no_instance_has_room_for_never_starts() -> None:
     assert found.next_start(10) == np.inf
 
 
+def test_one_more_counts_for_the_next() -> None:
+    found = ahead([50, 60], [10, 10], [], slots=2)
+    curve = PointForecast.new([30.0]).at(STEPS)[0]
+    first = found.next_start(10)
+    found = found.with_one_more(curve, 10)
+    second = found.next_start(10)
+    found = found.with_one_more(curve, 10)
+    assert first <= second < found.next_start(10)
+    assert found.start.tolist() == [first, second]
+
+
 def test_drained_when_the_last_one_ends() -> None:
     found = ahead([50, 300], [10, 10], [(9_999, 10)])
     assert found.drained[0] == pytest.approx(300, abs=40), "what waits does not count"

@@ -11,13 +11,13 @@ from coordinated_cluster import Make
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
-from metrics import metric
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from benchmarks.support.engine_states import engine_state
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import BackgroundOptions, Deployment, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
@@ -278,7 +278,7 @@ async def test_background_requests_wait_behind_those_that_come_later(tokenizer: 
         later = [asked(it, 5) for _ in range(3)]
         await until(lambda: len(dispatcher.waiting) + dispatcher.waiting_for_prefill == 3)
         seen = await it.text("/metrics")
-        assert metric(seen, "headway_proxy_num_background_requests_waiting") == 1
+        assert metric_in(seen, "headway_proxy_num_background_requests_waiting") == 1
         order: list[str] = []
         for name, task in [("first", one) for one in first] + [("later", one) for one in later]:
             task.add_done_callback(lambda _, name=name: order.append(name))
@@ -306,8 +306,8 @@ async def test_a_background_request_gives_way_and_loses_nothing(
         for answer in await asyncio.gather(*flex):
             assert text_of(it, answer) == (200, it.tokenizer.decode(it.expected(300)))
         seen = await it.text("/metrics")
-        assert metric(seen, "headway_proxy_background_requests_that_gave_way_total") >= 1
-        assert metric(seen, "headway_proxy_instance_failures_total") == 0
+        assert metric_in(seen, "headway_proxy_background_requests_that_gave_way_total") >= 1
+        assert metric_in(seen, "headway_proxy_instance_failures_total") == 0
 
 
 async def test_streams_of_background_requests_stay(tokenizer: Tokenizer) -> None:
