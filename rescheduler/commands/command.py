@@ -1,9 +1,9 @@
 """A verb's command line, made from the signature and the docstring of its function.
 
-Every parameter is an option, or a positional argument when it has no default. A parameter named
-``config`` is a whole configuration, a dataclass or a msgspec struct: each of its keys is an option
-of the verb and a key of the verb's YAML file. What is required and comes after ``config`` is an
-option.
+Every parameter is an option, or a positional argument when it has no default; one that may be None
+may be left out. A parameter named ``config`` is a whole configuration, a dataclass or a msgspec
+struct: each of its keys is an option of the verb and a key of the verb's YAML file. What is
+required and comes after ``config`` is an option.
 """
 
 import inspect
@@ -66,7 +66,18 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
     options: dict[str, Any] = {"as_group": False, "sub_configs": True}
     first: set[str | int] = set(parameters[:before])
     last: set[str | int] = set(parameters[before:])
-    parser.add_function_arguments(function, as_positional=True, skip=last, **options)
+    hints = typing.get_type_hints(function)
+    left_out = {
+        name
+        for name, one in inspect.signature(function).parameters.items()
+        if one.default is one.empty and NoneType in typing.get_args(hints[name])
+    } - {"config"}
+    skipped = last | left_out
+    parser.add_function_arguments(function, as_positional=True, skip=skipped, **options)
+    docs = {one.arg_name: one.description for one in parse_docstring(function.__doc__ or "").params}
+    for name in left_out:
+        text = " ".join((docs.get(name) or "").split())
+        parser.add_argument(name, nargs="?", type=hints[name], default=None, help=text)
     if last:
         skipped = first | {"config"}
         parser.add_function_arguments(function, as_positional=False, skip=skipped, **options)
@@ -75,8 +86,12 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
             _add_struct(parser, kind, hidden=optional)
         else:
             parser.add_class_arguments(kind, as_group=False)
-    positionals = [action.dest for action in parser._actions if not action.option_strings]
-    parser.usage = " ".join([prog, *map(str.upper, positionals), "[options]"])
+    positionals = [
+        f"[{action.dest.upper()}]" if action.nargs == "?" else action.dest.upper()
+        for action in parser._actions
+        if not action.option_strings
+    ]
+    parser.usage = " ".join([prog, *positionals, "[options]"])
     return parser
 
 

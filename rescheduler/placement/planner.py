@@ -98,10 +98,21 @@ class Drainer(Generic[R]):
 
     Requests that cannot move, or for which there is no room on an instance that can read their KV
     cache, end where they are.
+
+    Args:
+        cluster: the instances.
+        mover: moves a request.
+        seconds: returns how long what runs on an instance takes to end if nothing moves; None:
+            not known.
     """
 
-    def __init__(self, cluster: Cluster[R], mover: Mover[R]) -> None:
-        self.cluster, self._move = cluster, mover
+    def __init__(
+        self,
+        cluster: Cluster[R],
+        mover: Mover[R],
+        seconds: Callable[[InstanceState], float | None] = lambda instance: None,
+    ) -> None:
+        self.cluster, self.seconds, self._move = cluster, seconds, mover
         self._moving: set[str] = set()
 
     def drain(self, instance: InstanceState) -> None:

@@ -3,16 +3,18 @@
 import asyncio
 import time
 from functools import partial
+from itertools import product
 from math import inf
 
 import msgspec
 
 from rescheduler.finish_times.ahead_metrics import AheadMetrics
-from rescheduler.finish_times.finish_times import Expected, FinishTimes, Observed
+from rescheduler.finish_times.finish_times import KINDS, Expected, FinishTimes, Observed
 from rescheduler.finish_times.interval import Interval
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
@@ -20,6 +22,7 @@ from rescheduler.proxy.proxy_metrics import ProxyMetrics
 __all__ = ["FinishReports", "refuse_promises"]
 
 _SAMPLE_SECONDS = 1.0
+_OUTCOMES = ("earlier", "within", "later")
 
 
 class _Comment(msgspec.Struct, omit_defaults=True):
@@ -47,6 +50,7 @@ class FinishReports:
         forecasts = cluster.forecasts or LiveForecasts(None)
         self._learns = forecasts if cluster.forecasts is None else None
         prefills = [one for one in cluster.all if one.instance.role == "prefill"]
+        self._decodes = cluster.decodes
         self.finish_times = FinishTimes(
             cluster.decodes,
             lambda: cluster.dispatcher.usable,
@@ -61,6 +65,10 @@ class FinishReports:
         self._promise_outcomes = metrics.promises
         self._promises = Promises(self.finish_times, levels, clock, self._promise_ended)
         metrics.add(AheadMetrics(self.finish_times, cluster.decodes))
+        # From 0 on, as the proxy's other counters.
+        for of, kinds in (("start", KINDS[:2]), ("finish", KINDS)):
+            for kind, outcome in product(kinds, _OUTCOMES):
+                metrics.finish_forecasts.labels(of, kind, outcome)
 
     async def run(self) -> None:
         """Forecast what runs regularly, forever: how forecasts come out is what they learn from."""
@@ -137,6 +145,12 @@ class FinishReports:
         """Return a comment of a stream of events that tells how its request stands."""
         expected = self.finish_times.expect(request)
         return None if expected is None else _comment(expected)
+
+    def drain_seconds(self, instance: InstanceState) -> float | None:
+        """Return the seconds until all that runs on an instance has ended; None: not known."""
+        if instance not in self._decodes:
+            return None
+        return self.finish_times.drain_seconds(self._decodes.index(instance))
 
     def _promise_ended(self, outcome: str) -> None:
         self._promise_outcomes.labels(outcome).inc()

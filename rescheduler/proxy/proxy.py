@@ -71,8 +71,8 @@ class Proxy:
         self.drainer: Drainer[LiveRequest] | None = None
         if isinstance(cluster, CoordinatedCluster):
             cluster.mover = self.migrator.move
-        else:
-            self.drainer = Drainer(cluster, self.migrator.move)
+        if self.reports is not None:
+            self.drainer = Drainer(cluster, self.migrator.move, self.reports.drain_seconds)
 
     @property
     def ready(self) -> bool:

@@ -83,6 +83,7 @@ class _Endpoints(Generic[R]):
 
     def _described(self, instance: InstanceState) -> dict[str, Any]:
         requests = self._cluster.placements.on(instance)
+        seconds = self._drainer.seconds(instance)
         return {
             "name": instance.name,
             "role": instance.instance.role,
@@ -92,6 +93,7 @@ class _Endpoints(Generic[R]):
             "requests": len(requests),
             "movable": sum(request.can_move for request in requests),
             "context_tokens": sum(r.context_tokens for r in requests),
+            "drain_seconds": None if seconds is None else round(seconds, 3),
         }
 
 

@@ -1,12 +1,14 @@
 """What an operator asks a proxy or a coordinator on this machine."""
 
 import json
+import math
 import os
 import secrets
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +23,7 @@ __all__ = [
     "Listed",
     "admin_token",
     "admin_token_place",
+    "by_drain_seconds",
     "create_admin_token",
     "drain",
     "drain_instance",
@@ -87,14 +90,18 @@ class Listed(msgspec.Struct):
 
     Attributes:
         state: ``closed`` when it is in service, as of a circuit breaker.
-        movable: of these, that can be moved away.
+        movable: of its requests, that can be moved away.
+        drain_seconds: until all that runs there now has ended, nine times in ten, if nothing moves;
+            None while that is not known.
     """
 
     name: str
+    role: str
     state: str
     draining: bool
     requests: int
     movable: int
+    drain_seconds: float | None = None
 
 
 class _Instances(msgspec.Struct):
@@ -146,10 +153,12 @@ _SECONDS = 0.5
 
 
 def drain(
-    instance: str,
+    instance: str | None,
     config: Deployment | None = None,
     url: str | None = None,
     undo: bool = False,
+    soonest: bool = False,
+    list: bool = False,
 ) -> None:
     """Move all requests away from an instance, so that it can be stopped or upgraded.
 
@@ -157,32 +166,86 @@ def drain(
     not the draining.
 
     Args:
-        instance: its name in the deployment.
+        instance: its name in the deployment; or --soonest, or --list.
         config: the deployment, for the admin port of its proxy, or of its coordinator if it has
             one: on their machine.
         url: the admin address, in place of --config; http://127.0.0.1:8001 when neither
             is given. Its token is that of HEADWAY_ADMIN_TOKEN, or the one that `headway serve`, or
             the coordinator, wrote for its own user on this machine.
         undo: let the instance receive requests again.
+        soonest: drain the decode instance that is expected to be empty first, unless it is the last
+            one in service.
+        list: drain none; print the decode instances in service and the whole seconds after which
+            each is expected to be empty if nothing moves, the soonest first, without those of
+            which that is not known.
 
     Raises:
-        ValueError: both the deployment and the address are given.
-        RuntimeError: the proxy does not answer, or does not know the instance.
+        ValueError: options that do not go together.
+        RuntimeError: the proxy does not answer, does not know the instance, or would have none left
+            in service.
     """
     if config is not None and url is not None:
         raise ValueError("give --config or --url, not both")
+    if (instance is not None) + soonest + list != 1:
+        raise ValueError("give the name of an instance, --soonest or --list, and one of them only")
+    if undo and instance is None:
+        raise ValueError("--undo takes the name of an instance")
     base = config.admin_url if config else (url or _URL).rstrip("/")
-    if undo:
+    if list:
+        for one in by_drain_seconds(listed_instances(base)):
+            if math.isfinite(seconds := _seconds(one)):
+                print(one.name, math.ceil(seconds))
+    elif instance is not None and undo:
         undrain_instance(base, instance)
         print(f"{instance} receives requests again")
-        return
-    state = drain_instance(base, instance)
+    else:
+        _drain(base, _soonest(base) if instance is None else instance)
+
+
+def by_drain_seconds(instances: Sequence[Listed]) -> list[Listed]:
+    """Return the decode instances in service, the one first that is expected to be empty first.
+
+    Of those of which that is not known, and of equal ones, that with the fewest requests.
+    """
+    known = (one for one in instances if one.role == "decode" and one.state == "closed")
+    return sorted(known, key=lambda one: (_seconds(one), one.requests))
+
+
+def _seconds(one: Listed) -> float:
+    if not one.requests:
+        return 0.0
+    return math.inf if one.drain_seconds is None else one.drain_seconds
+
+
+def _soonest(base: str) -> str:
+    """Say and return which instance is expected to be empty first."""
+    serving = [one for one in by_drain_seconds(listed_instances(base)) if not one.draining]
+    if not serving:
+        raise RuntimeError("no decode instance is in service that is not being drained already")
+    first = serving[0]
+    if len(serving) == 1:
+        raise RuntimeError(
+            f"{first.name} is not drained: it is the last decode instance in service"
+        )
+    if not first.requests:
+        why = "has no requests"
+    elif first.drain_seconds is None:
+        why = "has the fewest requests; when they end is not known"
+    else:
+        why = f"is expected to be empty first: within {first.drain_seconds:.3g} s if nothing moves"
+    print(f"{first.name} {why}", flush=True)
+    return first.name
+
+
+def _drain(base: str, name: str) -> None:
+    """Drain an instance, and say how many requests are left until none is."""
+    state = drain_instance(base, name)
     shown = None
     while state.requests:
         left = (state.requests, state.movable)
         if left != shown:
-            print(f"{instance}: {left[0]} requests left, {left[1]} of them movable", flush=True)
+            print(f"{name}: {left[0]} requests left, {left[1]} of them movable", flush=True)
             shown = left
         time.sleep(_SECONDS)
-        state = next((one for one in listed_instances(base) if one.name == instance), state)
-    print(f"{instance} is empty: stop it, or put it back with `headway drain {instance} --undo`")
+        state = next((one for one in listed_instances(base) if one.name == name), state)
+    print(f"{name} is empty: stop it, or put it back with `headway drain {name} --undo`")

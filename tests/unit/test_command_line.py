@@ -53,7 +53,7 @@ def test_output_that_cannot_be_written_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"), [("--help", 0), ("drain --help", 0), ("drain", 2), ("doctr", 2)]
+    ("arguments", "status"), [("--help", 0), ("drain --help", 0), ("keys", 2), ("doctr", 2)]
 )
 def test_a_closed_output_changes_no_exit_status(arguments: str, status: int) -> None:
     shell = f"{shlex.join(COMMAND)} {arguments} >&-"
