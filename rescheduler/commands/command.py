@@ -45,7 +45,7 @@ def command_arguments(
     given = parser.parse_args(arguments)
     made = parser.instantiate(given)
     parameters = inspect.signature(function).parameters
-    keywords = {name: made[name] for name in parameters if name != "config"}
+    keywords = {name: made.get(name) for name in parameters if name != "config"}
     if "config" in parameters:
         kind, optional = _config_type(function)
         if _is_struct(kind):
@@ -77,7 +77,8 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
     docs = {one.arg_name: one.description for one in parse_docstring(function.__doc__ or "").params}
     for name in left_out:
         text = " ".join((docs.get(name) or "").split())
-        parser.add_argument(name, nargs="?", type=hints[name], default=None, help=text)
+        # With None as its default, argparse would overrule what a file says.
+        parser.add_argument(name, nargs="?", type=hints[name], default=SUPPRESS, help=text)
     if last:
         skipped = first | {"config"}
         parser.add_function_arguments(function, as_positional=False, skip=skipped, **options)
