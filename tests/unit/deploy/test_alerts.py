@@ -1,7 +1,6 @@
 """The alert rules fire when they should, and only then: promtool judges the cases of a file."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
+from promtool import PROMTOOL
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -17,7 +17,6 @@ RULES = [
     for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-PROMTOOL = shutil.which("promtool") or shutil.which(ROOT / "build/promtool/usr/bin/promtool")
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: .ci/run fetches it")
