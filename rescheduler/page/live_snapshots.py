@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, LastHour, score
 from rescheduler.page.expectations import foreseen, known
+from rescheduler.page.outlooks import Outlooks
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -29,6 +30,7 @@ from rescheduler.placement.cluster_state import running_requests
 from rescheduler.placement.guarded_policy import guarded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import EndedMove, Placeable, R
+from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey
 
@@ -150,9 +152,20 @@ class Look:
 
 
 class LiveSnapshots(Generic[R]):
-    """Looks at a cluster, of which ``about`` tells others, every so many seconds."""
+    """Looks at a cluster, of which ``about`` tells others, every so many seconds.
 
-    def __init__(self, cluster: Cluster[R], seconds: float = _SECONDS) -> None:
+    Args:
+        cluster: the instances and their requests.
+        seconds: between two looks.
+        reports: when its requests will finish; None: nobody says.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster[R],
+        seconds: float = _SECONDS,
+        reports: FinishReports | None = None,
+    ) -> None:
         deployment = cluster.deployment
         self.about = About(
             source="proxy",
@@ -165,6 +178,7 @@ class LiveSnapshots(Generic[R]):
         telemetry = cluster.telemetry
         self._accuracy = None if telemetry is None else LiveAccuracy(telemetry)
         self._steps = None if telemetry is None else EngineSteps(telemetry)
+        self._outlooks = None if reports is None else Outlooks(reports, cluster.decodes)
         self._numbers: dict[str, int] = {}
         self._next = count()
 
@@ -203,6 +217,8 @@ class LiveSnapshots(Generic[R]):
             requests=_columns(requests, numbers, index),
             further_waiting=cluster.dispatcher.waiting_for_prefill,
             moves=[_report(move, numbers) for move in cluster.moves.latest],
+            finishes=None if self._outlooks is None else self._outlooks.finishes(),
+            outlook=None if self._outlooks is None else self._outlooks.now(),
         )
         accuracy = (lambda: None) if self._accuracy is None else self._accuracy.now
         return Look(view, [one.name for one in viewed], seen, accuracy)

@@ -9,8 +9,10 @@ __all__ = [
     "UNKNOWN",
     "About",
     "Accuracy",
+    "Finishes",
     "Instance",
     "MoveReport",
+    "Outlook",
     "Phase",
     "Requests",
     "Snapshot",
@@ -182,6 +184,41 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     drift: str | None = None
 
 
+class Finishes(msgspec.Struct, frozen=True, kw_only=True):
+    """How forecasts and promises of when requests finish came out.
+
+    Attributes:
+        forecasts: the latest forecasts of a finish that have come out, at most 500.
+        held: share of their 80% intervals that held; None without any.
+        kept: promises that were kept since the proxy started.
+        broken: that were not.
+        refused: that were asked for and not given.
+    """
+
+    forecasts: int
+    held: float | None
+    kept: int
+    broken: int
+    refused: int
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """The load ahead of all decode instances, if requests go on coming as in the last minute.
+
+    Attributes:
+        seconds: how far ahead ``tokens`` is, and how long ago ``foretold`` was.
+        tokens: [3] context tokens expected then: the 10, 50 and 90% quantile.
+        foretold: [3] likewise, what had been expected of now; empty if nobody looked then.
+        wanted: decode instances that hold the load of 300 seconds ahead nine times in ten; None if
+            what an instance holds is not known.
+    """
+
+    seconds: float
+    tokens: list[int]
+    foretold: list[int] = []
+    wanted: int | None = None
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster at one moment.
 
@@ -197,6 +234,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         accuracy: of the forecasts; None before a request with a forecast has ended, and where
             nobody scores them.
         joules: energy that all instances have used since the start; None if nobody measures it.
+        finishes: how forecasts of finish times came out; None before any has, and where none are
+            made.
+        outlook: the load ahead; None likewise.
     """
 
     time: float
@@ -208,3 +248,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     moves: list[MoveReport] = []
     accuracy: Accuracy | None = None
     joules: float | None = None
+    finishes: Finishes | None = None
+    outlook: Outlook | None = None

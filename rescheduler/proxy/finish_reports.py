@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from functools import partial
+from collections import Counter, deque
 from itertools import product
 from math import inf
 
@@ -22,6 +22,7 @@ from rescheduler.proxy.proxy_metrics import ProxyMetrics
 __all__ = ["FinishReports", "refuse_promises"]
 
 _SAMPLE_SECONDS = 1.0
+_LATEST = 500
 _OUTCOMES = ("earlier", "within", "later")
 
 
@@ -43,9 +44,14 @@ class FinishReports:
 
     Attributes:
         finish_times: of the requests.
+        held: whether the latest 80% intervals of a finish held.
+        promised: what became of promises, by outcome, since the start.
     """
 
     def __init__(self, cluster: Cluster[LiveRequest], metrics: ProxyMetrics) -> None:
+        self.held: deque[bool] = deque(maxlen=_LATEST)
+        self.promised: Counter[str] = Counter()
+        self._metrics = metrics
         clock = asyncio.get_running_loop().time
         forecasts = cluster.forecasts or LiveForecasts(None)
         self._learns = forecasts if cluster.forecasts is None else None
@@ -59,11 +65,10 @@ class FinishReports:
             lambda: cluster.dispatcher.in_line,
             forecasts,
             clock,
-            partial(_observed, metrics),
+            self._observed,
         )
         levels = cluster.deployment.proxy.promise_levels
-        self._promise_outcomes = metrics.promises
-        self._promises = Promises(self.finish_times, levels, clock, self._promise_ended)
+        self._promises = Promises(self.finish_times, levels, clock, self._promise_came)
         metrics.add(AheadMetrics(self.finish_times, cluster.decodes))
         # From 0 on, as the proxy's other counters.
         for of, kinds in (("start", KINDS[:2]), ("finish", KINDS)):
@@ -106,9 +111,9 @@ class FinishReports:
         try:
             probability = self._promises.give(request, seconds, client.finish_level, client.tier)
         except RequestRefusedError:
-            self._promise_outcomes.labels("refused").inc()
+            self._promise_came("refused")
             raise
-        self._promise_outcomes.labels("given" if request.finish_by < inf else "none").inc()
+        self._promise_came("given" if request.finish_by < inf else "none")
         if probability is None:
             return {}
         return {"X-Headway-Finish-Probability": f"{probability:.3f}"}
@@ -152,8 +157,19 @@ class FinishReports:
             return None
         return self.finish_times.drain_seconds(self._decodes.index(instance))
 
-    def _promise_ended(self, outcome: str) -> None:
-        self._promise_outcomes.labels(outcome).inc()
+    def _promise_came(self, outcome: str) -> None:
+        self.promised[outcome] += 1
+        self._metrics.promises.labels(outcome).inc()
+
+    def _observed(self, came: Observed) -> None:
+        outcome = "within"
+        if came.actual < came.expected.low:
+            outcome = "earlier"
+        elif came.actual > came.expected.high:
+            outcome = "later"
+        self._metrics.finish_forecasts.labels(came.of, came.kind, outcome).inc()
+        if came.of == "finish":
+            self.held.append(outcome == "within")
 
 
 def refuse_promises(request: LiveRequest) -> None:
@@ -166,15 +182,6 @@ def refuse_promises(request: LiveRequest) -> None:
     if client.finish_in is not None or client.finish_by is not None:
         message = "no promise is given where a coordinator decides for many proxies"
         raise RequestRefusedError(400, message, "finish_in_s")
-
-
-def _observed(metrics: ProxyMetrics, came: Observed) -> None:
-    outcome = "within"
-    if came.actual < came.expected.low:
-        outcome = "earlier"
-    elif came.actual > came.expected.high:
-        outcome = "later"
-    metrics.finish_forecasts.labels(came.of, came.kind, outcome).inc()
 
 
 def _header(interval: Interval) -> str:

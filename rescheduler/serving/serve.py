@@ -46,7 +46,7 @@ class Listeners:
 
     def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
-        self.feed = SnapshotFeed(LiveSnapshots(proxy.cluster))
+        self.feed = SnapshotFeed(LiveSnapshots(proxy.cluster, reports=proxy.reports))
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=CLEANUP_SECONDS

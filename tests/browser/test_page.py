@@ -16,7 +16,7 @@ from playwright.async_api import Locator, Page, expect
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
-from rescheduler.page.snapshot import Accuracy, Snapshot
+from rescheduler.page.snapshot import Accuracy, Finishes, Outlook, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import LogWriter
 
@@ -115,12 +115,56 @@ async def test_it_judges_nothing_from_few_requests(open_page: Open) -> None:
         assert "▲" not in await accuracy.inner_text()
 
 
+CAME = Finishes(forecasts=500, held=0.78, kept=41, broken=1, refused=6)
+COMING = Outlook(seconds=60, tokens=[2100, 2500, 2900], foretold=[1900, 2400, 3000], wanted=3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_sets_what_was_expected_beside_what_came(open_page: Open, scheme: str) -> None:
+    source = MadeUpCluster(2, 8, 4608, seconds=0.1, finishes=CAME, outlook=COMING)
+    async with page_served(source) as url:
+        page = await open_page(url, color_scheme=scheme)
+        await is_live(page)
+        finishes = page.get_by_role("region", name="Finish times")
+        await expect(finishes).to_contain_text("latest 500 forecasts")
+        await expect(finishes.get_by_role("listitem")).to_have_text(["80% held 78%"])
+        await expect(finishes).to_contain_text(
+            "Promises since the start: 41 kept, 1 broken, 6 refused"
+        )
+        ahead = page.get_by_role("region", name="Load ahead")
+        await expect(ahead).to_contain_text("2.5K tokens in 60 s (80%: 2.1K – 2.9K)")
+        await expect(ahead).to_contain_text("▲ 3 instances wanted, 2 in service")
+        said = re.compile(r"Now [\d.]+K? tokens; 1.9K – 3K were expected 60 s ago")
+        await expect(ahead).to_contain_text(said)
+        await expect(ahead.get_by_role("img")).to_have_attribute("aria-label", said)
+        for name in ("band", "foretold", "now"):
+            line = ahead.locator(f".{name}")
+            await expect(line).to_have_attribute("d", re.compile(r"^M[\d.]+ [\d.]+L"))
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+async def test_what_was_expected_shows_once_it_has_come(open_page: Open) -> None:
+    none = Finishes(forecasts=0, held=None, kept=0, broken=0, refused=0)
+    new = Outlook(seconds=60, tokens=[0, 0, 10])
+    async with page_served(MadeUpCluster(2, 3, 4608, finishes=none, outlook=new)) as url:
+        page = await open_page(url)
+        ahead = page.get_by_role("region", name="Load ahead")
+        await expect(ahead).to_contain_text("what was expected of now shows after 60 s")
+        await expect(ahead.locator(".verdict")).to_be_hidden()
+        await expect(ahead.locator(".now")).to_have_attribute("d", re.compile("^M"))
+        finishes = page.get_by_role("region", name="Finish times")
+        await expect(finishes).to_contain_text("no forecast has come out yet")
+        await expect(finishes.get_by_role("list")).to_be_hidden()
+
+
 async def test_what_nobody_knows_is_not_shown(open_page: Open) -> None:
     async with page_served(MadeUpCluster(1, 3, 4608)) as url:
         page = await open_page(url)
         await is_live(page)
         await expect(page.locator(".lane-figures")).to_contain_text("step 40 ms")
-        await expect(page.locator(".accuracy")).to_be_hidden()
+        for name in ("Forecasts, last hour", "Finish times", "Load ahead"):
+            assert await page.get_by_role("region", name=name).count() == 0
         await expect(page.locator(".figures dt")).to_have_text(
             ["running", "waiting", "KV cache", "decode step"]
         )

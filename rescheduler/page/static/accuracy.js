@@ -29,11 +29,7 @@ export class Accuracy {
     this.section.hidden = !accuracy;
     if (!accuracy) return;
     say(this.#count, `${plural(accuracy.requests, "request")} scored`);
-    accuracy.coverage.forEach((share, i) => {
-      const [text, track] = this.#bars.children[i].children;
-      say(text, `${INTERVALS[i]}% held ${percent(share)}`);
-      track.firstChild.style.width = `${100 * share}%`;
-    });
+    accuracy.coverage.forEach((share, i) => fill(this.#bars.children[i], INTERVALS[i], share));
     say(this.#median, median(accuracy));
     verdict(this.#alarm, accuracy.alarm, "calibrated", "too few requests to judge the intervals");
     verdict(this.#drift, accuracy.drift, "no drift", "too early to see drift");
@@ -41,11 +37,17 @@ export class Accuracy {
 }
 
 // A row whose tick is what the interval promises, and whose bar is what it held.
-function bar(level) {
+export function bar(level) {
   const tick = element("i", { class: "nominal" });
   tick.style.left = `${level}%`;
   const track = element("span", { class: "track", "aria-hidden": "true" }, element("i", { class: "held" }), tick);
   return element("li", {}, element("span"), track);
+}
+
+export function fill(row, level, share) {
+  const [text, track] = row.children;
+  say(text, `${level}% held ${percent(share)}`);
+  track.firstChild.style.width = `${100 * share}%`;
 }
 
 function median({ error, bias, late }) {

@@ -3,8 +3,10 @@
 import { Accuracy } from "./accuracy.js";
 import { onPaletteChange } from "./colours.js";
 import { element, say } from "./elements.js";
+import { FinishTimes } from "./finish_times.js";
 import { Lane } from "./lane.js";
 import { scales } from "./lane_picture.js";
+import { LoadAhead } from "./load_ahead.js";
 import { MoveArcs } from "./move_arcs.js";
 import { MoveList } from "./move_list.js";
 import { Overview } from "./overview.js";
@@ -23,6 +25,8 @@ export class Panel {
   #title = element("h2");
   #figures = element("dl", { class: "figures" });
   #accuracy = new Accuracy(this.#id);
+  #finishTimes = new FinishTimes(this.#id);
+  #loadAhead = new LoadAhead(this.#id);
   #overview = new Overview(this.#id);
   #prefills = element("ul", { class: "prefills", "aria-label": "Prefill instances" });
   #lanes = element("div", { class: "lanes" });
@@ -53,6 +57,8 @@ export class Panel {
       { class: "panel", "aria-label": label },
       element("header", {}, this.#title, this.#figures),
       this.#accuracy.section,
+      this.#finishTimes.section,
+      this.#loadAhead.section,
       this.#overview.list,
       element(
         "div",
@@ -77,6 +83,7 @@ export class Panel {
   // What came before is no longer the past of what comes next.
   forget() {
     this.#histories.clear();
+    this.#loadAhead.forget();
   }
 
   update(snapshot) {
@@ -111,6 +118,8 @@ export class Panel {
     this.#longest = Math.max(longest, this.#longest * 0.98);
     this.#scale.set(this, { longest: this.#longest, horizon: snapshot.points.at(-1) ?? 0 });
     this.#accuracy.update(snapshot.accuracy);
+    this.#finishTimes.update(snapshot.finishes);
+    this.#loadAhead.update(snapshot);
     this.#overview.update(decodes.map((i) => snapshot.instances[i]));
     this.#sayFigures(snapshot, requests, decodes);
     this.#sayPrefills(snapshot, requests);

@@ -13,8 +13,10 @@ from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
     Accuracy,
+    Finishes,
     Instance,
     MoveReport,
+    Outlook,
     Phase,
     Requests,
     Snapshot,
@@ -59,6 +61,8 @@ class MadeUpCluster:
         seed: int = 0,
         accuracy: Accuracy | None = None,
         joules: float | None = None,
+        finishes: Finishes | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         self.about = About(
             source="proxy",
@@ -69,6 +73,7 @@ class MadeUpCluster:
         )
         self.looks = 0
         self._accuracy, self._joules = accuracy, joules
+        self._finishes, self._outlook = finishes, outlook
         self._random = random.Random(seed)
         self._n, self._kv_capacity = instances, kv_capacity
         self._next = 0
@@ -185,5 +190,7 @@ class MadeUpCluster:
             moves=self._moves[-20:],
             accuracy=self._accuracy,
             joules=None if self._joules is None else self._joules * self.looks,
+            finishes=self._finishes,
+            outlook=self._outlook,
         )
         return foreseen(snapshot, view, [one.name for one in instances])

@@ -91,10 +91,10 @@ def test_it_is_what_other_programs_take_for_gzip_and_json_lines(path: Path) -> N
     assert msgspec.json.decode(lines[2], type=Snapshot) == written[1]
 
 
-def test_logs_from_before_accuracy_steps_and_energy_were_recorded_are_read(path: Path) -> None:
+def test_logs_from_before_figures_were_recorded_are_read(path: Path) -> None:
     (written,) = made_up(1)
     line = msgspec.to_builtins(written)
-    for name in ("accuracy", "joules"):
+    for name in ("accuracy", "joules", "finishes", "outlook"):
         del line[name]
     for instance in line["instances"]:
         del instance["step_seconds"]
@@ -102,7 +102,7 @@ def test_logs_from_before_accuracy_steps_and_energy_were_recorded_are_read(path:
     with LogWriter(path, ABOUT) as log:
         log.write(msgspec.json.encode(line))
     (read,) = content(read_log(path))
-    assert (read.accuracy, read.joules) == (None, None)
+    assert read.accuracy is read.joules is read.finishes is read.outlook is None
     assert [one.step_seconds for one in read.instances] == [None, None]
     assert read.requests == written.requests
 

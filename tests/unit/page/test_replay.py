@@ -151,6 +151,7 @@ def test_simulations_are_recorded_as_they_are_without(
         numbers = {number for snapshot in seen for number in snapshot.requests.number}
         assert numbers <= set(range(80))
         assert len(numbers) > 40
+        assert all(one.finishes is one.outlook is None for one in seen), "nobody forecasts them"
         for snapshot in seen:
             columns = snapshot.requests
             for g, instance in enumerate(snapshot.instances):
