@@ -88,8 +88,8 @@ def _finish_times(dashboard: Dashboard) -> None:
     dashboard.with_panel(
         graph(
             "Promises",
-            "On arrival: `given`, `refused`, or `unknown` while too little was known. At the end: "
-            "`kept` or `broken`, or `left` where the client or an error ended the request in time.",
+            "On arrival: `given`, `refused`, or `none`, taken without one, while too little was "
+            "known. At the end: `kept` or `broken`, or `left` where the client or an error ended the request in time.",
             "reqps",
             {"{{outcome}}": f"sum by (outcome) (rate({_PROMISES}{{{OURS}}}[$__rate_interval]))"},
         )
