@@ -89,7 +89,8 @@ def _finish_times(dashboard: Dashboard) -> None:
         graph(
             "Promises",
             "On arrival: `given`, `refused`, or `none`, taken without one, while too little was "
-            "known. At the end: `kept` or `broken`, or `left` where the client or an error ended the request in time.",
+            "known. At the end: `kept` or `broken`, or `left` where the client or an error ended "
+            "the request in time.",
             "reqps",
             {"{{outcome}}": f"sum by (outcome) (rate({_PROMISES}{{{OURS}}}[$__rate_interval]))"},
         )
