@@ -161,7 +161,8 @@ class FinishTimes:
         self._followed: dict[Placeable, _Followed] = {}
         self._ahead: LoadAhead | None = None
         self._line: dict[Placeable, int] = {}
-        self._prompts, self._further = 0.0, 0
+        self._prompts, self._further, self._waiting = 0.0, 0, 0
+        self._queued = np.zeros(len(decodes), dtype=np.int64)
         self._due = -np.inf
         self._random = random.Random(0)
         self._failed = False
@@ -402,13 +403,20 @@ class FinishTimes:
         seconds = max(seconds, pace, _LEAST_SECONDS)
         start = Interval(seconds / _START_SPREAD, seconds, seconds * _START_SPREAD)
         return _Raw(
-            kind="queued" if steps > 0 else "arriving",
+            kind="queued" if steps > 0 or self._queues(request) else "arriving",
             place=int((ahead.start < steps).sum()),
             start=start,
             finish=tokens.times(pace).plus(seconds),
             tokens=tokens,
             prompts=prompts,
         )
+
+    def _queues(self, request: Placeable) -> bool:
+        """Return whether others are to start before a request, wherever it may go."""
+        if request.instance is not None:
+            g = self._decodes.index(request.instance) if request.instance in self._decodes else -1
+            return g < 0 or self._queued[g] > 1
+        return self._waiting > 0 or bool((self._queued > 0).all())
 
     def _join(self, request: Placeable) -> None:
         """Count a new request in the load ahead, since others may come before it is seen anew."""
@@ -417,6 +425,7 @@ class FinishTimes:
         curve = self._lengths.curves([request], self._forecasts, STEPS)[0]
         self._ahead = self._ahead.with_one_more(curve, request.context_tokens)
         self._line[request] = len(self._line)
+        self._waiting += 1
         self._prompts += request.prompt_tokens / self._computing
 
     def _look_ahead(self) -> None:
@@ -472,6 +481,11 @@ class FinishTimes:
         )
         self._line = {request: place for place, request in enumerate(queue)}
         self._prompts = prefilled / self._computing
+        self._queued = np.bincount(
+            np.array(queued_at, dtype=np.int64)[: len(queue) - len(line)],
+            minlength=len(self._decodes),
+        )
+        self._waiting = len(line) + self._further
 
     @property
     def _computing(self) -> int:
