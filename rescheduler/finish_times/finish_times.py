@@ -26,7 +26,7 @@ KINDS = ("arriving", "queued", "first_token", "running")
 """What a request was when its finish was forecast: waiting for no place, waiting for one, at its
 first token, later."""
 
-_RATE = 40.0
+_RATE = 100.0
 """Forecasts a second that are followed, at most: more would teach little, and take time."""
 _SAMPLED, _LONGEST_LINE = 8, 2_000
 _SAME_SECONDS = 0.02
@@ -163,6 +163,7 @@ class FinishTimes:
         self._line: dict[Placeable, int] = {}
         self._prompts, self._further, self._waiting = 0.0, 0, 0
         self._queued = np.zeros(len(decodes), dtype=np.int64)
+        self._joined: set[Placeable] = set()  # since the load ahead was computed
         self._due = -np.inf
         self._random = random.Random(0)
         self._failed = False
@@ -186,6 +187,7 @@ class FinishTimes:
 
     def first_token(self, request: Placeable) -> None:
         """Note that the first token of a request has come."""
+        self._joined.discard(request)
         followed = self._followed.get(request)
         if followed is None:
             return
@@ -203,6 +205,7 @@ class FinishTimes:
 
         Nothing is learnt of the times of one whose client was what took them.
         """
+        self._joined.discard(request)
         followed = self._followed.pop(request, None)
         complete = by_itself and request.generated_tokens > 0
         if complete and not request.several:
@@ -416,7 +419,8 @@ class FinishTimes:
         if request.instance is not None:
             g = self._decodes.index(request.instance) if request.instance in self._decodes else -1
             return g < 0 or self._queued[g] > 1
-        return self._waiting > 0 or bool((self._queued > 0).all())
+        waiting = self._waiting + len(self._joined)
+        return waiting > 0 or bool((self._queued > 0).all())
 
     def _join(self, request: Placeable) -> None:
         """Count a new request in the load ahead, since others may come before it is seen anew."""
@@ -425,7 +429,7 @@ class FinishTimes:
         curve = self._lengths.curves([request], self._forecasts, STEPS)[0]
         self._ahead = self._ahead.with_one_more(curve, request.context_tokens)
         self._line[request] = len(self._line)
-        self._waiting += 1
+        self._joined.add(request)
         self._prompts += request.prompt_tokens / self._computing
 
     def _look_ahead(self) -> None:
@@ -486,6 +490,7 @@ class FinishTimes:
             minlength=len(self._decodes),
         )
         self._waiting = len(line) + self._further
+        self._joined.clear()
 
     @property
     def _computing(self) -> int:

@@ -23,9 +23,9 @@ SHOWN = {"stream_options": {"headway": True}}
 ITEM = re.compile(r"(\d+\.\d{3});low=(\d+\.\d{3});high=(\d+\.\d{3})")
 
 
-async def learned(it: Cluster, n: int = 55) -> None:
+async def learned(it: Cluster) -> None:
     """Serve until enough is known to promise anything."""
-    for _ in range(n):
+    for _ in range(60):
         await it.answered(20)
 
 
