@@ -109,6 +109,7 @@ class EmulatedMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Attributes:
         machine: GPU, in words.
         model: that it serves.
+        gpus: of a replica.
         source: of the numbers.
         step_time: seconds of its steps.
         kv_tokens: that its KV cache holds.
@@ -118,6 +119,7 @@ class EmulatedMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     machine: str
     model: str
+    gpus: Positive = 1
     source: str
     step_time: StepSeconds
     kv_tokens: Positive | None = None
