@@ -5,7 +5,7 @@ import re
 import sys
 import textwrap
 from argparse import Action
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -30,7 +30,8 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
 
     - ``--kv-capacity 3`` becomes ``--kv_capacity 3``: parameters have underscores.
     - ``--overwrite`` becomes ``--overwrite=true`` where the option is a boolean.
-    - ``--only a b`` becomes ``--only=["a", "b"]`` where it is a sequence of strings.
+    - ``--only a b`` becomes ``--only=["a", "b"]`` where it is a sequence of strings, and
+      ``--start-seconds 120 480`` becomes ``--start_seconds=[120, 480]`` where it is one of numbers.
     - ``--vary KEY=VALUE`` becomes ``--vary.KEY VALUE`` where it is a mapping.
     - ``--config NAME`` becomes ``--config=FILE`` where a shipped configuration has that name.
 
@@ -62,6 +63,11 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
             while rest and not rest[0].startswith("-"):
                 values.append(rest.pop(0))
             result.append(f"{option}={json.dumps(values)}")
+        elif _is_numbers(kind) and following is not None and following[:1].isdigit():
+            values = []
+            while rest and rest[0][:1].isdigit():
+                values.append(rest.pop(0))
+            result.append(f"{option}=[{', '.join(values)}]")
         elif _is_mapping(kind) and following is not None and _KEY_VALUE.match(following):
             key, _, value = rest.pop(0).partition("=")
             result += [f"{option}.{key}", value]
@@ -110,9 +116,16 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_words(kind: Any) -> bool:
+    return _lists(kind, lambda item: item is str or get_origin(item) is Literal)
+
+
+def _is_numbers(kind: Any) -> bool:
+    return _lists(kind, lambda item: item in (int, float))
+
+
+def _lists(kind: Any, of: Callable[[Any], bool]) -> bool:
     return any(
-        get_origin(member) in (list, Sequence)
-        and all(item is str or get_origin(item) is Literal for item in get_args(member))
+        get_origin(member) in (list, Sequence) and all(map(of, get_args(member)))
         for member in _members(kind)
     )
 
