@@ -30,7 +30,8 @@ def forecast_rates(day: Day, ahead: int) -> FloatArray:
     of the history without its season has.
 
     Args:
-        day: with at least two periods of history, each a multiple of five minutes.
+        day: with two periods of history or more, each an hour or more, in multiples of five
+            minutes.
         ahead: minutes.
 
     Returns:

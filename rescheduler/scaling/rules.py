@@ -25,7 +25,7 @@ __all__ = ["RULES", "Ahead", "Autoscaler", "Rule", "Seen"]
 FloatArray = npt.NDArray[np.float64]
 
 _P90 = 1.2816
-_STRIDE = 15.0
+_STRIDE = 1.0
 
 
 class Ahead(NamedTuple):

@@ -99,9 +99,9 @@ class ScaleConfig(
         if self.least > self.most:
             raise ValueError(f"least ({self.least}) is more than most ({self.most})")
         minutes = self.period_hours * 3600 / MINUTE
-        if abs(minutes / 5 - round(minutes / 5)) > 1e-6 or minutes < 10:
+        if abs(minutes / 5 - round(minutes / 5)) > 1e-6 or minutes < 60:
             raise ValueError(
-                f"period_hours must be a multiple of five minutes, ten at least, not "
+                "period_hours must be a multiple of five minutes, an hour at least, not "
                 f"{self.period_hours:g}"
             )
 

@@ -25,8 +25,10 @@ FloatArray = npt.NDArray[np.float64]
 FIXED = "fixed"
 """The rule that never changes the number of replicas."""
 
-_TRIES = 7
+_TRIES = 6
 _KEPT_DAYS = 4
+_HOPELESS = 4.0
+"""A target that misses so many times as many requests as it may on one day is tried on no other."""
 
 
 class Arm(NamedTuple):
@@ -162,7 +164,11 @@ class ScalingStudy:
             target = math.sqrt(low * high)
             if fixed:
                 target = float(round(target))
-            days = [self.simulate(arm, operation, target, seed).figures for seed in self.training]
+            days = []
+            for seed in self.training:
+                days.append(self.simulate(arm, operation, target, seed).figures)
+                if days[-1]["slo"] < 1 - _HOPELESS * (1 - self.keep):
+                    break
             slo = float(np.mean([day["slo"] for day in days]))
             tried.append(Tried(target, slo, float(np.mean([day["hours"] for day in days]))))
             if (slo >= self.keep) != fixed:
