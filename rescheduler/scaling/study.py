@@ -27,8 +27,6 @@ FIXED = "fixed"
 
 _TRIES = 6
 _KEPT_DAYS = 4
-_HOPELESS = 4.0
-"""A target that misses so many times as many requests as it may on one day is tried on no other."""
 
 
 class Arm(NamedTuple):
@@ -48,8 +46,8 @@ class Tried(NamedTuple):
 
     Attributes:
         target: of the rule.
-        slo: share of requests in time.
-        hours: of replicas, a day.
+        slo: share of requests in time, on the worst of these days until one failed.
+        hours: of replicas, on an average one of them.
     """
 
     target: float
@@ -152,7 +150,7 @@ class ScalingStudy:
         return found
 
     def tuned(self, arm: Arm, operation: Operation) -> Found:
-        r"""Find the greatest target that keeps the objectives on the days of training.
+        """Find the greatest target that keeps the objectives on each day of training.
 
         By bisection of its logarithm, since a greater target never has more replicas; of
         `FIXED`, the fewest replicas.
@@ -167,9 +165,9 @@ class ScalingStudy:
             days = []
             for seed in self.training:
                 days.append(self.simulate(arm, operation, target, seed).figures)
-                if days[-1]["slo"] < 1 - _HOPELESS * (1 - self.keep):
+                if days[-1]["slo"] < self.keep:
                     break
-            slo = float(np.mean([day["slo"] for day in days]))
+            slo = min(day["slo"] for day in days)
             tried.append(Tried(target, slo, float(np.mean([day["hours"] for day in days]))))
             if (slo >= self.keep) != fixed:
                 low = target
