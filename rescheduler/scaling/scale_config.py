@@ -81,7 +81,7 @@ class ScaleConfig(
     interval: float = 15.0
     tolerance: float = 0.1
     stabilisation: float = 300.0
-    training: int = 2
+    training: int = 4
     seeds: int = 5
 
     def __post_init__(self) -> None:

@@ -117,9 +117,9 @@ def test_a_mistake_is_reported_in_one_line(
 
 def test_a_season_pays_where_it_is_what_changes() -> None:
     """Surges at the same time every day, nothing else: the season knows, the last minute cannot."""
-    surging = DayProfile(swing=0, irregular=0, surges=3, surge=1.0, bursts=0, history=3)
+    surging = DayProfile(swing=0, irregular=0, surges=2, surge=1.0, bursts=0, history=2)
     config = ScaleConfig(
-        start_seconds=[300.0], period_hours=6.0, day=surging, peak_replicas=3, seeds=2, training=1
+        start_seconds=[300.0], period_hours=3.0, day=surging, peak_replicas=2, seeds=2, training=1
     )
     lengths = np.random.default_rng(1)
     study = study_of(config, lambda n: lengths.geometric(1 / 200, n))
