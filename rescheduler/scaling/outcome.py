@@ -137,20 +137,24 @@ def sentences(found: Mapping[Arm, Found], keep: float) -> list[str]:
 
 
 def document(found: Mapping[Arm, Found], gpus: int) -> dict[str, Any]:
-    """Return all figures, as JSON has them."""
+    """Return all figures, as JSON has them: those that are not finite as null."""
     return {
         "arms": {
             label(arm): {
                 "target": one.target,
-                "days": {str(seed): figures for seed, figures in one.days.items()},
+                "days": {str(seed): _finite(figures) for seed, figures in one.days.items()},
                 "gpu_hours": gpus * float(np.mean([d["hours"] for d in one.days.values()])),
                 "in_time": float(np.mean([d["slo"] for d in one.days.values()])),
                 "training": [tried._asdict() for tried in one.tried],
             }
             for arm, one in found.items()
         },
-        "parts": {text: one._asdict() for text, one in contrasts(found).items()},
+        "parts": {text: _finite(one._asdict()) for text, one in contrasts(found).items()},
     }
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if np.isfinite(value) else None for name, value in figures.items()}
 
 
 class ShownDay(NamedTuple):

@@ -122,7 +122,7 @@ def scale(
         },
     }
     if json is not None:
-        write_report(json.parent, {json.name: json_text(made)}, {})
+        write_report(json.parent, {json.name: json_text(made, allow_nan=False)}, {})
     if figure is not None:
         drawn = _figure(found, study)
         write_report(figure.parent, {}, {figure.name: drawn})
