@@ -17,6 +17,7 @@ from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.finish_times.finish_times import FinishTimes, Observed
+from rescheduler.finish_times.fleet_load import FleetLoad
 from rescheduler.finish_times.interval import Interval
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -94,7 +95,7 @@ class VirtualRun:
         self.instances = [self._instance(g) for g in range(fleet.instances)]
         self._line: deque[VirtualRequest] = deque()
         self._admit, self._ended = admit, ended
-        self.finish_times = FinishTimes(
+        load = FleetLoad(
             self.instances,
             lambda: self.instances,
             [],
@@ -102,8 +103,8 @@ class VirtualRun:
             lambda: list(self._line),
             self._forecasts,
             lambda: self.now,
-            observed,
         )
+        self.finish_times = FinishTimes(load, self._forecasts, lambda: self.now, observed)
         self.started: dict[str, float] = {}
         self.finished: dict[str, float] = {}
         self.sampled: dict[str, tuple[float, Interval]] = {}
@@ -230,7 +231,7 @@ class VirtualRun:
             self.finish_times.first_token(request)
         else:
             waited = self.now - self._last[request.id]
-            self.finish_times.pace.took(instance, 1, waited, self.now)
+            self.finish_times.load.pace.took(instance, 1, waited, self.now)
             if request.generated_tokens % _K == 0:
                 self._publish(request, instance)
         self._last[request.id] = self.now

@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rescheduler.cluster.cluster_view import UNLIMITED
-from rescheduler.finish_times.finish_times import FinishTimes, PoolLoad
+from rescheduler.finish_times.fleet_load import FleetLoad, PoolLoad
 from rescheduler.placement.instance_state import InstanceState
 
 __all__ = ["HORIZONS", "AheadMetrics", "wanted_instances"]
@@ -46,8 +46,8 @@ def wanted_instances(load: PoolLoad, decodes: Sequence[InstanceState]) -> int | 
 class AheadMetrics(Collector):
     """Gauges that are computed whenever Prometheus asks; none while nothing is known."""
 
-    def __init__(self, finish_times: FinishTimes, decodes: Sequence[InstanceState]) -> None:
-        self._finish_times, self._decodes = finish_times, decodes
+    def __init__(self, load: FleetLoad, decodes: Sequence[InstanceState]) -> None:
+        self._load, self._decodes = load, decodes
         self._failed = False
 
     def collect(self) -> Iterator[Metric]:
@@ -86,7 +86,7 @@ class AheadMetrics(Collector):
         )
         for seconds in HORIZONS:
             for name, arrivals in _ARRIVALS.items():
-                load = self._finish_times.load_at(seconds, arrivals)
+                load = self._load.at(seconds, arrivals)
                 if load is None:
                     continue
                 for quantile, deviations in _QUANTILES.items():
@@ -117,11 +117,11 @@ class AheadMetrics(Collector):
             "headway_proxy_unplaceable_requests",
             "waiting requests that no decode instance is expected to have room for",
         )
-        ahead = self._finish_times.ahead
+        ahead = self._load.ahead
         for g, instance in enumerate(self._decodes):
             if instance.kv_capacity < UNLIMITED // 2:
                 capacity.add_metric([instance.name], instance.kv_capacity)
-            seconds = self._finish_times.drain_seconds(g)
+            seconds = self._load.drain_seconds(g)
             if seconds is not None:
                 drained.add_metric([instance.name], seconds)
         if ahead is not None:

@@ -75,7 +75,7 @@ class Promises:
         needed = self._needed(level)
         if probability is None:
             return None
-        if probability < needed and self._refused >= _TAKEN_OF and self._finish_times.idle:
+        if probability < needed and self._refused >= _TAKEN_OF and self._finish_times.load.idle:
             self._refused = 0
             return None
         if probability < needed:

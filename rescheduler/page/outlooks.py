@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rescheduler.finish_times.ahead_metrics import wanted_instances
-from rescheduler.finish_times.finish_times import PoolLoad
+from rescheduler.finish_times.fleet_load import PoolLoad
 from rescheduler.page.snapshot import Finishes, Outlook
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.proxy.finish_reports import FinishReports
@@ -44,7 +44,7 @@ class Outlooks:
     def now(self) -> Outlook | None:
         """Return what is expected, and what had been of now; None while nothing is known."""
         load, later = (
-            self._reports.finish_times.load_at(seconds, arrivals=True)
+            self._reports.finish_times.load.at(seconds, arrivals=True)
             for seconds in (SECONDS, WANTED_SECONDS)
         )
         if load is None or later is None:

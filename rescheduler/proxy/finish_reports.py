@@ -10,6 +10,7 @@ import msgspec
 
 from rescheduler.finish_times.ahead_metrics import AheadMetrics
 from rescheduler.finish_times.finish_times import KINDS, Expected, FinishTimes, Observed
+from rescheduler.finish_times.fleet_load import FleetLoad
 from rescheduler.finish_times.interval import Interval
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
@@ -57,7 +58,7 @@ class FinishReports:
         self._learns = forecasts if cluster.forecasts is None else None
         prefills = [one for one in cluster.all if one.instance.role == "prefill"]
         self._decodes = cluster.decodes
-        self.finish_times = FinishTimes(
+        load = FleetLoad(
             cluster.decodes,
             lambda: cluster.dispatcher.usable,
             prefills,
@@ -65,11 +66,11 @@ class FinishReports:
             lambda: cluster.dispatcher.in_line,
             forecasts,
             clock,
-            self._observed,
         )
+        self.finish_times = FinishTimes(load, forecasts, clock, self._observed)
         levels = cluster.deployment.proxy.promise_levels
         self._promises = Promises(self.finish_times, levels, clock, self._promise_came)
-        metrics.add(AheadMetrics(self.finish_times, cluster.decodes))
+        metrics.add(AheadMetrics(self.finish_times.load, cluster.decodes))
         # From 0 on, as the proxy's other counters.
         for of, kinds in (("start", KINDS[:2]), ("finish", KINDS)):
             for kind, outcome in product(kinds, _OUTCOMES):
@@ -124,7 +125,7 @@ class FinishReports:
         if arrival.waited is None:
             self.finish_times.first_token(request)
         elif instance is not None and not (request.several or request.slow_client):
-            self.finish_times.pace.took(instance, tokens, arrival.waited, now)
+            self.finish_times.load.pace.took(instance, tokens, arrival.waited, now)
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Note that a request has ended."""
@@ -155,7 +156,7 @@ class FinishReports:
         """Return the seconds until all that runs on an instance has ended; None: not known."""
         if instance not in self._decodes:
             return None
-        return self.finish_times.drain_seconds(self._decodes.index(instance))
+        return self.finish_times.load.drain_seconds(self._decodes.index(instance))
 
     def _promise_came(self, outcome: str) -> None:
         self.promised[outcome] += 1

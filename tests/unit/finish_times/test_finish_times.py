@@ -8,7 +8,8 @@ import pytest
 from benchmarks.support.virtual_fleet import Fleet, VirtualRequest, VirtualRun
 from rescheduler.emulation.emulate_options import AnswerLengths, StepSeconds
 from rescheduler.finish_times.ahead_metrics import wanted_instances
-from rescheduler.finish_times.finish_times import Observed, PoolLoad
+from rescheduler.finish_times.finish_times import Observed
+from rescheduler.finish_times.fleet_load import PoolLoad
 from rescheduler.finish_times.lengths import LatelyEnded
 from rescheduler.finish_times.pace import Arrivals, FirstTokens, Pace
 from rescheduler.finish_times.promises import Promises
@@ -105,9 +106,9 @@ def test_the_load_ahead_falls_without_arrivals_and_stays_with_them() -> None:
     loads: list[tuple[PoolLoad, PoolLoad, PoolLoad]] = []
 
     def admit(run: VirtualRun, request: VirtualRequest) -> bool:
-        now = run.finish_times.load_at(0.0, arrivals=False)
-        later = run.finish_times.load_at(30.0, arrivals=False)
-        going_on = run.finish_times.load_at(30.0, arrivals=True)
+        now = run.finish_times.load.at(0.0, arrivals=False)
+        later = run.finish_times.load.at(30.0, arrivals=False)
+        going_on = run.finish_times.load.at(30.0, arrivals=True)
         if now is not None and later is not None and going_on is not None:
             loads.append((now, later, going_on))
         return True
@@ -119,7 +120,7 @@ def test_the_load_ahead_falls_without_arrivals_and_stays_with_them() -> None:
     )
     assert later < 0.1 * now
     assert going_on == pytest.approx(now, rel=0.3)
-    drained = run.finish_times.drain_seconds(0)
+    drained = run.finish_times.load.drain_seconds(0)
     assert drained is not None and drained >= 0.0
     wanted = wanted_instances(PoolLoad(20.0, 0.0, 4_000.0, 0.0, 1.0), run.instances)
     assert wanted == 3, "20 requests take 8 slots each, of which 9 in 10 are to be used"

@@ -266,7 +266,7 @@ async def test_draining_instances_have_no_room(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
         await learned(it)
         assert it.proxy.reports is not None
-        times = it.proxy.reports.finish_times
+        times = it.proxy.reports.finish_times.load
         assert times.ahead is not None and times.ahead.takes.all()
         await it.admin("POST", "drain/" + it.decodes[0].name)
         await asyncio.sleep(0.2)
