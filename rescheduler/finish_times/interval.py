@@ -39,7 +39,7 @@ _REMEMBERED_SECONDS = 1800.0
 _TAIL = 0.5
 """Scale of the exponential tail of scores beyond all that came: about that of a normal one."""
 _FRESH_SECONDS = 0.25
-_GAIN, _NARROWEST, _WIDEST = 0.02, -0.25, 1.5
+_GAIN, _NARROWEST, _WIDEST = 0.03, -0.25, 1.5
 
 
 class Trial:
@@ -79,7 +79,7 @@ class Calibration:
 
     The errors of forecasts made within a short time are alike, as when a queue grows faster than
     foreseen; so either side is :math:`e^{w}` as wide, with w that rises with each outcome beyond
-    it and falls with the others, by 0.02 (missed - 0.1), between -0.25 and 1.5.
+    it and falls with the others, by 0.03 (missed - 0.1), between -0.25 and 1.5.
 
     It begins with 50 scores of a normal distribution, which leave intervals as they are, and which
     the first 50 that came replace.
