@@ -125,7 +125,11 @@ class Bench:
 
     def __init__(self, out: Path, fleet: str, requests: int) -> None:
         self.out, self.fleet, self.requests = out, fleet, requests
-        self.settings: dict[str, Any] = {"requests": requests, "fleet": fleet, "learns": LEARNS_FROM}
+        self.settings: dict[str, Any] = {
+            "requests": requests,
+            "fleet": fleet,
+            "learns": LEARNS_FROM,
+        }
         if fleet == "virtual":
             self.settings |= {"virtual": to_builtins(VIRTUAL)}
 
