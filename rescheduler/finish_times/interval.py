@@ -50,13 +50,15 @@ class Trial:
         told: as it was corrected.
         made: when.
         score: of what came; None until then.
+        late: it has not come by the upper bound that was told, which has been learnt from.
     """
 
-    __slots__ = ("expected", "made", "score", "told")
+    __slots__ = ("expected", "late", "made", "score", "told")
 
     def __init__(self, expected: Interval, told: Interval, made: float) -> None:
         self.expected, self.told, self.made = expected, told, made
         self.score: float | None = None
+        self.late = False
 
 
 class Calibration:
@@ -79,7 +81,8 @@ class Calibration:
 
     The errors of forecasts made within a short time are alike, as when a queue grows faster than
     foreseen; so either side is :math:`e^{w}` as wide, with w that rises with each outcome beyond
-    it and falls with the others, by 0.03 (missed - 0.1), between -0.25 and 1.5.
+    it and falls with the others, by 0.03 (missed - 0.1), between -0.25 and 1.5; what has not come
+    by the upper bound counts as soon as that is certain.
 
     It begins with 50 scores of a normal distribution, which leave intervals as they are, and which
     the first 50 that came replace.
@@ -111,9 +114,13 @@ class Calibration:
     def came(self, trial: Trial, actual: float) -> None:
         """Learn from what came of a forecast."""
         trial.score = _score(trial.expected, actual)
-        for side, missed in enumerate((actual < trial.told.low, actual > trial.told.high)):
-            widened = self._wider[side] + _GAIN * (missed - 0.1)
-            self._wider[side] = min(max(widened, _NARROWEST), _WIDEST)
+        self._widen(0, actual < trial.told.low)
+        if not trial.late:
+            self._widen(1, actual > trial.told.high)
+
+    def _widen(self, side: int, missed: bool) -> None:
+        widened = self._wider[side] + _GAIN * (missed - 0.1)
+        self._wider[side] = min(max(widened, _NARROWEST), _WIDEST)
 
     def drop(self, trial: Trial) -> None:
         """Forget a forecast, of which nothing will come."""
@@ -166,6 +173,10 @@ class Calibration:
             trial.score if trial.score is not None else _score(trial.expected, now - trial.made)
             for trial in self._trials
         ]
+        for trial in self._trials:
+            if trial.score is None and not trial.late and now - trial.made > trial.told.high:
+                trial.late = True
+                self._widen(1, missed=True)
         came = [trial.score is not None for trial in self._trials]
         self._seen = sum(came)
         prior = [self._prior[i] for i in self._order[self._seen :]]
