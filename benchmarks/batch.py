@@ -299,7 +299,7 @@ def run_killed(plan: Plan, requests: int) -> None:
     folder.mkdir(exist_ok=True)
     for old in [*folder.iterdir()]:
         old.unlink()
-    load = drawn_load(2_000_003, requests, inf, PROMPTS, LAW)
+    load = drawn_load(2_003, requests, inf, PROMPTS, LAW)
     with engines(deployment, SCRATCH / "logs") as launched:
         found = killed_batch(deployment, launched, load, folder, CONCURRENCY)
     kept.write("killed", found._asdict())

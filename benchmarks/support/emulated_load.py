@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from rescheduler.emulation.emulate_options import AnswerLengths
-from rescheduler.emulation.scripted_answers import LENGTH, SEED, scripted_token
+from rescheduler.emulation.scripted_answers import LARGEST, LENGTH, SEED, scripted_token
 from rescheduler.openai.openai_stream import read_events
 
 FIRST_WORD, WORDS = 1_000, 1_024
@@ -150,7 +150,14 @@ async def _serve(
 
 
 def changed_answers(answers: Sequence[EmulatedAnswer], model: Path) -> int:
-    """Return how many answers that came are not their script: cut, doubled, or of another one."""
+    """Return how many answers that came are not their script: cut, doubled, or of another one.
+
+    Raises:
+        ValueError: a seed that no engine heeds, so that nobody knows the script.
+    """
+    largest = max((answer.request.seed for answer in answers), default=0)
+    if largest >= LARGEST:
+        raise ValueError(f"engines heed no seed of {LARGEST} or more, and one is {largest}")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     changed = 0

@@ -12,14 +12,23 @@ import numpy as np
 from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
 from rescheduler.emulation.emulate_options import AnswerLengths
 
-__all__ = ["LENGTH", "SEED", "Script", "ScriptedAnswers", "scripted_token", "standard_normal"]
+__all__ = [
+    "LARGEST",
+    "LENGTH",
+    "SEED",
+    "Script",
+    "ScriptedAnswers",
+    "scripted_token",
+    "standard_normal",
+]
 
 LENGTH = "emulated_length"
 """Key of a request's ``vllm_xargs``: tokens of its answer, the end included."""
 SEED = "emulated_seed"
 """Key of a request's ``vllm_xargs``: which words its answer has."""
 
-_LARGEST = 1 << 31
+LARGEST = 1 << 31
+"""Lengths and seeds are below this; others are as if none were stated."""
 _FIRST_WORD, _WORDS = 1_000, 1_024
 
 
@@ -98,4 +107,4 @@ def _key(name: str, arguments: Mapping[str, Any]) -> str:
 def _whole(value: Any, otherwise: int) -> int:
     """Return a whole number that a client gave, if it is one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and 0 <= value < _LARGEST else otherwise
+    return int(value) if is_number and 0 <= value < LARGEST else otherwise
