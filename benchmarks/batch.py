@@ -47,6 +47,7 @@ from benchmarks.support.emulated_load import (
     drawn_load,
     load_figures,
     serve_load,
+    steady_rate,
     step_sums,
 )
 from benchmarks.support.report import (
@@ -228,9 +229,7 @@ async def measured_capacity(plan: Plan, deployment: Deployment) -> Capacity:
     with proxy(deployment, SCRATCH):
         url, name = deployment.proxy_url, deployment.served_name
         answers = await serve_load(url, name, load, plan.dilation, 1_000_003)
-    ended = np.sort([one.last for one in answers]) / plan.dilation
-    low, high = int(0.2 * len(ended)), int(0.7 * len(ended))
-    requests = float((high - low) / (ended[high] - ended[low]))
+    requests = steady_rate(one.last / plan.dilation for one in answers)
     capacity = Capacity(requests, requests * float(np.mean([one.tokens for one in answers])))
     print(f"capacity: {capacity}", file=sys.stderr, flush=True)
     return capacity

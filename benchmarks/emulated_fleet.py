@@ -37,6 +37,7 @@ from benchmarks.support.emulated_load import (
     drawn_load,
     load_figures,
     serve_load,
+    steady_rate,
     step_sums,
 )
 from benchmarks.support.report import (
@@ -236,9 +237,7 @@ async def measured_capacity(plan: Plan, deployment: Deployment) -> float:
         answers = await serve_load(
             serving.proxy_url, serving.served_name, load, plan.dilation, 1_000_003
         )
-    ended = np.sort([one.last for one in answers]) / plan.dilation
-    low, high = int(0.2 * len(ended)), int(0.7 * len(ended))
-    capacity = float((high - low) / (ended[high] - ended[low]))
+    capacity = steady_rate(one.last / plan.dilation for one in answers)
     print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr, flush=True)
     return capacity
 

@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from benchmarks import emulated_fleet, live_rescheduling
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import FIRST_WORD, WORDS, drawn_load
+from benchmarks.support.emulated_load import FIRST_WORD, WORDS, drawn_load, steady_rate
 from benchmarks.support.finishing_load import Asked, serve_asking
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
@@ -221,7 +221,7 @@ class Bench:
         failed = [error for error in failed if error != "HTTP 429"]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed, as with {failed[0]}")
-        ended = np.sort([one.last for one in load if one.complete])
+        ended = [one.last for one in load if one.complete]
         seconds = [one.last - one.first for one in load if one.complete]
         return [_outcome(one, i) for i, one in enumerate(load)], _capacity(ended, seconds)
 
@@ -250,11 +250,9 @@ class Engines:
             self._running.__exit__(*raised)
 
 
-def _capacity(ended: Any, served: Sequence[float]) -> dict[str, float]:
+def _capacity(ended: Sequence[float], served: Sequence[float]) -> dict[str, float]:
     """Return requests a second in the steady part, and the median seconds of service."""
-    low, high = int(0.2 * len(ended)), int(0.7 * len(ended))
-    capacity = float((high - low) / (ended[high] - ended[low]))
-    return {"capacity": capacity, "seconds": float(np.median(served))}
+    return {"capacity": steady_rate(ended), "seconds": float(np.median(served))}
 
 
 def _known(figures: Mapping[str, float]) -> dict[str, float | None]:
@@ -337,7 +335,7 @@ def _serve_virtually(
         if name in run.sampled:
             at, interval = run.sampled[name]
             outcome["later_finish"] = [*interval, run.finished[name] - at]
-    ends = np.sort(list(run.finished.values()))
+    ends = list(run.finished.values())
     seconds = [run.finished[name] - run.started[name] for name in run.finished]
     return list(outcomes.values()), _capacity(ends, seconds)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -168,6 +168,13 @@ def changed_answers(answers: Sequence[EmulatedAnswer], model: Path) -> int:
         ids = [scripted_token(seed, n, vocabulary) for n in range(length - 1)]
         changed += answer.tokens != length or answer.text != tokenizer.decode(ids)
     return changed
+
+
+def steady_rate(ended: Iterable[float]) -> float:
+    """Return how many of a load that came at once ended in a second, in its steady part."""
+    times = np.sort(list(ended))
+    low, high = int(0.2 * len(times)), int(0.7 * len(times))
+    return float((high - low) / (times[high] - times[low]))
 
 
 def load_figures(answers: Sequence[EmulatedAnswer], dilation: float) -> dict[str, float]:

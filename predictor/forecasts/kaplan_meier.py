@@ -58,6 +58,11 @@ class KaplanMeierCurve:
         reached: FloatArray = np.concatenate([[1.0], self.survival])[steps]
         return reached
 
+    def quantile(self, level: float) -> float:
+        """Return the first value with S at most 1 - level; the largest seen where none has."""
+        i = int(np.searchsorted(-self.survival, level - 1.0, side="left"))
+        return float(self.times[i]) if i < len(self.times) else self.last_observed
+
 
 _FIRST, _DENSE_UNTIL, _OCTAVE = 5, 20, 6
 """Width of the bins near 0, where bins begin to grow, and bins in each doubling from there."""

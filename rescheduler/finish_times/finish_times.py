@@ -163,7 +163,7 @@ class FinishTimes:
         self.load.began(request)
         followed = self._followed.pop(request, None)
         complete = by_itself and request.generated_tokens > 0
-        if complete and not request.several:
+        if complete and not (request.several or request.background):
             self.load.lengths.ended(request)
         complete = complete and not request.slow_client
         for forecast in followed.forecasts.values() if followed is not None else ():
@@ -177,8 +177,11 @@ class FinishTimes:
     def expect(self, request: Placeable) -> Expected | None:
         """Return what is expected of a request now; None while nothing is known.
 
-        Nothing is either where no instance has room for it within 65,536 steps.
+        Nothing is either where no instance has room for it within 65,536 steps, nor of a background
+        request that waits for as long as others come.
         """
+        if request.background and not has_started(request):
+            return None
         if self._told is not None:
             of, at, told = self._told
             if of is request and self._clock() - at < _SAME_SECONDS:

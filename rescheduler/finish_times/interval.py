@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri
 
+from predictor.forecasts.kaplan_meier import KaplanMeierCurve
+
 __all__ = ["Calibration", "Interval", "Trial"]
 
 _LEAST = 1e-6
@@ -182,12 +184,10 @@ class Calibration:
         prior = [self._prior[i] for i in self._order[self._seen :]]
         values = np.array(scores + prior)
         ended = np.array(came + [True] * len(prior), dtype=bool)
-        n, order = len(values), np.lexsort((~ended, values))
-        alive = np.cumprod(1.0 - ended[order] / (n - np.arange(n)))
-        kept = ended[order]
-        self._scores, self._farthest = values[order][kept], float(values.max())
+        curve, n = KaplanMeierCurve.estimate(values, ~ended), len(values)
+        self._scores, self._farthest = curve.times, curve.last_observed
         # Of n scores and the one to come, each is as likely the largest as any other.
-        self._levels = (1.0 - alive[kept]) * n / (n + 1)
+        self._levels = (1.0 - curve.survival) * n / (n + 1)
         self._middle = float(np.interp(0.5, self._levels, self._scores))
 
 

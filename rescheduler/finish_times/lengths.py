@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted
 
@@ -20,16 +21,12 @@ _ANEW = 20
 
 
 class LatelyEnded:
-    r"""The lengths of the last 1,000 requests, for those of which no engine has said anything yet.
+    """The lengths of the last 1,000 requests, for those of which no engine has said anything yet.
 
     Of requests with a forecast from their prompt, the ratio of actual to expected tokens is kept in
     place of the number. A request that ended at its ``max_tokens`` would have gone on: the curve is
-    that of Kaplan and Meier, over the distinct lengths :math:`t` at which :math:`d` of the
-    :math:`n` requests that are at least as long ended by themselves:
-
-    .. math:: S(h) = \prod_{t \le h} \big(1 - d_t / n_t\big)
-
-    Before 30 requests have ended, `LiveForecasts` says what is expected.
+    a `KaplanMeierCurve`, which counts it as cut there. Before 30 requests have ended,
+    `LiveForecasts` says what is expected.
     """
 
     def __init__(self) -> None:
@@ -118,8 +115,7 @@ class _Curve:
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, bool]] = deque(maxlen=_KEPT)
-        self._values: FloatArray = np.empty(0)
-        self._survival: FloatArray = np.empty(0)
+        self._drawn: KaplanMeierCurve | None = None
         self._unseen = 0
 
     @property
@@ -130,29 +126,23 @@ class _Curve:
     def add(self, value: float, cut: bool) -> None:
         self._latest.append((value, cut))
         self._unseen += 1
+        if self._unseen >= _ANEW:
+            self._drawn = None
 
     def quantile(self, level: float) -> float:
-        """Return the value at a level; the largest one where the curve does not fall as far."""
-        self._draw()
-        i = int(np.searchsorted(-self._survival, -(1.0 - level), "left"))
-        return float(self._values[min(i, len(self._values) - 1)])
+        return self._curve.quantile(level)
 
     def survival(self, values: FloatArray) -> FloatArray:
-        """Return the probability of more than each value."""
-        self._draw()
-        at = np.searchsorted(self._values, values, "right")
-        return np.asarray(np.r_[1.0, self._survival][at])
+        return self._curve.at(values)
 
     def survival_at(self, value: float) -> float:
         """Return the probability of more than a value; above 0, that of what outlived all."""
-        return max(float(self.survival(np.array([value]))[0]), _OUTLIVED)
+        return max(float(self._curve.at([value])[0]), _OUTLIVED)
 
-    def _draw(self) -> None:
-        if self._unseen < _ANEW and len(self._values):
-            return
-        self._unseen = 0
-        values, cut = np.array(self._latest, dtype=np.float64).T
-        order = np.lexsort((cut, values))  # what ended before what was cut at the same length
-        at_risk = len(values) - np.arange(len(values))
-        self._values = values[order]
-        self._survival = np.cumprod(1.0 - (1.0 - cut[order]) / at_risk)
+    @property
+    def _curve(self) -> KaplanMeierCurve:
+        if self._drawn is None:
+            values, cut = zip(*self._latest, strict=True)
+            self._drawn = KaplanMeierCurve.estimate(np.array(values), np.array(cut))
+            self._unseen = 0
+        return self._drawn

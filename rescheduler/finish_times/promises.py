@@ -37,8 +37,8 @@ class Promises:
     Args:
         levels: of classes (``service_tier``), with one for ``default``.
         clock: that of ``arrived`` of a request.
-        ended: is told the class and the outcome of each promise: ``kept``, ``broken``, or ``left``
-            where the request did not end by itself in time.
+        ended: is told how each promise ended: ``kept``, ``broken``, or ``left`` where the request
+            did not end by itself in time, or its client took the time.
     """
 
     def __init__(

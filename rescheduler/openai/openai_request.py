@@ -128,7 +128,6 @@ class ClientRequest:
         direct: why it is sent to a decode instance alone, that prefills it too; empty: it
             is not. Such a request is handed through as it is and never moves.
         pinned: why it never moves once it decodes; empty: it may.
-        background: it asks for ``service_tier: flex``, and so to be served after all others.
     """
 
     path: str
@@ -152,12 +151,16 @@ class ClientRequest:
     progress: bool = False
     direct: str = ""
     pinned: str = ""
-    background: bool = False
 
     @property
     def chat(self) -> bool:
         """Whether it is a chat."""
         return self.path == CHAT
+
+    @property
+    def background(self) -> bool:
+        """Whether it is to be served after all others."""
+        return self.tier == "flex"
 
     @property
     def movable(self) -> bool:

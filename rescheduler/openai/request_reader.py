@@ -158,7 +158,7 @@ def read_request(
     body = _fields_of(raw)
     promise, progress = _promise(body), _takes_progress(body)
     read, unread = _checked(body, _Read)
-    background = _rank(body, read, unread, priority, ranks)
+    tier = _ranked(body, read, unread, priority, ranks)
     chat = path == CHAT
     direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
     maximum = read.max_tokens
@@ -182,14 +182,13 @@ def read_request(
         include_stop=bool(read.include_stop_str_in_output),
         skip_special_tokens=read.skip_special_tokens is not False,
         spaces_between_special_tokens=read.spaces_between_special_tokens is not False,
-        tier=read.service_tier or "default",
+        tier=tier,
         finish_in=promise.finish_in_s,
         finish_by=promise.finish_by,
         finish_level=promise.finish_level,
         progress=progress,
         direct=direct,
         pinned=pinned,
-        background=background,
     )
 
 
@@ -212,7 +211,7 @@ def read_forwarded(
         if field in body:
             raise RequestRefusedError(400, f"`{field}`: no promise is given for {path}", field)
     read, unread = _checked(body, _ReadForwarded)
-    in_background = _rank(body, read, unread, priority, ranks)
+    tier = _ranked(body, read, unread, priority, ranks)
     for field in ("background", "previous_response_id"):
         if field in unread or getattr(read, field):
             why = "responses are not kept where every instance can find them"
@@ -224,8 +223,8 @@ def read_forwarded(
         request_id=read.request_id,
         stream=bool(read.stream),
         max_tokens=read.max_output_tokens or read.max_tokens,
+        tier=tier,
         direct="path",
-        background=in_background,
     )
 
 
@@ -271,14 +270,14 @@ def _takes_progress(body: dict[str, Raw]) -> bool:
     return bool(asked)
 
 
-def _rank(
+def _ranked(
     body: dict[str, Raw],
     read: _Read | _ReadForwarded,
     unread: list[str],
     priority: bool,
     ranks: bool,
-) -> bool:
-    """Set the ``priority`` that engines see; return whether a request is a background one.
+) -> str:
+    """Set the ``priority`` that engines see, and return a request's tier.
 
     A tier that is no text is left for the engine to judge.
     """
@@ -289,7 +288,7 @@ def _rank(
         body.pop("priority", None)
     if background and ranks:
         body["priority"] = _LAST
-    return background
+    return read.service_tier or "default"
 
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:

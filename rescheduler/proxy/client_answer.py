@@ -32,6 +32,9 @@ class ClientAnswer:
 
     Args:
         expected: returns the further headers of a stream that begins now.
+
+    Attributes:
+        headers: of any answer, until it has begun.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ClientAnswer:
         expected: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._expected = expected
-        self._http, self._headers = http, dict(headers)
+        self._http, self.headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._events = self._ended = False
         self._writing, self._ending = asyncio.Lock(), False
@@ -94,7 +97,7 @@ class ClientAnswer:
 
     async def _write(self, data: bytes, headers: Mapping[str, str]) -> None:
         if self._stream is None:
-            self._stream = web.StreamResponse(headers={**self._headers, **headers})
+            self._stream = web.StreamResponse(headers={**self.headers, **headers})
             await self._in_time(self._stream.prepare(self._http))
         await self._in_time(self._stream.write(data))
 
@@ -115,7 +118,7 @@ class ClientAnswer:
         """
         if self._stream is None:
             if retry_after is not None:
-                self._headers["Retry-After"] = str(retry_after)
+                self.headers["Retry-After"] = str(retry_after)
             return await self.document(status, body)
         if not self._events or self._ended:
             if self._http.transport is not None and not self._ended:
@@ -133,7 +136,7 @@ class ClientAnswer:
         self, status: int, body: bytes, kind: str = "application/json"
     ) -> web.StreamResponse:
         """Send one document."""
-        headers = {**self._headers, "Content-Type": kind}
+        headers = {**self.headers, "Content-Type": kind}
         self._stream = web.Response(status=status, body=body, headers=headers)
         await self._in_time(self._stream.prepare(self._http))
         return await self.end()

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import zlib
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from aiohttp import web
@@ -123,6 +124,11 @@ async def _without_slash(request: web.Request, handler: Handler) -> web.StreamRe
     return await handler(request)
 
 
+def _refused(error: RequestRefusedError) -> str:
+    """Return the outcome of a request that the proxy refuses."""
+    return "refused" if error.status == 400 else f"rejected_{error.status}"
+
+
 def _is_unknown(found: web.UrlMappingMatchInfo) -> bool:
     return isinstance(found.http_exception, web.HTTPNotFound)
 
@@ -158,41 +164,48 @@ class _Endpoints:
                     self._proxy.cluster.dispatcher.admit_background()
                 return await self._answered(http, client)
         except RequestRefusedError as error:
-            outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
-            self._proxy.metrics.requests.labels(path, outcome).inc()
+            self._proxy.metrics.requests.labels(path, _refused(error)).inc()
             raise
 
     async def _answered(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         name = given_name(http.headers.get("X-Request-Id"), client)
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         request, reports = self._proxy.new_request(client, name, headers), self._proxy.reports
-        own, outcome = {"X-Request-Id": request.name}, "client_gone"
-        progress: asyncio.Task[None] | None = None
+        told = dict if reports is None else partial(reports.headers, request)
+        answer = ClientAnswer(http, client, {"X-Request-Id": request.name}, self._options, told)
+        outcome = "client_gone"
         try:
-            try:
-                if reports is None:
-                    refuse_promises(request)
-                else:
-                    own |= reports.arrived(request)
-            except RequestRefusedError as error:
-                outcome = "refused" if error.status == 400 else f"rejected_{error.status}"
-                answer = ClientAnswer(http, client, own, self._options)
-                return await answer.fail(error.status, error.body, error.retry_after)
-            told = dict if reports is None else partial(reports.headers, request)
-            answer = ClientAnswer(http, client, own, self._options, told)
-            if reports is not None and client.progress and client.stream and client.movable:
-                progress = asyncio.create_task(self._progress(request, answer, reports))
             response, outcome = await self._generated(request, answer)
             return response
         finally:
-            if progress is not None:
-                progress.cancel()
             self._proxy.request_ended(request, outcome)
+
+    @asynccontextmanager
+    async def _followed(self, request: LiveRequest, answer: ClientAnswer) -> AsyncIterator[None]:
+        """Follow a request while the body runs; a stream that asks gets comments meanwhile.
+
+        Raises:
+            RequestRefusedError: it must finish sooner than can be promised.
+        """
+        reports, client = self._proxy.reports, request.client
+        if reports is None:
+            refuse_promises(request)
+            yield
+            return
+        answer.headers |= reports.arrived(request)
+        if not (client.progress and client.stream and client.movable):
+            yield
+            return
+        progress = asyncio.create_task(self._progress(request, answer, reports))
+        try:
+            yield
+        finally:
+            progress.cancel()
 
     async def _progress(
         self, request: LiveRequest, answer: ClientAnswer, reports: FinishReports
     ) -> None:
-        """Tell the client of a stream regularly when it is expected to finish."""
+        """Send comments that say when a request is expected to finish, until cancelled."""
         with suppress(ClientGoneError):  # what writes the answer sees to that
             while True:
                 comment = reports.comment(request)
@@ -205,15 +218,16 @@ class _Endpoints:
     ) -> tuple[web.StreamResponse, str]:
         """Return the answer to a request, and how it ended."""
         try:
-            if request.client.movable:
-                await self._proxy.flow.run(request, answer.chunks)
-                return await answer.finish(), "ok"
-            return await self._proxy.pass_through.run(request, answer), "ok"
+            async with self._followed(request, answer):
+                if request.client.movable:
+                    await self._proxy.flow.run(request, answer.chunks)
+                    return await answer.finish(), "ok"
+                return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:
             return await answer.fail(error.status, error.body), "refused"
         except RequestRefusedError as error:
             failed = await answer.fail(error.status, error.body, error.retry_after)
-            return failed, f"rejected_{error.status}"
+            return failed, _refused(error)
         except UpstreamError as error:
             logger.error("request %s failed: %s", request.id, error)
             return await answer.fail_with(502, "the engines failed to serve it"), "failed"
