@@ -86,7 +86,10 @@ def main() -> None:
             kept = Cells(options.out, settings)
             name = cell.name if not options.quick else f"quick_{cell.name}"
             if kept.read(name) is None and not options.report:
-                kept.write(name, simulated(cell, options.traces))
+                try:
+                    kept.write(name, simulated(cell, options.traces))
+                except ValueError as error:  # a trace that cannot be read
+                    parser.error(str(error))
             if kept.read(name) is not None:
                 found[cell.name] = kept.read(name)
     figures: dict[str, float | str] = {}
