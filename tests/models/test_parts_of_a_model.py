@@ -53,7 +53,8 @@ def test_capture(served: Served) -> None:
 
 def test_forecasts(served: Served) -> None:
     heard, checkpoint = served.engines.heard.messages, served.engines.checkpoint
-    assert_forecasts_equal(heard, served.rows, checkpoint, repeats=False)  # of random weights
+    # Random weights repeat nothing, and a tiny model's steps are shorter than a publisher's delays.
+    assert_forecasts_equal(heard, served.rows, checkpoint, repeats=False, least=0.25)
 
 
 def test_moves(served: Served) -> None:

@@ -52,7 +52,8 @@ def test_capture(recorded: RowTable, model: Path) -> None:
 
 
 def test_forecasts(engines: PartsEngines, recorded: RowTable) -> None:
-    assert_forecasts_equal(engines.heard.messages, recorded, engines.checkpoint)
+    heard, checkpoint = engines.heard.messages, engines.checkpoint
+    assert_forecasts_equal(heard, recorded, checkpoint, least=0.25)  # steps of two layers are short
 
 
 def test_batching(engines: PartsEngines, recorded: RowTable) -> None:

@@ -62,11 +62,16 @@ def write_all_reading(folder: Path, model: Path | None = None) -> Path:
 
 
 def assert_forecasts_equal(
-    messages: Sequence[Message], rows: RowTable, checkpoint: Path, repeats: bool = True
+    messages: Sequence[Message],
+    rows: RowTable,
+    checkpoint: Path,
+    repeats: bool = True,
+    least: float = 0.9,
 ) -> None:
-    """Assert that nearly all rows were forecast, as an offline pass over the dataset does.
+    """Assert that rows were forecast, ``least`` of them, as an offline pass over the dataset does.
 
-    Within 1e-4 in probability: the wire rounds to 1/65,535, the batches differ.
+    Within 1e-4 in probability: the wire rounds to 1/65,535, the batches differ. What ended before
+    it could be published is not: on a busy machine that is much of what a tiny model answers.
     """
     repeated = rows.numbers()[:, INPUTS.index("repetition")]
     assert np.unique(repeated).size > 1 or not repeats, (
@@ -84,5 +89,5 @@ def assert_forecasts_equal(
             assert left == rows.tokens_left()[i]
             compared += 1
             first |= {name} if n == 0 else set()
-    assert compared >= 0.9 * len(rows) > 0
+    assert compared >= least * len(rows) > 0
     assert len(first) == len(rows.requests), "forecast at the end of its prefill"
