@@ -39,6 +39,7 @@ class TinyModel(NamedTuple):
         moves: whether its requests can move.
         flags: that engines need for them to move.
         captured: whether its states can be captured.
+        kv_blocks: of an engine, few enough that requests are preempted.
     """
 
     config: str
@@ -46,9 +47,10 @@ class TinyModel(NamedTuple):
     moves: bool = True
     flags: tuple[str, ...] = ()
     captured: bool = True
+    kv_blocks: int = 24
 
 
-_ONE_GROUP = ("--disable-hybrid-kv-cache-manager",)
+_TWO_GROUPS = 34
 TINY_MODELS = {
     "llama": TinyModel("LlamaConfig"),
     "llama-tied": TinyModel("LlamaConfig", {"tie_word_embeddings": True}),
@@ -56,9 +58,11 @@ TINY_MODELS = {
     "qwen3": TinyModel("Qwen3Config"),
     "qwen3-moe": TinyModel("Qwen3MoeConfig", _EXPERTS),
     "mistral": TinyModel("MistralConfig", {"sliding_window": None}),
-    "gemma2": TinyModel("Gemma2Config", _WINDOWS | {"query_pre_attn_scalar": 32}, flags=_ONE_GROUP),
+    "gemma2": TinyModel(
+        "Gemma2Config", _WINDOWS | {"query_pre_attn_scalar": 32}, kv_blocks=_TWO_GROUPS
+    ),
     "gemma3": TinyModel(
-        "Gemma3TextConfig", _WINDOWS | {"query_pre_attn_scalar": 32}, flags=_ONE_GROUP
+        "Gemma3TextConfig", _WINDOWS | {"query_pre_attn_scalar": 32}, kv_blocks=_TWO_GROUPS
     ),
     "phi4": TinyModel("Phi3Config", {"rope_scaling": None}),
     "granite": TinyModel("GraniteConfig", {"logits_scaling": 8.0, "attention_multiplier": 0.0156}),
@@ -85,7 +89,7 @@ TINY_MODELS = {
         flags=("--no-enable-prefix-caching",),
     ),
     "olmo2": TinyModel("Olmo2Config"),
-    "cohere2": TinyModel("Cohere2Config", _WINDOWS, flags=_ONE_GROUP),
+    "cohere2": TinyModel("Cohere2Config", _WINDOWS, flags=("--disable-hybrid-kv-cache-manager",)),
     "mimo": TinyModel("Qwen2Config", {"architectures": ["MiMoForCausalLM"]}, captured=False),
 }
 

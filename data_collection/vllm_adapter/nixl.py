@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from data_collection.vllm_adapter.requests import written_tokens
@@ -41,6 +42,12 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.failed_loads = 0
         self.manager: Any = None
+        self._windows = [
+            group.kv_cache_spec.sliding_window
+            if isinstance(group.kv_cache_spec, SlidingWindowSpec)
+            else None
+            for group in kv_cache_config.kv_cache_groups
+        ]
         self._pinned: dict[str, list[Any]] = {}
 
     def bind(self, manager: Any) -> None:
@@ -105,30 +112,58 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """Keep the full blocks of a running request under a name of their own.
 
         Returns:
-            Tokens in those blocks, 0 if there are none, and what a request for them carries.
+            Tokens in those blocks, 0 if they cannot be kept, and what a request for them carries.
         """
-        full = written_tokens(request) // self.block_size
-        if full == 0:
+        tokens = written_tokens(request) // self.block_size * self.block_size
+        held = self.manager.get_blocks(request.request_id).blocks
+        kept = self._blocks_to_pull(held, tokens)
+        if not tokens or any(block.is_null for group in kept for block in group):
             return 0, None
-        (blocks,) = self.manager.get_blocks(request.request_id).blocks
-        kept = list(blocks[:full])
-        self.manager.block_pool.touch(kept)
-        self._pinned[alias] = kept
+        every = [block for group in kept for block in group]
+        self.manager.block_pool.touch(every)
+        self._pinned[alias] = every
         self.announce(alias)
         deadline = self.keep(alias, seconds)
-        tokens = full * self.block_size
-        block_ids = [block.block_id for block in kept]
-        return tokens, self.remote_params(alias, block_ids, tokens, deadline)
+        block_ids = [[block.block_id for block in group] for group in kept]
+        return tokens, self._pull_params(alias, block_ids, tokens, deadline)
 
     def remote_params(
-        self, name: str, block_ids: list[int], tokens: int, deadline: float
+        self, name: str, block_ids: Any, tokens: int, deadline: float
     ) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of a request that pulls these blocks."""
+        """Return the ``kv_transfer_params`` of a request that pulls these blocks.
+
+        Args:
+            name: under which they are kept.
+            block_ids: of each group, of the whole request.
+            tokens: in them.
+            deadline: until when they are kept.
+        """
+        read = self._blocks_to_pull(block_ids, tokens)
+        null = self.manager.block_pool.null_block.block_id
+        if any(null in group for group in read):  # freed, so that all is computed again
+            tokens = 0
+        return self._pull_params(name, read, tokens, deadline)
+
+    def _blocks_to_pull(self, blocks: Any, tokens: int) -> list[list[Any]]:
+        """Return the blocks of each group of which another engine that has these tokens has need.
+
+        Of a sliding window these are the ones to which the next token looks back: others have
+        been freed, and will not be allocated there.
+        """
+        read = []
+        for group, window in zip(blocks, self._windows, strict=True):
+            start = 0 if window is None else max(0, tokens - window + 1) // self.block_size
+            read.append(list(group[start : cdiv(tokens, self.block_size)]))
+        return read
+
+    def _pull_params(
+        self, name: str, block_ids: list[list[int]], tokens: int, deadline: float
+    ) -> dict[str, Any]:
         parallel = self.vllm_config.parallel_config
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(block_ids[: cdiv(tokens, self.block_size)])],
+            "remote_block_ids": block_ids,
             "remote_engine_id": self.engine_id,
             "remote_request_id": name,
             "remote_host": self.side_channel_host,
@@ -145,9 +180,13 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return params
 
     def blocks(self) -> tuple[int, int]:
-        """Return the blocks that requests can have, and those that none has."""
-        pool = self.manager.block_pool
-        return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()  # block 0 is the null block
+        """Return the blocks that requests can have, and those that none has, of each group.
+
+        Groups share one pool, and a request has as many blocks of each, but for windows.
+        """
+        pool, groups = self.manager.block_pool, len(self._windows)
+        # Block 0 is the null block.
+        return (pool.num_gpu_blocks - 1) // groups, pool.get_num_free_blocks() // groups
 
 
 class KeepingWorker(NixlPullConnectorWorker):  # type: ignore[misc]

@@ -77,7 +77,9 @@ def fullness(scheduler: Any) -> dict[str, Any]:
         "running": len(scheduler.running),
         "waiting": len(_without_cache(scheduler)),
         "kv_usage": float(scheduler.kv_cache_manager.usage),
+        # Groups share one pool, and a request has as many blocks of each, but for windows.
         "kv_capacity_tokens": int(scheduler.cache_config.num_gpu_blocks)
+        // len(scheduler.kv_cache_config.kv_cache_groups)
         * int(scheduler.block_size),
     }
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from data_collection.models import NORM_WITH_LOGITS
 from data_collection.versions import is_supported_vllm, supported_vllm, vllm_version
@@ -59,8 +59,7 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[A
     scheduler = scheduling.scheduler_cls
     reports = getattr(scheduler, "__name__", str(scheduler)).endswith(_REPORTING)
     specs = [group.kv_cache_spec for group in kv_cache_groups]
-    of_layers = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
-    has_states = any(isinstance(spec, MambaSpec) for layers in of_layers for spec in layers)
+    has_states = any(isinstance(layer, MambaSpec) for spec in specs for layer in _layers(spec))
     everywhere = ("capture", "batching", "moves")
     checks = (
         (
@@ -141,14 +140,34 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[A
         ),
         (
             ("moves",),
-            len(specs) > 1 and not has_states,
-            f"its KV cache has {len(specs)} groups (some of its attention is of a window), and "
-            "only one is supported; give --disable-hybrid-kv-cache-manager",
+            not has_states and _unreadable(specs, vllm_config.cache_config.block_size),
+            "blocks of its windows or chunks of attention cannot be matched with another engine's; "
+            "give --disable-hybrid-kv-cache-manager",
         ),
     )
     found = [problem for parts, is_there, problem in checks if is_there and part in parts]
     if found:
         raise ValueError(_REFUSED[part].format("; ".join(found)))
+
+
+def _unreadable(specs: Sequence[Any], block_size: int) -> bool:
+    """Return whether another engine cannot tell which blocks of these groups it needs.
+
+    Where a window is a whole number of blocks and one token, vLLM frees a block that the last
+    token of a prompt, which is computed again after a read, still looks back to.
+    """
+    known = (FullAttentionSpec, SlidingWindowSpec)
+    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    return (
+        not all(isinstance(layer, known) for spec in specs for layer in _layers(spec))
+        or (len(specs) > 1 and any(spec.block_size != block_size for spec in specs))
+        or any(window % block_size == 1 for window in windows)
+    )
+
+
+def _layers(spec: Any) -> list[Any]:
+    """Return a group's specification, or those of its layers where they differ."""
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
 def runner_and_platform() -> tuple[str, str]:

@@ -51,7 +51,8 @@ class PacedWorker(KeepingWorker):
             for name, read in metadata.reqs_to_recv.items():
                 if not read.awaiting_kvs and not any(read.local_block_ids):
                     continue  # it is all here already, or has been aborted
-                blocks = sum(len(group) for group in read.local_block_ids)
+                groups = [len(group) for group in read.local_block_ids]
+                blocks = sum(groups) // max(1, len(groups))  # each of a part of the layers
                 seconds = self._dilation * self._transfer.seconds(blocks * self.block_size)
                 self._free_at = max(self._free_at, now) + seconds
                 self._due[name] = self._free_at

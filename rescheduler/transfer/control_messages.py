@@ -153,8 +153,9 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
     """Full blocks of a running request, kept for another engine.
 
-    The ``token_ids`` in them are a multiple of the block size; ``params`` are for a request for
-    them.
+    The ``token_ids`` are those in them, a multiple of the block size, and the next one, which is
+    computed: of a sliding window vLLM caches what comes before a prompt's last token. ``params``
+    are for a request of these tokens.
     """
 
     token_ids: TokenIds

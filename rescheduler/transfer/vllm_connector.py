@@ -82,7 +82,7 @@ class MigratingScheduler(KeepingScheduler):
     it builds the connector's metadata at the end of each step.
 
     Raises:
-        ValueError: an impossible configuration, or a model whose cache has several groups.
+        ValueError: an impossible configuration, or a model whose requests cannot move.
     """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
@@ -93,6 +93,7 @@ class MigratingScheduler(KeepingScheduler):
         self._live: dict[str, Request] = {}  # all, by the engine's id
         self._requests: dict[str, Request] = {}  # those that can move, by migration id
         self._params: dict[str, MigrationParams] = {}
+        self._copies: set[str] = set()
         self._freezes: dict[str, _Freeze] = {}
         self._kept: dict[str, tuple[int, str]] = {}  # hop and the engine's id, by migration id
         self._over: dict[str, tuple[int, float]] = {}  # hop and until when, by migration id
@@ -136,7 +137,9 @@ class MigratingScheduler(KeepingScheduler):
             key = f"kv_transfer_params.{MIGRATION_PARAMS}"
             logger.error("%s: %s: %s; it cannot move", name, key, error)
             return
-        if not params.copies:
+        if params.copies:
+            self._copies.add(name)
+        else:
             self._params[name] = params
             self._requests[params.id] = request
 
@@ -147,9 +150,10 @@ class MigratingScheduler(KeepingScheduler):
 
         What a pre-copy has left is sooner computed than pulled: a pull takes a step of its own.
         """
-        given = request.kv_transfer_params or {}
-        params = self._params.get(request.request_id)
-        if given.get("do_remote_prefill") and params is not None and params.generated:
+        given, name = request.kv_transfer_params or {}, request.request_id
+        params = self._params.get(name)
+        decoded = name in self._copies or (params is not None and params.generated)
+        if given.get("do_remote_prefill") and decoded:
             remote = min(given.get("remote_num_tokens") or 0, request.num_tokens - 1)
             count = remote - num_computed_tokens
             pulls = count >= max(1, self.kv_recompute_threshold)
@@ -163,6 +167,7 @@ class MigratingScheduler(KeepingScheduler):
         """Keep a frozen request's blocks for the engine that takes over; else as usual."""
         name = request.request_id
         self._live.pop(name, None)
+        self._copies.discard(name)
         params = self._params.pop(name, None)
         if params is not None and self._requests.get(params.id) is request:
             del self._requests[params.id]
@@ -187,7 +192,7 @@ class MigratingScheduler(KeepingScheduler):
         tokens = min(request.num_tokens - 1, requests.written_tokens(request))
         deadline = self.keep(name, self._config.time_to_live)
         self._kept[params.id] = params.hop, name
-        remote = self.remote_params(name, block_ids[0], tokens, deadline)
+        remote = self.remote_params(name, block_ids, tokens, deadline)
         frozen = messages.Frozen(
             number=freeze.asked.command.number,
             output_token_ids=list(request.output_token_ids),
@@ -335,9 +340,9 @@ class MigratingScheduler(KeepingScheduler):
         alias = f"{request.request_id}-snapshot-{self._snapshots + 1}"
         tokens, params = self.keep_full_blocks(request, alias, self._config.time_to_live)
         if tokens == 0:
-            return "it fills no block yet"
+            return "it fills no block yet, or what its window needs is freed"
         self._snapshots += 1
-        token_ids = list(request.all_token_ids[:tokens])
+        token_ids = list(request.all_token_ids[: tokens + 1])
         snapshot = messages.Snapshot(number=command.number, token_ids=token_ids, params=params)
         self._taken.append((self._step + self._steps_in_flight, asked, snapshot))
         return None

@@ -12,7 +12,13 @@ from forked_vllm import run_forked
 from transformers import Qwen2Config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from benchmarks.support.offline_engine import record
 from data_collection.vllm_adapter import steps
@@ -20,7 +26,8 @@ from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
 from rescheduler.batching.fair_batching import rank_path
 
-ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+ATTENTION = FullAttentionSpec(block_size=16, **HEADS)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PARTS: dict[Part, str] = {
     "capture": "Headway cannot capture hidden states: ",
@@ -115,10 +122,28 @@ def test_all_that_is_in_the_way_is_named(smollm2: Path) -> None:
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(
         ValueError,
-        match=r"pipeline parallelism is on.*; its KV cache has 2 groups .*; "
+        match=r"pipeline parallelism is on.*; blocks of its windows .* cannot be matched .*; "
         r"give --disable-hybrid-kv-cache-manager; or remove `control`",
     ):
-        refuse_unsupported("moves", config, [group(ATTENTION), group(ATTENTION)])
+        chunks = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS)
+        refuse_unsupported("moves", config, [group(ATTENTION), group(chunks)])
+
+
+@pytest.mark.parametrize("window", [64, 63, 66])
+def test_windows_beside_whole_attention_move(smollm2: Path, window: int) -> None:
+    config = vllm_config(smollm2, block_size=16)
+    windows = SlidingWindowSpec(block_size=16, sliding_window=window, **HEADS)
+    refuse_unsupported("moves", config, [group(ATTENTION), group(windows)])
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(16, 65), (32, 64)])
+def test_windows_whose_blocks_do_not_match_cannot_move(
+    smollm2: Path, block_size: int, window: int
+) -> None:
+    config = vllm_config(smollm2, block_size=16)
+    windows = SlidingWindowSpec(block_size=block_size, sliding_window=window, **HEADS)
+    with pytest.raises(ValueError, match="give --disable-hybrid-kv-cache-manager"):
+        refuse_unsupported("moves", config, [group(ATTENTION), group(windows)])
 
 
 @pytest.mark.parametrize("alone", [True, False])

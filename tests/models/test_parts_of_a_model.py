@@ -42,7 +42,7 @@ def served(
 ) -> Iterator[Served]:
     folder, made = tmp_path_factory.mktemp("model"), TINY_MODELS[request.param]
     model = tiny_model(request.param, smollm2, folder / request.param)
-    with parts_engines(model, folder, made.flags, made.moves) as engines:
+    with parts_engines(model, folder, made.flags, made.moves, made.kv_blocks) as engines:
         yield Served(request.param, model, engines, engines.recorded())
 
 
@@ -65,6 +65,7 @@ def test_moves(served: Served) -> None:
     for name, case in MOVED.items():
         assert_unchanged(compared, name, case)
     assert served.engines.read_by_a_move() > 0.9
+    assert served.engines.cached_by_a_copy() == 1.0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import aiohttp
@@ -171,6 +171,50 @@ async def _until_asked(
         if cut is not None and freezing is None and len(generation.tokens) >= cut:
             freezing = asyncio.create_task(engine.control.freeze(generation.id, hop, PATIENCE))
     return freezing
+
+
+class Copied(NamedTuple):
+    """A request of which a copy was made ahead of its move.
+
+    Attributes:
+        generation: until it was frozen.
+        copied: tokens of the copy.
+        frozen: what the next engine gets.
+        before: prompt tokens of the target after the copy, by where their KV cache came from.
+    """
+
+    generation: Generation
+    copied: int
+    frozen: Frozen
+    before: dict[str, float]
+
+
+async def copied_ahead(
+    source: Engine, target: Engine, body: dict[str, Any], cut: int = 8
+) -> Copied:
+    """Copy a request to another engine once it has some tokens, and freeze it after that."""
+    for _ in range(20):  # on a busy machine a request may end before it is frozen
+        generation, taken, freezing, before = Generation(), None, None, {}
+        path, sent = place(body, generation, {}, 0, False)
+        async for chunk in source.stream(path, sent):
+            generation.take(chunk)
+            if len(generation.tokens) >= cut and taken is None:
+                taken = await source.control.snapshot(generation.id, PATIENCE)
+                known = generation.prompt + generation.tokens
+                assert taken.token_ids[: len(known)] == known[: len(taken.token_ids)]
+                copies = {"headway": {"id": generation.id, "hop": 0, "copies": True}}
+                copy = {"prompt": taken.token_ids, "max_tokens": 1}
+                copy["kv_transfer_params"] = taken.params | copies
+                async for _ in target.stream(path, sent | copy):
+                    pass
+                before = await target.prompt_tokens()
+                freezing = asyncio.create_task(source.control.freeze(generation.id, 0, PATIENCE))
+        assert taken is not None and freezing is not None
+        try:
+            return Copied(generation, len(taken.token_ids) - 1, await freezing, before)
+        except NotFrozenError as error:
+            assert len(generation.tokens) == body["max_tokens"], error
+    raise AssertionError("the request ended each time before it was frozen")
 
 
 async def until_frozen(engine: Engine, body: dict[str, Any] = GREEDY) -> Generation:

@@ -13,7 +13,17 @@ from batching_profile import profile_of
 from forecast_messages import write_all_reading
 from listening import Listener, listener
 from move_cases import CASES
-from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
+from moving import (
+    GREEDY,
+    STORY,
+    Engine,
+    Generation,
+    Run,
+    copied_ahead,
+    finish,
+    moved,
+    runner_on,
+)
 from msgspec.structs import replace
 from recorded_requests import wait_until_recorded
 from running_deployment import ENGINE, recording
@@ -105,10 +115,33 @@ class PartsEngines:
         read: float = self.on_both()(work)
         return read
 
+    def cached_by_a_copy(self) -> float:
+        """Move a request of which a copy was made; return how much of the copy was used.
+
+        The tokens are those of a request that stays.
+        """
+        used = "local_cache_hit"
+
+        async def work(both: list[Engine]) -> float:
+            body = GREEDY | {"prompt": "A copy. " + STORY * 8, "max_tokens": 150}
+            generation, copied, frozen, before = await copied_ahead(*both, body)
+            body["max_tokens"] = len(generation.tokens) + 20
+            await finish(both[1], body, generation, frozen.params, 1)
+            after = await both[1].prompt_tokens()
+            assert generation.tokens == (await moved(both, body, [])).tokens
+            return (after[used] - before.get(used, 0)) / copied
+
+        cached: float = self.on_both()(work)
+        return cached
+
 
 @contextmanager
 def parts_engines(
-    model: Path, folder: Path, flags: Sequence[str] = (), moves: bool = True
+    model: Path,
+    folder: Path,
+    flags: Sequence[str] = (),
+    moves: bool = True,
+    kv_blocks: int = 24,
 ) -> Iterator[PartsEngines]:
     """Run engines of a model, which write into a folder, with the flags that it needs.
 
@@ -118,7 +151,7 @@ def parts_engines(
         ENGINE,
         checkpoint=str(write_all_reading(folder / "predictor", model)),
         max_model_len=512,
-        kv_blocks=24,
+        kv_blocks=kv_blocks,
         k=1,
         batching={
             "profile": str(profile_of(model, folder / "profile.yaml", _TIMES)),

@@ -13,6 +13,7 @@ from moving import (
     Engine,
     Generation,
     Run,
+    copied_ahead,
     finish,
     idle_state,
     moved,
@@ -78,26 +79,9 @@ def test_a_copy_leaves_only_the_tail_to_compute(on_engines: Run) -> None:
     async def work(engines: list[Engine]) -> None:
         # The source has more to generate than it can while the target warms up.
         body = GREEDY | {"prompt": STORY * 9 + " snapshot", "max_tokens": 700}
-        generation, source, target = Generation(), *engines
-        path, sent = place(body, generation, {}, 0, False)
-        taken = freezing = None
-        async for chunk in source.stream(path, sent):
-            generation.take(chunk)
-            if len(generation.tokens) >= 8 and taken is None:
-                taken = await source.control.snapshot(generation.id, PATIENCE)
-                known = generation.prompt + generation.tokens
-                assert taken.token_ids[: len(known)] == known[: len(taken.token_ids)]
-                copies = {"headway": {"id": generation.id, "hop": 0, "copies": True}}
-                copy = {"prompt": taken.token_ids, "max_tokens": 1}
-                copy["kv_transfer_params"] = taken.params | copies
-                async for _ in target.stream(path, sent | copy):
-                    pass
-                before = await target.prompt_tokens()
-                freezing = asyncio.create_task(source.control.freeze(generation.id, 0, PATIENCE))
-        assert taken is not None and freezing is not None
-        copied = len(taken.token_ids)
+        source, target = engines
+        generation, copied, frozen, before = await copied_ahead(source, target, body)
         assert copied % 32 == 0 and copied >= len(generation.prompt) - 31
-        frozen = await freezing
         tail = len(generation.prompt) + len(generation.tokens) - copied
         body["max_tokens"] = len(generation.tokens) + 12
         await finish(target, body, generation, frozen.params, 1)
