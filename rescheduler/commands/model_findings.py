@@ -10,7 +10,8 @@ from data_collection.text_file import read_text
 __all__ = ["Finding", "model_findings"]
 
 _STATES = ("linear_attention", "mamba", "conv", "recurrent")
-_WINDOWS = ("sliding_attention", "chunked_attention")
+_ONE_MORE = "cohere2"
+"""Models whose windows hold one token more than they say: no whole number of blocks."""
 _PATTERNS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 _INNER = ("text_config", "thinker_config", "llm_config")
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration")
@@ -70,8 +71,9 @@ def _moves(config: dict[str, Any]) -> Finding:
     if any(kind.startswith(_STATES) for kind in kinds) or "mamba" in str(config.get("model_type")):
         wrong = "it has layers whose state is not a KV cache, which no other engine can read"
         return Finding("moves", "problem", wrong, "remove `control` to serve it without moves")
-    if len(kinds) > 1 and any(kind in _WINDOWS for kind in kinds):
-        wrong = "some of its layers attend to a window, others to everything"
+    in_chunks = "chunked_attention" in kinds or str(config.get("model_type")).startswith(_ONE_MORE)
+    if len(kinds) > 1 and in_chunks:
+        wrong = "blocks of its windows or chunks cannot be matched with another engine's"
         return Finding("moves", "note", wrong, "give --disable-hybrid-kv-cache-manager")
     if not kinds and any(part in str(key).lower() for key in config for part in _UNUSUAL):
         wrong = "some of its layers seem to have a state in place of a KV cache"
