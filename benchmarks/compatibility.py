@@ -1,12 +1,14 @@
 """Which parts of Headway work on which version of vLLM, and with which models, by running them.
 
     python -m benchmarks.compatibility [--versions 0.31 0.33 ...] [--models qwen3 ...]
-        [--json OUT] [--page PAGE]
+        [--chaos MINUTES] [--json OUT] [--page PAGE]
 
 Each version is downloaded once into a folder of its own, and runs the contract tests and
 `tests/versions`: capture, forecasts, batches by deadlines and moves, on two layers of SmolLM2 and
 real engines. Versions without a CPU wheel run their own Python on the compiled part of the
-installed one. Models have random weights, and run `tests/models` on the installed version.
+installed one. With ``--chaos`` each version also serves `benchmarks.chaos` for so long: nothing may
+be lost, changed or leaked. Models have random weights, and run `tests/models` on the installed
+version.
 
 What is not asked for is kept as the file has it. With ``--page`` the tables in that page are
 replaced.
@@ -31,8 +33,13 @@ from rescheduler.simulator.results.report import markdown_table
 _ROOT = Path(__file__).parents[1]
 PARTS = ("contract", "capture", "forecasts", "batching", "moves")
 MODEL_PARTS = ("capture", "forecasts", "moves")
-TABLES = {"versions": (PARTS, SUPPORTED_VLLM), "models": (MODEL_PARTS, TINY_MODELS)}
+TABLES = {
+    "versions": ((*PARTS, "chaos"), SUPPORTED_VLLM),
+    "models": (MODEL_PARTS, TINY_MODELS),
+}
 """Of the page: columns, and rows as far as they have run."""
+NEVER = ("blocks_leaked", "honest_4xx", "honest_5xx", "lost", "poison_5xx", "tokens_changed")
+"""What chaos counts and must not find."""
 VERSION_TESTS = ("tests/integration/test_vllm_contract.py", "tests/versions")
 
 
@@ -41,6 +48,7 @@ def main() -> None:
     choose: dict[str, Any] = {"nargs": "*", "default": []}
     parser.add_argument("--versions", choices=SUPPORTED_VLLM, **choose)
     parser.add_argument("--models", choices=list(TINY_MODELS), **choose)
+    parser.add_argument("--chaos", type=float, metavar="MINUTES", help="of each version, besides")
     parser.add_argument("--all", action="store_true", help="all versions and models")
     parser.add_argument("--page", type=Path, help="replace the tables in this page")
     options = parser.parse_args()
@@ -56,7 +64,10 @@ def main() -> None:
         figures = json.loads(options.json.read_text())["figures"]
     for version in options.versions:
         found = run(version, VERSION_TESTS)
-        figures |= said(f"vLLM {version}", {f"{part}_{version}": found[part] for part in PARTS})
+        found |= {"chaos": chaos(version, options.chaos)} if options.chaos is not None else {}
+        figures |= said(
+            f"vLLM {version}", {f"{part}_{version}": how for part, how in found.items()}
+        )
     for model in options.models:
         found = run(NEWEST_CPU_VLLM, ["tests/models"], model)
         made = TINY_MODELS[model]
@@ -118,6 +129,28 @@ def run(version: str, tests: Sequence[str], model: str | None = None) -> dict[st
             print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
             return dict.fromkeys(PARTS, "not run")
         return outcomes_of(report, done.stdout)
+
+
+def chaos(version: str, minutes: float) -> str:
+    """Return how a deployment of a version fared: ``passed``, ``failed`` or ``not run``."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "chaos.json"
+        command = [sys.executable, "-m", "benchmarks.chaos", f"--minutes={minutes}"]
+        done = subprocess.run(
+            [*command, f"--json={report}"],
+            env=environment_of(version),
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not report.is_file():
+            print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+            return "not run"
+        figures = json.loads(report.read_text())["figures"]
+        print(f"vLLM {version}: {figures}", file=sys.stderr)
+        went_well = figures["moves"] > 0 and not any(figures[name] for name in NEVER)
+        return "passed" if went_well else "failed"
 
 
 def outcomes_of(report: Path, printed: str) -> dict[str, str]:

@@ -35,7 +35,8 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     Attributes:
         manager: of the KV cache; None before it is bound.
-        failed_loads: reads of another engine's KV cache that failed, so that it was computed again.
+        failed_loads: reads of another engine's KV cache that failed, or for which blocks had been
+            freed here, so that it was computed again.
     """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
@@ -140,7 +141,8 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """
         read = self._blocks_to_pull(block_ids, tokens)
         null = self.manager.block_pool.null_block.block_id
-        if any(null in group for group in read):  # freed, so that all is computed again
+        if any(null in group for group in read):  # freed: all is computed again
+            self.failed_loads += 1
             tokens = 0
         return self._pull_params(name, read, tokens, deadline)
 

@@ -28,6 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -35,6 +36,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
@@ -77,6 +79,9 @@ def test_our_classes_lack_no_method(ours: type) -> None:
     ("structure", "names"),
     [
         (CacheConfig, "num_gpu_blocks mamba_cache_mode"),
+        (KVCacheBlock, "block_id is_null"),
+        (KVCacheGroupSpec, "kv_cache_spec"),
+        (SlidingWindowSpec, "sliding_window block_size"),
         (CachedRequestData, "req_ids num_computed_tokens num_output_tokens"),
         (CachedRequestState, "output_token_ids generator"),
         (EngineCoreOutput, "request_id new_token_ids new_logprobs finish_reason stop_reason"),
@@ -107,7 +112,8 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
     [
         ("config.model", "ModelConfig", "runner_type hf_text_config"),
         ("v1.core.kv_cache_manager", "KVCacheManager", "block_pool enable_caching"),
-        ("v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
+        ("v1.core.block_pool", "BlockPool", "num_gpu_blocks null_block"),
+        ("v1.core.sched.scheduler", "Scheduler", "kv_cache_config"),
         ("v1.request", "Request", "request_id arrival_time status client_index sampling_params"),
         ("v1.request", "Request", "num_prompt_tokens num_computed_tokens num_output_placeholders"),
         ("v1.request", "Request", "num_in_flight_tokens num_preemptions is_prefill_chunk"),
