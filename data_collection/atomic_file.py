@@ -29,10 +29,12 @@ def refuse_unwritable(path: Path) -> None:
     """Raise now what writing a file after long work would raise.
 
     Raises:
-        OSError: it is a folder, or its folder does not exist or cannot be written.
+        OSError: it is a folder or a device, or its folder does not exist or cannot be written.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file, and would be replaced by one")
     if not os.access(path.parent, os.W_OK):
         reason = "cannot be written" if path.parent.exists() else "does not exist"
         raise OSError(f"{path}: its folder {reason}")
@@ -44,7 +46,12 @@ def replace_file(path: Path) -> Iterator[Path]:
 
     The temporary file is flushed to the disk before the rename, and removed when the body
     fails, so that a killed process or a full disk never leaves half a file under ``path``.
+
+    Raises:
+        OSError: it cannot be written, or is a device, a pipe or a socket.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(f"{path} is not a regular file, and would be replaced by one")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -1,8 +1,10 @@
 """`headway batch`: a file of requests, sent to a server until each has its answer."""
 
 import asyncio
+import math
 import os
 import random
+import resource
 import socket
 import sys
 import time
@@ -21,8 +23,9 @@ from rescheduler.batch.batch_input import Batch, BatchRequest, read_batch
 from rescheduler.batch.batch_output import Answer, BatchOutput, result_path
 from rescheduler.batch.batch_progress import BatchProgress
 from rescheduler.commands.event_loop import end_when_asked
+from rescheduler.commands.log_format import escaped
 
-__all__ = ["BatchSender", "BatchStoppedError", "batch"]
+__all__ = ["BatchSender", "BatchStoppedError", "batch", "server_address"]
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 15.0
@@ -30,10 +33,11 @@ _LONGEST_RETRY_AFTER = 600.0
 _CONNECT_SECONDS, _LOOK_SECONDS = 10.0, 1.0
 _NOT_FINAL = (408, 425, 429)
 _NEVER = 501
-_OWN_FAULTS = (500, 502)
-"""What a server answers to a request that breaks its engines, and also while they are started."""
-_MOST_OWN_FAULTS = 20
-"""In a row, for which a request is sent for ten minutes or so."""
+_OWN_FAULTS = (200, 500, 502)
+"""What a server answers to a request that breaks its engines, or whose answer cannot be read: also
+while engines are started."""
+_MOST_OWN_FAULTS, _OWN_FAULT_SECONDS = 20, 1800.0
+_SPARE_FILES = 64
 
 
 class BatchStoppedError(RuntimeError):
@@ -80,16 +84,16 @@ def batch(
     """
     if concurrency < 1:
         raise ValueError(f"--concurrency must be at least 1, not {concurrency}")
-    if give_up_seconds is not None and give_up_seconds <= 0:
+    if give_up_seconds is not None and not give_up_seconds > 0:
         raise ValueError(f"--give-up-seconds must be positive, not {give_up_seconds:g}")
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"--url {url!r} is not like http://127.0.0.1:8000")
+    server = server_address(url)
+    _allow_files(concurrency)
     requests = read_batch(file)
     with BatchOutput(requests, out or result_path(file)) as output:
         known = len(output.tokens)
         if known:
-            _say(f"{output.results}: has {known:,} of {len(requests.requests):,} already")
-        sender = BatchSender(requests, output, url.rstrip("/"), give_up_seconds)
+            _say(f"{known:,} of {len(requests.requests):,} are answered already")
+        sender = BatchSender(requests, output, server, give_up_seconds)
         ended = asyncio.run(sender.run(concurrency))
         left = len(requests.requests) - len(output.tokens)
         said = f"{len(output.tokens) - output.failed:,} answered: {output.results}"
@@ -180,7 +184,8 @@ class BatchSender:
         finally:
             for task in left:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            # All of them: several may have failed at the same time.
+            await asyncio.gather(*senders, *others, return_exceptions=True)
 
     async def _watch(self, stopped: asyncio.Event) -> None:
         """Write lines now and then until it is to stop, and give up in the end."""
@@ -206,17 +211,23 @@ class BatchSender:
     async def _answer(self, session: aiohttp.ClientSession, path: str, body: bytes) -> Answer:
         """Send a request until it is answered, or refused.
 
-        An error of the server's that it answers twenty times in a row is the request's own fault.
+        A fault of the server's is the request's own once it was met twenty times, each after others
+        had been answered since the time before, or in a row for half an hour.
         """
-        wait, own = _FIRST_WAIT, 0
+        wait, own, met, since = _FIRST_WAIT, 0, 0.0, math.inf
         while True:
             try:
                 return await self._sent(session, path, body)
             except _NotAnsweredError as error:
-                why, seconds = str(error), error.retry_after
-                own = own + 1 if error.status in _OWN_FAULTS else 0
-                if own == _MOST_OWN_FAULTS:
-                    return _refused(error.status, f"the server failed {own} times: {why}")
+                why, seconds, now = str(error), error.retry_after, time.monotonic()
+                if error.status in _OWN_FAULTS:
+                    own += self._answered_at > met
+                    met, since = now, min(since, now)
+                else:
+                    own, since = 0, math.inf
+                if own >= _MOST_OWN_FAULTS or now - since > _OWN_FAULT_SECONDS:
+                    status = error.status if error.status != 200 else 502
+                    return _refused(status, f"the server failed again and again: {why}")
             self._trouble = why
             self._progress.retrying(why)
             await asyncio.sleep(max(seconds, wait * self._random.uniform(0.5, 1.0)))
@@ -225,19 +236,59 @@ class BatchSender:
     async def _sent(self, session: aiohttp.ClientSession, path: str, body: bytes) -> Answer:
         """Send a request once; raises `_NotAnsweredError` where another try may be answered."""
         try:
-            async with session.post(f"{self._url}{path}", data=body) as response:
+            async with session.post(
+                f"{self._url}{path}", data=body, allow_redirects=False
+            ) as response:
                 raw, status = await response.read(), response.status
                 retry_after = _seconds(response.headers.get("Retry-After", ""))
+                id, location = (
+                    _text(response.headers.get(name, "")) for name in ("X-Request-Id", "Location")
+                )
+        except aiohttp.InvalidURL as error:
+            raise BatchStoppedError(f"--url {self._url}: {error}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _NotAnsweredError(f"{type(error).__name__}: {error}") from error
+        if 300 <= status < 400:
+            raise BatchStoppedError(
+                f"the server wants requests sent to {location}: give that --url"
+            )
         if status in _NOT_FINAL or (status >= 500 and status != _NEVER):
             raise _NotAnsweredError(f"HTTP {status}: {_shown(raw)}", status, retry_after)
-        if status == 200 and not _is_answer(raw):
-            raise _NotAnsweredError(f"no answer of OpenAI's: {_shown(raw)}")
         whole = _one_line(raw)
+        if status < 300 and (status != 200 or whole is None or not _is_answer(raw)):
+            raise _NotAnsweredError(f"HTTP {status}, no answer of OpenAI's: {_shown(raw)}", 200)
         if whole is None:
             return _refused(status, _shown(raw))
-        return Answer(status, response.headers.get("X-Request-Id", ""), Raw(whole))
+        return Answer(status, id, Raw(whole))
+
+
+def server_address(url: str) -> str:
+    """Return a server's address without a path, from one that may end with ``/v1``.
+
+    Raises:
+        ValueError: it is not an address of HTTP.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable or parts.query or parts.fragment or any(map(str.isspace, url)):
+        raise ValueError(f"--url {url!r} is not like http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _allow_files(concurrency: int) -> None:
+    """Raise the limit of open files to what so many connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = concurrency + _SPARE_FILES
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise ValueError(
+            f"--concurrency {concurrency}: this process may open {hard} files; give at most "
+            f"{hard - _SPARE_FILES}, or raise the limit (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -285,7 +336,12 @@ def _seconds(retry_after: str) -> float:
 
 
 def _shown(raw: bytes) -> str:
-    return raw[:200].decode(errors="replace")
+    return escaped(" ".join(raw[:200].decode(errors="replace").split()))
+
+
+def _text(header: str) -> str:
+    """Return a header's value, of which any byte may have come."""
+    return header.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _say(what: str) -> None:

@@ -1,8 +1,11 @@
 """The requests of a batch, as OpenAI's batch files have them, a line each."""
 
 import hashlib
+import os
+import weakref
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
+from zlib import crc32
 
 import msgspec
 from msgspec import Raw
@@ -29,12 +32,14 @@ class BatchRequest(NamedTuple):
         number: of its line, from 1.
         begin: of its line, in bytes.
         size: of its line, in bytes.
+        checksum: CRC-32 of its line.
     """
 
     custom_id: str
     number: int
     begin: int
     size: int
+    checksum: int
 
 
 class _Body(msgspec.Struct):
@@ -55,6 +60,7 @@ class _Sent(msgspec.Struct):
 
 _lines = msgspec.json.Decoder(_Line)
 _sent = msgspec.json.Decoder(_Sent)
+_NULL = Raw(b"null")
 
 
 class Batch:
@@ -68,6 +74,8 @@ class Batch:
 
     def __init__(self, path: Path, requests: list[BatchRequest], digest: str) -> None:
         self.path, self.requests, self.digest = path, requests, digest
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
 
     def read(self, request: BatchRequest) -> tuple[str, bytes]:
         """Return the endpoint and the body of a request.
@@ -77,17 +85,14 @@ class Batch:
         Raises:
             BatchFileError: the file has changed since it was checked.
         """
-        with self.path.open("rb") as file:
-            file.seek(request.begin)
-            raw = file.read(request.size)
-        try:
-            if _lines.decode(raw).custom_id != request.custom_id:
-                raise msgspec.DecodeError("it is another request's")
-            sent = _sent.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            message = f"{self.path}:{request.number}: the file has been changed meanwhile: {error}"
-            raise BatchFileError(message) from error
-        sent.body.setdefault("service_tier", Raw(b'"flex"'))
+        raw = os.pread(self._file, request.size, request.begin)
+        if crc32(raw) != request.checksum:
+            raise BatchFileError(
+                f"{self.path}:{request.number}: the file has been changed meanwhile"
+            )
+        sent = _sent.decode(raw)
+        if sent.body.get("service_tier", _NULL) == _NULL:
+            sent.body["service_tier"] = Raw(b'"flex"')
         return sent.url, msgspec.json.encode(sent.body)
 
 
@@ -96,9 +101,11 @@ def read_batch(path: Path) -> Batch:
 
     Raises:
         BatchFileError: lines that are no requests, or two with the same ``custom_id``; the first
-            ten are named. Or it has none at all.
+            ten are named. Or it has none at all, or is a pipe, which cannot be read again.
         OSError: it cannot be read.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BatchFileError(f"{path} is not a regular file; write the requests to one")
     requests: list[BatchRequest] = []
     wrong: list[str] = []
     seen: dict[str, int] = {}
@@ -120,7 +127,8 @@ def read_batch(path: Path) -> Batch:
                     if custom_id in seen:
                         why = f"custom_id {custom_id!r} is also that of line {seen[custom_id]}"
                     seen.setdefault(custom_id, number)
-                    requests.append(BatchRequest(custom_id, number, begin, len(line)))
+                    size, checksum = len(line), crc32(line)
+                    requests.append(BatchRequest(custom_id, number, begin, size, checksum))
             if why is not None:
                 wrong.append(f"{path}:{number}: {why}")
                 if len(wrong) == _SHOWN:

@@ -77,7 +77,7 @@ class BatchOutput:
 
     A line is on the disk before its request counts as answered. A program that was killed while
     it wrote one leaves a part of it: that part is cut off, and the request is sent again. Beside
-    the answers, ``.NAME.batch`` holds the digest of the input, and a lock while a program writes.
+    the answers, ``.NAME.batch`` holds the digest of the input. A program locks what it writes.
 
     Args:
         batch: whose answers they are.
@@ -98,13 +98,15 @@ class BatchOutput:
             raise BatchFileError(f"{batch.path}: it would be overwritten; give another --out")
         results.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self._claim(stack, batch)
             known = {request.custom_id for request in batch.requests}
-            self._files = {}
-            for path in (self.results, self.errors):
-                file = self._opened(stack, path)
-                self._files[path] = file
-                self._read(file, path, known)
+            self._files = {path: self._locked(stack, path) for path in (results, self.errors)}
+            digest = self._opened(stack, results.with_name(f".{results.name}.batch"))
+            begun = self._is_begun(digest, batch)
+            for path, file in self._files.items():
+                self._read(file, path, known, begun)
+            if not begun:
+                os.ftruncate(digest, 0)
+                _append(digest, batch.digest.encode())
             self._closing = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -126,27 +128,31 @@ class BatchOutput:
                 by the next run.
         """
         path = self.errors if answer.is_error else self.results
-        _append(self._files[path], msgspec.json.encode(_Line(id, custom_id, answer)) + b"\n")
+        line = msgspec.json.encode(_Line(id, custom_id, answer)) + b"\n"
+        try:
+            _append(self._files[path], line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         is_error = answer.is_error
         self.tokens[custom_id] = None if is_error else _generated_tokens(answer.body)
 
-    def _claim(self, stack: ExitStack, batch: Batch) -> None:
-        beside = self.results.with_name(f".{self.results.name}.batch")
-        file = self._opened(stack, beside)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BatchFileError(f"{self.results}: another `headway batch` writes it") from error
+    def _is_begun(self, file: int, batch: Batch) -> bool:
+        """Return whether the files are this batch's, by the digest beside them."""
         digest = os.pread(file, 64, 0).decode(errors="replace")
-        if digest == batch.digest:
-            return
-        if len(digest) == 64 and any(_size(path) for path in (self.results, self.errors)):
+        if len(digest) == 64 and digest != batch.digest and any(map(_size, self._files)):
             raise BatchFileError(
                 f"{self.results}: it has answers to another {batch.path.name}: the input was "
                 "changed since; give another --out"
             )
-        os.ftruncate(file, 0)
-        _append(file, batch.digest.encode())
+        return digest == batch.digest
+
+    def _locked(self, stack: ExitStack, path: Path) -> int:
+        file = self._opened(stack, path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BatchFileError(f"{path}: another `headway batch` writes it") from error
+        return file
 
     def _opened(self, stack: ExitStack, path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -158,12 +164,14 @@ class BatchOutput:
             os.close(folder)
         return file
 
-    def _read(self, file: int, path: Path, known: set[str]) -> None:
-        """Take over the whole lines of a file, and cut off what follows them."""
+    def _read(self, file: int, path: Path, known: set[str], begun: bool) -> None:
+        """Take over the whole lines of a file, and cut off what follows them if it is ours."""
         whole = 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.endswith(b"\n"):
+                    if not begun:
+                        raise BatchFileError(f"{path}:{number}: no line of `headway batch`")
                     break
                 whole += len(line)
                 try:

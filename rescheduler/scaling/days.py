@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.cluster.registry import NOT_NEGATIVE, Checked
+from rescheduler.cluster.registry import Checked
 from rescheduler.simulator.workloads.trace import ResampledTrace, TraceBlock
 
 __all__ = ["MINUTE", "Day", "DayProfile", "made_up_day", "recorded_day"]
@@ -39,10 +39,10 @@ class DayProfile(
     Checked,
     swing="[0, 1]",
     irregular="[0, 1]",
-    surges=NOT_NEGATIVE,
-    surge=NOT_NEGATIVE,
-    bursts=NOT_NEGATIVE,
-    burst=NOT_NEGATIVE,
+    surges="[0, 1000]",
+    surge="[0, 1000]",
+    bursts="[0, 1000]",
+    burst="[0, 1000]",
     history="[2, 100]",
 ):
     """How the rate of a made-up day varies.
@@ -134,14 +134,15 @@ def made_up_day(
     Raises:
         ValueError: there would be too many requests, or none.
     """
-    if mean * period > _MOST_REQUESTS:
-        raise ValueError(
-            f"{mean:.4g} requests a second for {period / 3600:g} h are {mean * period:,.0f}, of "
-            f"which at most {_MOST_REQUESTS:,} are simulated: lower --rate or --peak-replicas"
-        )
     minutes = round(period / MINUTE)
     times, requests = np.random.default_rng(seed).spawn(2)
     rates = profile.rates(mean, minutes, profile.history + 1, times)
+    most = MINUTE * float(rates.reshape(-1, minutes).sum(axis=1).max())
+    if most > _MOST_REQUESTS:
+        raise ValueError(
+            f"{mean:.4g} requests a second for {period / 3600:g} h are {most:,.0f} on a busy day, "
+            f"of which at most {_MOST_REQUESTS:,} are simulated: lower --rate or --peak-replicas"
+        )
     counts = times.poisson(rates * MINUTE)
     day = counts[-minutes:]
     total = int(day.sum())
@@ -165,7 +166,7 @@ def recorded_day(trace: ResampledTrace, mean: float, period: float) -> Day:
         period: seconds of a season.
 
     Raises:
-        ValueError: no arrival times, or less than a minute of them.
+        ValueError: no arrival times, less than a minute of them, or no requests or too many.
     """
     if not trace.has_arrivals:
         raise ValueError(f"{trace.name}: no arrival times to keep; leave out --times recorded")
@@ -176,6 +177,11 @@ def recorded_day(trace: ResampledTrace, mean: float, period: float) -> Day:
     last = min(minutes, round(period / MINUTE))
     begins = MINUTE * (minutes - last)
     copies = mean / trace.rate
+    if len(arrival) * copies > _MOST_REQUESTS:
+        raise ValueError(
+            f"{trace.name}: {len(arrival):,} requests at {mean / trace.rate:.3g} times their rate "
+            f"are more than the {_MOST_REQUESTS:,} that are simulated: lower --rate"
+        )
     place = np.arange(int(len(arrival) * copies)) / copies
     chosen = np.minimum(place.astype(np.int64), len(arrival) - 1)
     # Copies come between a request and the next one, not all at once.
@@ -183,6 +189,8 @@ def recorded_day(trace: ResampledTrace, mean: float, period: float) -> Day:
     spread = arrival[chosen] + (place - chosen) * (following - arrival)[chosen]
     counts = np.bincount((spread // MINUTE).astype(np.int64), minlength=minutes)[:minutes]
     kept = (spread >= begins) & (spread < MINUTE * minutes)
+    if not kept.any():
+        raise ValueError(f"{trace.name}: no requests in its last {last} minutes")
     block = TraceBlock(*(column[chosen[kept]] for column in trace.recorded))
     return Day(
         block=block._replace(arrival=spread[kept] - begins),

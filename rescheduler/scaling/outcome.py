@@ -132,7 +132,7 @@ def sentences(found: Mapping[Arm, Found], keep: float) -> list[str]:
     lines = [f"{text}: {one.text}" for text, one in contrasts(found).items()]
     missed = [label(arm) for arm, one in found.items() if max(t.slo for t in one.tried) < keep]
     if missed:
-        lines.append(f"* no target kept {keep:.0%} in time in training: {', '.join(missed)}")
+        lines.append(f"* no target kept {100 * keep:g}% in time in training: {', '.join(missed)}")
     return lines
 
 

@@ -112,7 +112,7 @@ def _rate(seen: Seen) -> float:
 
 def _arrivals(seen: Seen) -> float:
     ahead = seen.ahead()
-    minutes = math.ceil((ahead.since + ahead.horizon) / MINUTE)
+    minutes = max(1, math.ceil((ahead.since + ahead.horizon) / MINUTE))
     return seen.steady(float(ahead.rates[:minutes].max()))
 
 

@@ -88,10 +88,14 @@ def scale(
         )
     file = TraceFile(simulate, None, skip_empty, format, time_unit, option="--time-unit")
     emulated = read_machine(config.machine)
-    study = prepared(config, recorded_trace(file), emulated)
-    for path in filter(None, (json, figure)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_unwritable(path)
+    trace = recorded_trace(file)
+    if config.times == "recorded" and len(trace.recorded.prompt) == _MOST_READ:
+        raise ValueError(
+            f"{simulate}: its own times are kept of {_MOST_READ - 1:,} requests at most: cut it to "
+            "its last days"
+        )
+    study = prepared(config, trace, emulated)
+    _refuse_outputs(simulate, json, figure)
     print(f"headway scale: {file.read_as}", file=sys.stderr)
     if not is_kept(advance):
         print("compiling the simulation: a few seconds, only once", file=sys.stderr, flush=True)
@@ -129,6 +133,18 @@ def scale(
     for path in filter(None, (json, figure)):
         print(f"wrote {path}")
     return 0
+
+
+def _refuse_outputs(trace: Path, json: Path | None, figure: Path | None) -> None:
+    """Refuse before long work what cannot be written after it, and make folders for the others."""
+    if figure is not None and figure.suffix != ".png":
+        raise ValueError(f"--figure {figure}: it is a PNG file; name it so")
+    written = [path for path in (json, figure) if path is not None]
+    for path in written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_unwritable(path)
+    if len({path.resolve() for path in (trace, *written)}) <= len(written):
+        raise ValueError("the trace, --json and --figure must be files of their own")
 
 
 def recorded_trace(file: TraceFile) -> ResampledTrace:
@@ -230,7 +246,7 @@ def _described(config: ScaleConfig, study: ScalingStudy) -> str:
         f"{traffic.lengths.prompt:,.0f} prompt and {traffic.lengths.output:,.0f} output tokens on "
         f"average; {traffic.mean:.3g} a second, and a replica of {config.machine} serves "
         f"{served:.3g}. In time: {study.slo[0]:g} s to the first token, {study.slo[1]:g} s a "
-        f"token; targets are to keep {config.keep:.0%} so. {days}"
+        f"token; targets are to keep {100 * config.keep:g}% so. {days}"
     )
 
 

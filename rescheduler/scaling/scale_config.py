@@ -13,6 +13,8 @@ from rescheduler.simulator.config.simulation_config import SLOConfig
 
 __all__ = ["ScaleConfig"]
 
+_MOST_PLACES = 10_000_000
+
 
 @dataclass(frozen=True)
 class ScaleConfig(
@@ -21,7 +23,7 @@ class ScaleConfig(
     keep="(0, 1)",
     peak_replicas=POSITIVE,
     rate=POSITIVE,
-    period_hours=POSITIVE,
+    period_hours="(0, 8784]",
     drain_seconds=NOT_NEGATIVE,
     least=COUNT,
     most=COUNT,
@@ -96,8 +98,17 @@ class ScaleConfig(
             raise ValueError(
                 f"start_seconds: at least one, each from 0 to 7200, not {self.start_seconds}"
             )
+        if len(set(self.start_seconds)) < len(self.start_seconds):
+            raise ValueError(f"start_seconds: none twice, not {self.start_seconds}")
         if self.least > self.most:
             raise ValueError(f"least ({self.least}) is more than most ({self.most})")
+        if self.slots * self.most > _MOST_PLACES:
+            raise ValueError(
+                f"slots ({self.slots}) times most ({self.most}) are more than the "
+                f"{_MOST_PLACES:,} places that are simulated"
+            )
+        if self.slo != SLOConfig(self.slo.ttft_s, self.slo.tpot_s):
+            raise ValueError("slo: ttft_s and tpot_s only; a request's tokens are averaged")
         minutes = self.period_hours * 3600 / MINUTE
         if abs(minutes / 5 - round(minutes / 5)) > 1e-6 or minutes < 60:
             raise ValueError(

@@ -157,11 +157,13 @@ class ScalingStudy:
         """
         tried: list[Tried] = []
         fixed = arm.rule == FIXED
-        low, high = (0.5, float(operation.most)) if fixed else RULES[arm.rule].targets
-        for _ in range(_TRIES):
-            target = math.sqrt(low * high)
+        # Of a fixed number both ends are taken to be known: one too few, and one too many.
+        ends = operation.least - 1.0, operation.most + 1.0
+        low, high = ends if fixed else RULES[arm.rule].targets
+        while high - low > 1 if fixed else len(tried) < _TRIES:
+            target = math.sqrt(max(low, 0.5) * high)
             if fixed:
-                target = float(round(target))
+                target = min(max(float(round(target)), low + 1), high - 1)
             days = []
             for seed in self.training:
                 days.append(self.simulate(arm, operation, target, seed).figures)
@@ -173,8 +175,6 @@ class ScalingStudy:
                 low = target
             else:
                 high = target
-            if fixed and high - low <= 1:
-                break
         keeps = [one for one in tried if one.slo >= self.keep]
         chosen = (
             min(keeps, key=lambda one: one.hours) if keeps else max(tried, key=lambda one: one.slo)

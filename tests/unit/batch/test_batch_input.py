@@ -1,6 +1,7 @@
 """Which files `headway batch` takes, and what it says of the others."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def written(folder: Path, *lines: Any) -> Path:
 def test_requests_are_sent_as_they_are_and_in_the_background(tmp_path: Path) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "Hé\n"}], "seed": 2**60}
     default = {"prompt": "x", "service_tier": "default"}
+    chat["service_tier"] = None
     path = written(
         tmp_path,
         line("a"),
@@ -87,10 +89,17 @@ def test_a_file_without_requests_is_none(tmp_path: Path) -> None:
         read_batch(written(tmp_path, b"\n\n"))
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(BatchFileError, match="is not a regular file"):
+        read_batch(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("last", [line("d"), line("b", body={"prompt": "another"})])
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, last: Any) -> None:
     path = written(tmp_path, line("a"), line("b"))
     batch = read_batch(path)
-    written(tmp_path, line("c"), line("d"))
+    written(tmp_path, line("c"), last)
     with pytest.raises(BatchFileError, match=":2: the file has been changed meanwhile"):
         batch.read(batch.requests[1])
 

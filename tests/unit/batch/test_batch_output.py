@@ -91,6 +91,9 @@ def test_one_program_at_a_time_writes(tmp_path: Path) -> None:
     batch, out = batch_of(tmp_path), tmp_path / "out.jsonl"
     with BatchOutput(batch, out), pytest.raises(BatchFileError, match="another `headway batch`"):
         BatchOutput(batch, out)
+    errors_are_shared = tmp_path / "out.results.jsonl"
+    with BatchOutput(batch, out), pytest.raises(BatchFileError, match="another `headway batch`"):
+        BatchOutput(batch, errors_are_shared)
     with BatchOutput(batch, out):
         pass
 
@@ -113,6 +116,7 @@ def test_answers_to_another_input_are_left_alone(tmp_path: Path) -> None:
         (b'{"custom_id": "other", "response": {}}\n', "out.jsonl:1: 'other' is not in the input"),
         (b'{"custom_id": "n-0", "response": {}}\n' * 2, "out.jsonl:2: 'n-0' is twice"),
         (b"hello\nyou", "out.jsonl:1: not an answer of `headway batch`"),
+        (b'{"precious": 1}', "out.jsonl:1: no line of `headway batch`"),
     ],
 )
 def test_a_file_with_something_else_is_left_as_it_is(
@@ -120,10 +124,11 @@ def test_a_file_with_something_else_is_left_as_it_is(
 ) -> None:
     batch, out = batch_of(tmp_path), tmp_path / "out.jsonl"
     out.write_bytes(line)
-    with pytest.raises(BatchFileError) as raised:
-        BatchOutput(batch, out)
-    assert message in str(raised.value)
-    assert out.read_bytes() == line
+    for _ in range(2):
+        with pytest.raises(BatchFileError) as raised:
+            BatchOutput(batch, out)
+        assert message in str(raised.value)
+        assert out.read_bytes() == line
 
 
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:

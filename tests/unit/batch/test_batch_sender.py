@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from chosen_ports import free_port
 
-from rescheduler.batch.batch import BatchSender, BatchStoppedError, batch
+from rescheduler.batch.batch import BatchSender, BatchStoppedError, batch, server_address
 from rescheduler.batch.batch_input import BatchFileError, read_batch
 from rescheduler.batch.batch_output import BatchOutput
 
@@ -153,20 +153,68 @@ async def test_what_is_refused_is_an_error_that_is_not_sent_again(tmp_path: Path
     assert texts(tmp_path) == {}
 
 
-async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unreadable", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(
+    tmp_path: Path, unreadable: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty times while others are answered, or for long."""
     tries = 0
+    monkeypatch.setattr("rescheduler.batch.batch._OWN_FAULT_SECONDS", 0.3 if alone else 600.0)
 
     async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
         nonlocal tries
         if body["prompt"] != "1":
+            await asyncio.sleep(0.02)
             return answered(body)
         tries += 1
+        if unreadable:
+            return web.Response(body=b'{"choices": [{"text": "\xff"}]}')
         return web.json_response({"error": {"message": "poisoned"}}, status=500)
+
+    others = 2 if alone else 400
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, others + 1), url)
+    assert errors(tmp_path) == {"n-1": 502 if unreadable else 500}
+    assert alone or 20 <= tries <= 21
+    assert len(texts(tmp_path)) == others
+
+
+async def test_a_server_that_starts_for_long_loses_no_request(tmp_path: Path) -> None:
+    """Nothing is answered meanwhile: so the fault is not a request's own."""
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        return answered(body) if n > 25 else web.Response(status=502)
 
     async with server(answering) as url:
         assert await sent(asked(tmp_path, 3), url)
-    assert (errors(tmp_path), tries) == ({"n-1": 500}, 20)
-    assert set(texts(tmp_path)) == {"n-0", "n-2"}
+    assert (errors(tmp_path), len(texts(tmp_path))) == ({}, 3)
+
+
+async def test_a_redirection_stops_it(tmp_path: Path) -> None:
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        return web.Response(status=301, headers={"Location": "https://elsewhere/v1"})
+
+    async with server(answering) as url:
+        with pytest.raises(BatchStoppedError, match="wants requests sent to https://elsewhere/v1"):
+            await sent(asked(tmp_path, 3), url)
+    assert errors(tmp_path) == {}
+
+
+async def test_any_byte_may_come_in_a_header(tmp_path: Path) -> None:
+    body = b'{"choices": [{"text": "a"}]}'
+    head = b"HTTP/1.1 200 OK\r\nX-Request-Id: r\xff\r\nContent-Length: %d\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)
+        writer.write(head % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    raw = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with raw:
+        assert await sent(asked(tmp_path, 1), f"http://127.0.0.1:{raw.sockets[0].getsockname()[1]}")
+    assert texts(tmp_path) == {"n-0": "a"}
 
 
 async def test_a_server_that_comes_back_finds_the_batch_waiting(tmp_path: Path) -> None:
@@ -211,14 +259,28 @@ async def test_a_signal_ends_it_and_the_same_command_goes_on(
     assert len(texts(tmp_path)) == 10
 
 
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_as_openais_does(ending: str) -> None:
+    assert server_address(f"http://[::1]:8000{ending}") == "http://[::1]:8000"
+    assert server_address(f"https://host/gateway{ending}") == "https://host/gateway"
+
+
 def test_options_that_cannot_be(tmp_path: Path) -> None:
     path = asked(tmp_path, 1)
     with pytest.raises(ValueError, match="--concurrency must be at least 1, not 0"):
         batch(path, concurrency=0)
     with pytest.raises(ValueError, match="--give-up-seconds must be positive, not -1"):
         batch(path, give_up_seconds=-1)
-    with pytest.raises(ValueError, match=r"--url '127\.0\.0\.1:8000' is not like http"):
-        batch(path, url="127.0.0.1:8000")
+    with pytest.raises(ValueError, match="--give-up-seconds must be positive, not nan"):
+        batch(path, give_up_seconds=float("nan"))
+    with pytest.raises(ValueError, match="--concurrency 1000000000: this process may open"):
+        batch(path, concurrency=10**9)
+    for url in (
+        *("127.0.0.1:8000", "http://", "http:127.0.0.1:8000", "http://127.0.0.1:99999"),
+        *("http://exa mple", "http://127.0.0.1:8000?x=1", "ftp://127.0.0.1"),
+    ):
+        with pytest.raises(ValueError, match="is not like http"):
+            batch(path, url=url)
     path.write_text("{}")
     with pytest.raises(BatchFileError, match=r"x\.jsonl:1: "):
         batch(path)

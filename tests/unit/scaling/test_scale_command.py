@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +96,18 @@ def test_a_trace_with_its_own_times_is_simulated_as_it_is(
         ("--simulate {trace} --json {trace}/a.json", "my_trace.csv"),
         ("--simulate {large}", "1 of 1 requests need more than the 419,430 tokens"),
         ("--simulate {untimed} --times recorded --rules rate", "no arrival times to keep"),
+        ("--simulate {trace} --json {trace}", "must be files of their own"),
+        ("--simulate {trace} --json {trace}.png --figure {trace}.png", "files of their own"),
+        ("--simulate {trace} --figure a.pdf", "it is a PNG file"),
+        ("--simulate {trace} --json /dev/null", "is not a regular file"),
+        ("--simulate {trace} --start-seconds 60 60", "start_seconds: none twice"),
+        ("--simulate {trace} --slots 1000000", "more than the 10,000,000 places"),
+        ("--simulate {trace} --slo.tpot worst", "slo: ttft_s and tpot_s only"),
+        ("--simulate {trace} --day.burst 1e18", "day.burst must be at least 0"),
+        ("--simulate {trace} --day.burst 900 --peak-replicas 90", "on a busy day"),
+        ("--simulate {trace} --period-hours 1e308", "period_hours must be above 0 and at most"),
+        ("--simulate {gap} --times recorded --rules rate --period-hours 1", "no requests in its"),
+        ("--simulate {trace} --times recorded --rate 1e9", "are more than the 20,000,000"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
@@ -105,7 +120,9 @@ def test_a_mistake_is_reported_in_one_line(
     large, untimed = tmp_path / "large.csv", tmp_path / "untimed.csv"
     large.write_text("arrival_s,input_tokens,output_tokens\n0,500000,9\n")
     untimed.write_text("input_tokens,output_tokens\n5,9\n7,9\n")
-    words = given.format(trace=trace, large=large, untimed=untimed).split()
+    gap = tmp_path / "gap.csv"
+    gap.write_text("arrival_s,input_tokens,output_tokens\n0,5,9\n1,5,9\n99999,5,9\n")
+    words = given.format(trace=trace, large=large, untimed=untimed, gap=gap).split()
     try:
         status = main(["scale", *words])
     except SystemExit as end:
@@ -128,6 +145,28 @@ def test_a_season_pays_where_it_is_what_changes() -> None:
     (part,) = contrasts(found).values()
     assert part.hours + part.hours_half < 0, part.text
     assert part.slo > -0.5, part.text
+
+
+def test_rules_that_forecast_serve_replicas_that_start_at_once() -> None:
+    config = ScaleConfig(
+        period_hours=1.0, day=DayProfile(history=2), peak_replicas=1, training=1, seeds=1
+    )
+    study = study_of(config, lambda n: np.full(n, 150))
+    assert study.compare([Arm("arrivals"), Arm("load+arrivals")], 0.0)
+
+
+@pytest.mark.parametrize("needed", [1, 2, 7, 19, 33, 64])
+def test_every_fixed_number_is_found(needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ScaleConfig(period_hours=1.0, day=DayProfile(history=2), training=1, seeds=1)
+    study = study_of(config, lambda n: np.full(n, 150))
+
+    def day(*of: Any, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(figures={"slo": float(of[2] >= needed), "hours": of[2]})
+
+    monkeypatch.setattr(study, "simulate", day)
+    for least, most in ((1, 64), (needed, needed), (1, needed), (needed, 200)):
+        operation = replace(study.operation, least=least, most=most)
+        assert study.tuned(Arm("fixed"), operation).target == needed
 
 
 def test_a_fixed_number_is_the_least_that_keeps_the_objectives() -> None:
