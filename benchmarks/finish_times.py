@@ -39,7 +39,13 @@ from msgspec.structs import replace
 
 from benchmarks import emulated_fleet, live_rescheduling
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import FIRST_WORD, WORDS, drawn_load, steady_rate
+from benchmarks.support.emulated_load import (
+    FIRST_WORD,
+    WORDS,
+    drawn_load,
+    steady_rate,
+    step_sums,
+)
 from benchmarks.support.finishing_load import Asked, serve_asking
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
@@ -59,7 +65,7 @@ LEARNS_FROM = 5
 MEASURED = 1_000_003
 """The round whose requests no other has."""
 VIRTUAL = Fleet(4, 16, 24_000, StepSeconds(constant=0.01, per_new=1e-4, per_context=2e-7))
-REQUESTS = {"virtual": 2_000, "emulated": 500, "real": 150}
+REQUESTS = {"virtual": 2_000, "emulated": 1_600, "real": 150}
 DILATION, PATIENCE = 2.0, 600.0
 SCRATCH = Path("runs/finish_times")
 ROUTING = {"jsq_load": {"name": "jsq_load"}, "headroom": {"name": "headroom"}}
@@ -153,10 +159,14 @@ class Bench:
                 for one in load[:: 2 if run.promises == "promised" else 1]:
                     one.finish_in = measured["seconds"] * 10 ** draw.uniform(-0.5, 1)
                 level = LEVEL if run.promises == "promised" else 0.0
-                began = time.monotonic()
+                began, since = time.monotonic(), time.perf_counter()
                 outcomes, _ = self._serve(deployment, run.routing, load, level)
-                learned = outcomes[len(outcomes) // LEARNS_FROM :]
-                self.cells(run).write(run.promises, _known(summary(learned)))
+                figures = summary(outcomes[len(outcomes) // LEARNS_FROM :])
+                if self.fleet == "emulated" and deployment is not None:
+                    steps = emulated_fleet.SCRATCH / "steps"
+                    logs = [steps / f"{one.name}.csv" for one in deployment.instances]
+                    figures["excess_step_time"] = step_sums(logs, since).excess
+                self.cells(run).write(run.promises, _known(figures))
                 seconds = time.monotonic() - began
                 print(
                     f"{time.strftime('%H:%M')} {run}: {seconds:.0f} s", file=sys.stderr, flush=True
@@ -355,7 +365,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
                 f"{when}_median_error": float(
                     np.exp(np.median(np.abs(np.log(np.maximum(actual, 1e-3) / median)))) - 1
                 ),
-                f"{when}_width": float(np.median(high / low)),
+                f"{when}_width": float(np.median(high / np.maximum(low, 1e-3))),
             }
     rules: dict[str, Callable[[Outcome], bool]] = {
         "calibrated": lambda one: (one["probability"] or 0.0) >= LEVEL,
