@@ -50,7 +50,8 @@ class TinyModel(NamedTuple):
     kv_blocks: int = 24
 
 
-_TWO_GROUPS = 34
+_TWO_GROUPS = 35  # one is the null block; of the others each group has as many
+_WHOLE_ONLY = ("--disable-hybrid-kv-cache-manager",)
 TINY_MODELS = {
     "llama": TinyModel("LlamaConfig"),
     "llama-tied": TinyModel("LlamaConfig", {"tie_word_embeddings": True}),
@@ -89,7 +90,72 @@ TINY_MODELS = {
         flags=("--no-enable-prefix-caching",),
     ),
     "olmo2": TinyModel("Olmo2Config"),
-    "cohere2": TinyModel("Cohere2Config", _WINDOWS, flags=("--disable-hybrid-kv-cache-manager",)),
+    "cohere2": TinyModel("Cohere2Config", _WINDOWS, kv_blocks=_TWO_GROUPS),
+    "gpt-oss": TinyModel(
+        "GptOssConfig",
+        _WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        kv_blocks=_TWO_GROUPS,
+    ),
+    "smollm3": TinyModel("SmolLM3Config"),
+    "glm4": TinyModel("Glm4Config"),
+    "llama4": TinyModel(
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 128,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 64,
+            **_FOUR,
+        },
+        flags=_WHOLE_ONLY,
+    ),
+    "lfm2": TinyModel("Lfm2Config", {"layer_types": ["conv", _WHOLE] * 2, **_FOUR}, moves=False),
+    "nemotron-h": TinyModel(
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M*-M*-",
+            "num_hidden_layers": 6,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 1,
+        },
+        moves=False,
+    ),
+    "qwen3-next": TinyModel(
+        "Qwen3NextConfig",
+        _EXPERTS
+        | {
+            "layer_types": ["linear_attention", _WHOLE] * 2,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            **_FOUR,
+        },
+        moves=False,
+    ),
+    "deepseek-v2": TinyModel(
+        "DeepseekV2Config",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+        },
+    ),
     "mimo": TinyModel("Qwen2Config", {"architectures": ["MiMoForCausalLM"]}, captured=False),
 }
 

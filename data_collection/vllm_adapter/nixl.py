@@ -14,11 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from data_collection.vllm_adapter.requests import written_tokens
 from data_collection.vllm_adapter.sampling_state import restores_runner_state, watch_runner
+from data_collection.vllm_adapter.support import REPORTS_FAILED_READS
 
 __all__ = ["RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]
 
@@ -52,13 +54,20 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._pinned: dict[str, list[Any]] = {}
 
     def bind(self, manager: Any) -> None:
-        """Learn of the cache manager, which is made after the connector."""
+        """Learn of the cache manager, which is made after the connector.
+
+        Of a prompt that was read whole vLLM computes the last token again. It looks back to one
+        token more than the next one does: windows are kept that much longer.
+        """
         self.manager = manager
+        for group in manager.coordinator.single_type_managers:
+            if isinstance(group, SlidingWindowManager):
+                group.extra_retained_tokens = max(1, group.extra_retained_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Free copies that have been read or have expired; vLLM knows of requests only."""
         super().update_connector_output(connector_output)
-        if hasattr(connector_output, "failed_recving"):  # since 0.30
+        if REPORTS_FAILED_READS:
             self.failed_loads += len(connector_output.failed_recving)
         else:
             self.failed_loads += bool(connector_output.invalid_block_ids)
@@ -149,12 +158,12 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def _blocks_to_pull(self, blocks: Any, tokens: int) -> list[list[Any]]:
         """Return the blocks of each group of which another engine that has these tokens has need.
 
-        Of a sliding window these are the ones to which the next token looks back: others have
+        Of a sliding window these are the ones to which the last token looks back: others have
         been freed, and will not be allocated there.
         """
         read = []
         for group, window in zip(blocks, self._windows, strict=True):
-            start = 0 if window is None else max(0, tokens - window + 1) // self.block_size
+            start = 0 if window is None else max(0, tokens - window) // self.block_size
             read.append(list(group[start : cdiv(tokens, self.block_size)]))
         return read
 

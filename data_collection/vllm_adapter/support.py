@@ -1,17 +1,20 @@
 """The versions of vLLM and the engines that Headway knows, and a refusal of all others."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from data_collection.models import NORM_WITH_LOGITS
 from data_collection.versions import is_supported_vllm, supported_vllm, vllm_version
 
 __all__ = [
     "BINDS_CACHE_MANAGER",
+    "REPORTS_FAILED_READS",
     "Part",
     "refuse_other_version",
     "refuse_unsupported",
@@ -21,6 +24,9 @@ __all__ = [
 
 BINDS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 """Whether vLLM hands a connector the cache manager: since 0.30. Else our scheduler does."""
+
+REPORTS_FAILED_READS = "failed_recving" in {one.name for one in fields(KVConnectorOutput)}
+"""Whether vLLM hears which requests could not be read, whatever their blocks: since 0.30."""
 
 Part = Literal["capture", "batching", "moves"]
 
@@ -153,15 +159,14 @@ def refuse_unsupported(part: Part, vllm_config: Any, kv_cache_groups: Sequence[A
 def _unreadable(specs: Sequence[Any], block_size: int) -> bool:
     """Return whether another engine cannot tell which blocks of these groups it needs.
 
-    Where a window is a whole number of blocks and one token, vLLM frees a block that the last
-    token of a prompt, which is computed again after a read, still looks back to.
+    Nor may it where there are windows and vLLM takes a read that failed for one that did not.
     """
     known = (FullAttentionSpec, SlidingWindowSpec)
-    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
     return (
         not all(isinstance(layer, known) for spec in specs for layer in _layers(spec))
         or (len(specs) > 1 and any(spec.block_size != block_size for spec in specs))
-        or any(window % block_size == 1 for window in windows)
+        or (windows and not REPORTS_FAILED_READS)
     )
 
 

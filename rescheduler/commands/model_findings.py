@@ -6,12 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 from data_collection.models import NORM_WITH_LOGITS, resolve_model
 from data_collection.text_file import read_text
+from data_collection.versions import vllm_release
 
 __all__ = ["Finding", "model_findings"]
 
 _STATES = ("linear_attention", "mamba", "conv", "recurrent")
-_ONE_MORE = "cohere2"
-"""Models whose windows hold one token more than they say: no whole number of blocks."""
 _PATTERNS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 _INNER = ("text_config", "thinker_config", "llm_config")
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration")
@@ -71,10 +70,11 @@ def _moves(config: dict[str, Any]) -> Finding:
     if any(kind.startswith(_STATES) for kind in kinds) or "mamba" in str(config.get("model_type")):
         wrong = "it has layers whose state is not a KV cache, which no other engine can read"
         return Finding("moves", "problem", wrong, "remove `control` to serve it without moves")
-    in_chunks = "chunked_attention" in kinds or str(config.get("model_type")).startswith(_ONE_MORE)
-    if len(kinds) > 1 and in_chunks:
-        wrong = "blocks of its windows or chunks cannot be matched with another engine's"
-        return Finding("moves", "note", wrong, "give --disable-hybrid-kv-cache-manager")
+    whole = "give --disable-hybrid-kv-cache-manager"
+    if len(kinds) > 1 and "chunked_attention" in kinds:
+        return Finding("moves", "note", "some of its layers attend to chunks", whole)
+    if "sliding_attention" in kinds and (0, 0) < vllm_release() < (0, 30):
+        return Finding("moves", "note", "windows of attention move from vLLM 0.30 on", whole)
     if not kinds and any(part in str(key).lower() for key in config for part in _UNUSUAL):
         wrong = "some of its layers seem to have a state in place of a KV cache"
         return Finding("moves", "note", wrong, "an engine says for sure as it starts")

@@ -114,6 +114,13 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
         ("v1.core.kv_cache_manager", "KVCacheManager", "block_pool enable_caching"),
         ("v1.core.block_pool", "BlockPool", "num_gpu_blocks null_block"),
         ("v1.core.sched.scheduler", "Scheduler", "kv_cache_config"),
+        ("v1.core.kv_cache_manager", "KVCacheManager", "coordinator"),
+        ("v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
+        (
+            "v1.core.single_type_kv_cache_manager",
+            "SlidingWindowManager",
+            "extra_retained_tokens sliding_window",
+        ),
         ("v1.request", "Request", "request_id arrival_time status client_index sampling_params"),
         ("v1.request", "Request", "num_prompt_tokens num_computed_tokens num_output_placeholders"),
         ("v1.request", "Request", "num_in_flight_tokens num_preemptions is_prefill_chunk"),

@@ -31,7 +31,7 @@ def scheduler(window: int) -> Any:
 def first_kept(window: int, computed: int) -> int:
     """The first block of a window that vLLM has not freed, or does not allocate."""
     manager: Any = object.__new__(SlidingWindowManager)
-    manager.sliding_window, manager.extra_retained_tokens = window, 0
+    manager.sliding_window, manager.extra_retained_tokens = window, 1
     skipped: int = manager.get_num_skipped_tokens(computed)
     return skipped // BLOCK
 

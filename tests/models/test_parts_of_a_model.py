@@ -66,6 +66,10 @@ def test_moves(served: Served) -> None:
         assert_unchanged(compared, name, case)
     assert served.engines.read_by_a_move() > 0.9
     assert served.engines.cached_by_a_copy() == 1.0
+    for tokens in (126, 127, 128):  # of which one ends where a window of 64 begins with a block
+        computed, read = served.engines.handed_over(tokens)
+        assert read.tokens == computed.tokens
+        assert read.logprobs == pytest.approx(computed.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)

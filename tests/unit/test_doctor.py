@@ -22,7 +22,6 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     (MIMO, ("problem", "ok")),
     ({"text_config": {"layer_types": [FULL, WINDOW]}}, ("ok", "ok")),
     ({"layer_types": [FULL, "chunked_attention"]}, ("ok", "note")),
-    ({"model_type": "cohere2", "layer_types": [FULL, WINDOW]}, ("ok", "note")),
     ({"layer_types": ["linear_attention", FULL]}, ("ok", "problem")),
     ({"layers_block_type": ["mamba", "attention"]}, ("ok", "problem")),
     ({"hybrid_override_pattern": "M-M*-"}, ("ok", "problem")),

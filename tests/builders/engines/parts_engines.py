@@ -115,6 +115,25 @@ class PartsEngines:
         read: float = self.on_both()(work)
         return read
 
+    def handed_over(self, tokens: int) -> tuple[Generation, Generation]:
+        """Generate from a prompt of so many tokens, and where another engine has prefilled it."""
+        body = {"prompt": [1000 + 13 * i % 20_000 for i in range(tokens)], "max_tokens": 8}
+        body |= {"temperature": 0, "logprobs": 1, "ignore_eos": True}
+        remote = {"do_remote_decode": True, "do_remote_prefill": False}
+        prefill = body | {"model": "smollm2", "max_tokens": 1, "kv_transfer_params": remote}
+
+        async def work(both: list[Engine]) -> tuple[Generation, Generation]:
+            url = f"{both[0].url}/v1/completions"
+            async with both[0].session.post(url, json=prefill) as response:
+                assert response.status == 200, await response.text()
+                params = (await response.json())["kv_transfer_params"]
+            read = Generation()
+            await finish(both[1], body, read, params, 0)
+            return await moved(both[:1], body, []), read
+
+        found: tuple[Generation, Generation] = self.on_both()(work)
+        return found
+
     def cached_by_a_copy(self) -> float:
         """Move a request of which a copy was made; return how much of the copy was used.
 
