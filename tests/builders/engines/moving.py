@@ -199,7 +199,10 @@ async def copied_ahead(
         async for chunk in source.stream(path, sent):
             generation.take(chunk)
             if len(generation.tokens) >= cut and taken is None:
-                taken = await source.control.snapshot(generation.id, PATIENCE)
+                try:
+                    taken = await source.control.snapshot(generation.id, PATIENCE)
+                except NotFrozenError:  # what a window needs was freed: not so after a token or two
+                    continue
                 known = generation.prompt + generation.tokens
                 assert taken.token_ids[: len(known)] == known[: len(taken.token_ids)]
                 copies = {"headway": {"id": generation.id, "hop": 0, "copies": True}}
