@@ -1,8 +1,8 @@
 # make demo   a first round on the embedded model: collect, train, evaluate, see requests move
 #             between engines (about 15 minutes); the engines' logs are in runs/demo
 # make nightly  the commands of the pages that take minutes, and every benchmark (hours)
-# make versions  every supported version of vLLM (about 10 minutes)
-# make models  models of many architectures (about 20 minutes)
+# make versions  every supported version of vLLM (about half an hour)
+# make models  models of many architectures (about half an hour)
 # make unit   the unit tests, in two processes
 # make test   the unit tests and those with a real vLLM, but for the slow ones
 # make slow   the tests that take longest: deaths, restarts, full disks, training, Ray, emulated
@@ -27,7 +27,7 @@ RUN := runs/demo
 TESTS := tests/e2e tests/integration tests/models tests/unit
 
 COMPATIBILITY := --json benchmarks/results/compatibility.json --page docs/compatibility.md
-MODELS := llama llama-tied qwen2 qwen3 qwen3-moe mistral gemma2 gemma3 phi4 granite gpt2 opt granite-4 olmo2 cohere2 mimo
+MODELS := llama llama-tied qwen2 qwen3 qwen3-moe mistral gemma2 gemma3 phi4 granite gpt2 opt granite-4 olmo2 cohere2 gpt-oss smollm3 glm4 llama4 nemotron-h mimo
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -53,7 +53,7 @@ nightly: $(INSTALLED)
 	$(BIN)/python -m pytest tests/nightly
 
 versions: $(INSTALLED)
-	$(BIN)/python -m benchmarks.compatibility --versions 0.29 0.30 0.31 0.32 0.33 $(COMPATIBILITY)
+	$(BIN)/python -m benchmarks.compatibility --versions 0.29 0.30 0.31 0.32 0.33 --chaos 3 $(COMPATIBILITY)
 
 models: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compatibility --models $(MODELS) $(COMPATIBILITY)

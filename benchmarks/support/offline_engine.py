@@ -70,6 +70,7 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
     # Its other kinds of attention leave out Gemma 2's soft cap.
     exact: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, config=config, **exact)
+    inner = reference.base_model if reference.base_model is not reference else reference.model
     head: Any = reference.get_output_embeddings()  # type: ignore[no-untyped-call]
     vectors = torch.from_numpy(rows.vectors())
     cosines, wrong = [], 0
@@ -82,7 +83,7 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
         n = rows.generated_tokens[mine]
         with torch.inference_mode():
             # Transformers' last hidden states after the final norm, [n_tokens, d].
-            states = reference.base_model(torch.tensor([prompt + output])).last_hidden_state[0]
+            states = inner(torch.tensor([prompt + output])).last_hidden_state[0]
             tokens = (vectors[mine] @ head.weight.T).argmax(dim=1)
         expected = states[len(prompt) - 1 + n]
         cosines.append(torch.nn.functional.cosine_similarity(vectors[mine], expected))

@@ -51,6 +51,7 @@ class TinyModel(NamedTuple):
 
 
 _TWO_GROUPS = 35  # one is the null block; of the others each group has as many
+_NO_PREFIXES = ("--no-enable-prefix-caching",)
 _WHOLE_ONLY = ("--disable-hybrid-kv-cache-manager",)
 TINY_MODELS = {
     "llama": TinyModel("LlamaConfig"),
@@ -87,7 +88,7 @@ TINY_MODELS = {
             **_FOUR,
         },
         moves=False,
-        flags=("--no-enable-prefix-caching",),
+        flags=_NO_PREFIXES,
     ),
     "olmo2": TinyModel("Olmo2Config"),
     "cohere2": TinyModel("Cohere2Config", _WINDOWS, kv_blocks=_TWO_GROUPS),
@@ -110,7 +111,6 @@ TINY_MODELS = {
         },
         flags=_WHOLE_ONLY,
     ),
-    "lfm2": TinyModel("Lfm2Config", {"layer_types": ["conv", _WHOLE] * 2, **_FOUR}, moves=False),
     "nemotron-h": TinyModel(
         "NemotronHConfig",
         {
@@ -122,39 +122,7 @@ TINY_MODELS = {
             "n_groups": 1,
         },
         moves=False,
-    ),
-    "qwen3-next": TinyModel(
-        "Qwen3NextConfig",
-        _EXPERTS
-        | {
-            "layer_types": ["linear_attention", _WHOLE] * 2,
-            "shared_expert_intermediate_size": 64,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            **_FOUR,
-        },
-        moves=False,
-    ),
-    "deepseek-v2": TinyModel(
-        "DeepseekV2Config",
-        {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "kv_lora_rank": 32,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-        },
+        flags=_NO_PREFIXES,
     ),
     "mimo": TinyModel("Qwen2Config", {"architectures": ["MiMoForCausalLM"]}, captured=False),
 }

@@ -60,7 +60,8 @@ class ResponseCollector:
         choice: dict[str, Any] = {"index": 0}
         if chat:
             reasoning = "".join(self._reasoning) or None
-            said = {"role": self._role, "content": text, "reasoning": reasoning}
+            content = None if reasoning and not text else text  # cut while it thought
+            said = {"role": self._role, "content": content, "reasoning": reasoning}
             choice["message"] = {**said, **_OF_MESSAGE}
         else:
             choice |= {"text": text, **_OF_COMPLETION}

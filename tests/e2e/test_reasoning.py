@@ -42,7 +42,7 @@ FLAGS = [
 ]
 BODIES: dict[str, dict[str, Any]] = {
     "reasoning": {"regex": THOUGHT + SAID},
-    "reasoning without an end": {"regex": THOUGHT + SAID, "max_tokens": 4},
+    "reasoning without an end": {"regex": THOUGHT + SAID, "max_tokens": 2},
     "reasoning that is not to be shown": {"regex": THOUGHT + SAID, "include_reasoning": False},
     "no reasoning": {"regex": SAID, "chat_template_kwargs": {"enable_thinking": False}},
     "a call": {"regex": THOUGHT + CALL, "tools": [TOOL], "tool_choice": "auto"},
