@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.filesize import decimal
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.requests import RequestName, parse_request_id
@@ -165,9 +166,9 @@ def room_on_disk(out: Path, d: int, answers: int, max_tokens: int, record: Recor
     rows = answers * -(-max_tokens // record.k)
     most, free = rows * d * np.dtype(record.dtype).itemsize, shutil.disk_usage(out).free
     said = (
-        f"up to about {most / 1e9:.1f} GB of hidden states ({answers:,} answers of up to "
+        f"up to about {decimal(most)} of hidden states ({answers:,} answers of up to "
         f"{max_tokens:,} tokens, {d:,} numbers of {record.dtype} every {record.k}); "
-        f"{free / 1e9:.1f} GB are free"
+        f"{decimal(free)} are free"
     )
     if most < free:
         return said
