@@ -212,7 +212,8 @@ async def copied_ahead(
                     pass
                 before = await target.prompt_tokens()
                 freezing = asyncio.create_task(source.control.freeze(generation.id, 0, PATIENCE))
-        assert taken is not None and freezing is not None
+        if taken is None or freezing is None:
+            continue
         try:
             return Copied(generation, len(taken.token_ids) - 1, await freezing, before)
         except NotFrozenError as error:
