@@ -64,6 +64,7 @@ def part(
         running=[],
         part=lambda kind: _Forecasts(forecasts or {}),
         kv_cache_manager=SimpleNamespace(usage=0.5),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
         cache_config=SimpleNamespace(num_gpu_blocks=100),
         block_size=16,
     )
