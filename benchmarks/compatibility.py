@@ -112,45 +112,42 @@ def table(parts: Sequence[str], names: Iterable[str], figures: Mapping[str, str]
 
 def run(version: str, tests: Sequence[str], model: str | None = None) -> dict[str, str]:
     """Return how each part fared: ``passed``, ``failed`` or ``not run``."""
-    environment = environment_of(version)
-    if model is not None:
-        environment["HEADWAY_TEST_MODELS"] = model
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *tests, f"--junit-xml={report}"],
-            env=environment,
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if not report.is_file():
-            print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
-            return dict.fromkeys(PARTS, "not run")
-        return outcomes_of(report, done.stdout)
+        printed = _ran(version, ["pytest", "-q", *tests, f"--junit-xml={report}"], report, model)
+        return dict.fromkeys(PARTS, "not run") if printed is None else outcomes_of(report, printed)
 
 
 def chaos(version: str, minutes: float) -> str:
     """Return how a deployment of a version fared: ``passed``, ``failed`` or ``not run``."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "chaos.json"
-        command = [sys.executable, "-m", "benchmarks.chaos", f"--minutes={minutes}"]
-        done = subprocess.run(
-            [*command, f"--json={report}"],
-            env=environment_of(version),
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if not report.is_file():
-            print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+        command = ["benchmarks.chaos", f"--minutes={minutes}", f"--json={report}"]
+        if _ran(version, command, report) is None:
             return "not run"
         figures = json.loads(report.read_text())["figures"]
         print(f"vLLM {version}: {figures}", file=sys.stderr)
         went_well = figures["moves"] > 0 and not any(figures[name] for name in NEVER)
         return "passed" if went_well else "failed"
+
+
+def _ran(version: str, module: Sequence[str], report: Path, model: str | None = None) -> str | None:
+    """Run a module with a version; return what it printed, or None if it wrote no report."""
+    environment = environment_of(version)
+    if model is not None:
+        environment["HEADWAY_TEST_MODELS"] = model
+    done = subprocess.run(
+        [sys.executable, "-m", *module],
+        env=environment,
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not report.is_file():
+        print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+        return None
+    return done.stdout
 
 
 def outcomes_of(report: Path, printed: str) -> dict[str, str]:

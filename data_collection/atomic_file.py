@@ -33,11 +33,16 @@ def refuse_unwritable(path: Path) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file")
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is not a regular file, and would be replaced by one")
+    _refuse_special(path)
     if not os.access(path.parent, os.W_OK):
         reason = "cannot be written" if path.parent.exists() else "does not exist"
         raise OSError(f"{path}: its folder {reason}")
+
+
+def _refuse_special(path: Path) -> None:
+    """Refuse a device, a pipe or a socket, which a rename would replace."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(f"{path} is not a regular file, and would be replaced by one")
 
 
 @contextmanager
@@ -50,8 +55,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written, or is a device, a pipe or a socket.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(f"{path} is not a regular file, and would be replaced by one")
+    _refuse_special(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

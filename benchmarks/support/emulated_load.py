@@ -153,7 +153,7 @@ def changed_answers(answers: Sequence[EmulatedAnswer], model: Path) -> int:
     """Return how many answers that came are not their script: cut, doubled, or of another one.
 
     Raises:
-        ValueError: a seed that no engine heeds, so that nobody knows the script.
+        ValueError: a seed that engines ignore, so that the script is unknown.
     """
     largest = max((answer.request.seed for answer in answers), default=0)
     if largest >= LARGEST:

@@ -179,7 +179,7 @@ def recorded_day(trace: ResampledTrace, mean: float, period: float) -> Day:
     copies = mean / trace.rate
     if len(arrival) * copies > _MOST_REQUESTS:
         raise ValueError(
-            f"{trace.name}: {len(arrival):,} requests at {mean / trace.rate:.3g} times their rate "
+            f"{trace.name}: {len(arrival):,} requests at {copies:.3g} times their rate "
             f"are more than the {_MOST_REQUESTS:,} that are simulated: lower --rate"
         )
     place = np.arange(int(len(arrival) * copies)) / copies
