@@ -215,10 +215,11 @@ def _tpot(one: EmulatedAnswer, dilation: float) -> float:
 
 
 class StepSums(NamedTuple):
-    """Seconds that the steps of a time should have taken, took, and how many there were."""
+    """Seconds that the steps of a time should have taken, took and were off, and their number."""
 
     asked: float
     real: float
+    off: float
     steps: int
 
     @property
@@ -226,20 +227,24 @@ class StepSums(NamedTuple):
         """Return the share of time beyond that of the emulated engines."""
         return self.real / self.asked - 1 if self.asked else 0.0
 
+    @property
+    def jitter(self) -> float:
+        """Return the mean distance of a step's time from the one asked for, relative to it."""
+        return self.off / self.asked if self.asked else 0.0
+
 
 def step_sums(logs: Sequence[Path], since: float) -> StepSums:
     """Return the sums over the steps that ended since a time of `time.perf_counter`."""
-    asked = real = 0.0
+    asked = real = off = 0.0
     steps = 0
     for log in logs:
         rows = _rows(log)
         rows = rows[rows["end"] > since]
-        asked, real = (
-            asked + float(rows["asked_seconds"].sum()),
-            real + float(rows["seconds"].sum()),
-        )
+        asked += float(rows["asked_seconds"].sum())
+        real += float(rows["seconds"].sum())
+        off += float(np.abs(rows["seconds"] - rows["asked_seconds"]).sum())
         steps += len(rows)
-    return StepSums(asked, real, steps)
+    return StepSums(asked, real, off, steps)
 
 
 def _rows(log: Path) -> Any:

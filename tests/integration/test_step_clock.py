@@ -49,6 +49,35 @@ def test_steps_take_what_their_size_asks_for(tmp_path: Path) -> None:
     assert asked == pytest.approx(np.full(20, 5e-3))
 
 
+class SteppedTime:
+    """Stands in for `time`: nothing passes but what is slept, and what the machine is busy for."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    thread_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("busy", "never_caught_up"), [(7, 0), (19, 0), (30, 10)])
+def test_steps_that_were_late_are_caught_up_with(
+    monkeypatch: pytest.MonkeyPatch, busy: int, never_caught_up: int
+) -> None:
+    passing = SteppedTime()
+    monkeypatch.setattr("rescheduler.emulation.step_clock.time", passing)
+    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    steps(clock, 2)
+    passing.now += busy * 0.02
+    for _ in range(40):
+        clock.begin(goes_on=True)
+        clock.end(STEP)
+    assert clock.excess == pytest.approx(never_caught_up * 0.02)
+
+
 @pytest.mark.parametrize(
     ("seconds", "level", "words"),
     [
