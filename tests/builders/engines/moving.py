@@ -177,12 +177,14 @@ class Copied(NamedTuple):
     """A request of which a copy was made ahead of its move.
 
     Attributes:
+        body: what was asked for.
         generation: until it was frozen.
         copied: tokens of the copy.
         frozen: what the next engine gets.
         before: prompt tokens of the target after the copy, by where their KV cache came from.
     """
 
+    body: dict[str, Any]
     generation: Generation
     copied: int
     frozen: Frozen
@@ -193,9 +195,10 @@ async def copied_ahead(
     source: Engine, target: Engine, body: dict[str, Any], cut: int = 8
 ) -> Copied:
     """Copy a request to another engine once it has some tokens, and freeze it after that."""
-    for _ in range(20):  # on a busy machine a request may end before it is frozen
+    for number in range(20):  # on a busy machine a request may end before it is frozen
         generation, taken, freezing, before = Generation(), None, None, {}
-        path, sent = place(body, generation, {}, 0, False)
+        asked = body | {"prompt": f"{number}. {body['prompt']}"}  # not what an earlier one copied
+        path, sent = place(asked, generation, {}, 0, False)
         async for chunk in source.stream(path, sent):
             generation.take(chunk)
             if len(generation.tokens) >= cut and taken is None:
@@ -215,7 +218,7 @@ async def copied_ahead(
         if taken is None or freezing is None:
             continue
         try:
-            return Copied(generation, len(taken.token_ids) - 1, await freezing, before)
+            return Copied(asked, generation, len(taken.token_ids) - 1, await freezing, before)
         except NotFrozenError as error:
             assert len(generation.tokens) == body["max_tokens"], error
     raise AssertionError("the request ended each time before it was frozen")

@@ -143,7 +143,7 @@ class PartsEngines:
 
         async def work(both: list[Engine]) -> float:
             body = GREEDY | {"prompt": "A copy. " + STORY * 8, "max_tokens": 150}
-            generation, copied, frozen, before = await copied_ahead(*both, body)
+            body, generation, copied, frozen, before = await copied_ahead(*both, body)
             body["max_tokens"] = len(generation.tokens) + 20
             await finish(both[1], body, generation, frozen.params, 1)
             after = await both[1].prompt_tokens()

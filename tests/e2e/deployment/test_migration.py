@@ -80,7 +80,7 @@ def test_a_copy_leaves_only_the_tail_to_compute(on_engines: Run) -> None:
         # The source has more to generate than it can while the target warms up.
         body = GREEDY | {"prompt": STORY * 9 + " snapshot", "max_tokens": 700}
         source, target = engines
-        generation, copied, frozen, before = await copied_ahead(source, target, body)
+        body, generation, copied, frozen, before = await copied_ahead(source, target, body)
         assert copied % 32 == 0 and copied >= len(generation.prompt) - 31
         tail = len(generation.prompt) + len(generation.tokens) - copied
         body["max_tokens"] = len(generation.tokens) + 12
