@@ -433,6 +433,7 @@ def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | No
         block_tokens=config.transfer.block_tokens,
         prefix_caching=config.cluster.prefix_caching,
         lost_tokens=config.cluster.block_tokens // 2,
+        dispatch_seconds=config.cluster.dispatch_s,
         max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
         max_seconds=inf if config.max_seconds is None else config.max_seconds,
         plan_every=0 if planner is None else config.migration.interval * config.cluster.instances,

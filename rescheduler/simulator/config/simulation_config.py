@@ -113,7 +113,12 @@ class _Section(Checked):
 
 @dataclass(frozen=True)
 class ClusterConfig(
-    _Section, instances=COUNT, slots=COUNT, kv_capacity=COUNT, block_tokens=NOT_NEGATIVE
+    _Section,
+    instances=COUNT,
+    slots=COUNT,
+    kv_capacity=COUNT,
+    block_tokens=NOT_NEGATIVE,
+    dispatch_s=NOT_NEGATIVE,
 ):
     """The decode instances, all alike.
 
@@ -126,6 +131,8 @@ class ClusterConfig(
         block_tokens: of a block of the KV cache. Half a block is lost to each request on average,
             which policies, counting tokens, do not see: an instance may have to queue what they
             place there. 0: nothing is lost.
+        dispatch_s: seconds from a request's placement until its instance can admit it: the way
+            through a proxy and the instance's own server. 0: it can begin at once.
     """
 
     instances: int = 16
@@ -133,6 +140,7 @@ class ClusterConfig(
     kv_capacity: int | None = None
     prefix_caching: bool = False
     block_tokens: int = 0
+    dispatch_s: float = 0.0
 
     @property
     def capacity_tokens(self) -> int:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.batch_formation import form_batch
 from rescheduler.batching.prefill_budget import prefill_budget
-from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules, take
+from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules, arrives, take
 from rescheduler.simulator.engine.slots import decode, occupied
 from rescheduler.simulator.engine.step_metrics import count_latency
 
@@ -180,7 +180,8 @@ def _list_requests(
     while row != NONE:
         request = cluster.requests[row]
         context = request.context
-        if not whole_queue and (n >= rules.slots or context > room):
+        on_its_way = arrives(rules, cluster, row) > cluster.scalars[0].now
+        if not whole_queue and (n >= rules.slots or context > room or on_its_way):
             break
         # Only a budget knows that what has moved here has its cache already.
         left = 0 if whole_queue and request.resumes == MIGRATED else context

@@ -23,6 +23,7 @@ from rescheduler.simulator.engine.engine_state import (
     Rules,
     Series,
     Wanted,
+    arrives,
     queue,
 )
 from rescheduler.simulator.engine.ordered_pool import order_pool
@@ -141,6 +142,8 @@ def _next_event(
         return time
     for move in range(scalars.moving):
         time = min(time, cluster.moves[move].arrives)
+    if rules.dispatch_seconds > 0.0:
+        time = min(time, _first_on_its_way(rules, cluster))
     if rules.revelation:
         if not in_step and scalars.cursor < scalars.block_length and pool_has_room(rules, cluster):
             time = min(time, scalars.now)
@@ -155,6 +158,19 @@ def _next_event(
         missed = ceil(scalars.now / rules.decide_every - _SAME_MOMENT)
         time = min(time, max(scalars.next_decision, missed) * rules.decide_every)
     return max(time, scalars.now)  # type: ignore[no-any-return]
+
+
+@compiled_core
+def _first_on_its_way(rules: Rules, cluster: Cluster) -> float:
+    """Return when the first request arrives at an instance that is not in a step, or infinity."""
+    first = inf
+    for g in range(rules.n_instances):
+        instance = cluster.instances[g]
+        if not instance.stepping and instance.queued > 0:
+            time = arrives(rules, cluster, instance.queue_head)
+            if time > cluster.scalars[0].now:
+                first = min(first, time)
+    return first
 
 
 @compiled_inline

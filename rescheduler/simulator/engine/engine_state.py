@@ -40,6 +40,7 @@ __all__ = [
     "Series",
     "Wanted",
     "admit",
+    "arrives",
     "new_arrivals",
     "new_cluster",
     "new_policy_state",
@@ -126,7 +127,8 @@ class Rules(NamedTuple):
     queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
     to decide whenever something happens. ``prefix_caching``: a preempted request finds again what
     has not been overwritten. ``lost_tokens``: of the KV cache, to each request of an instance,
-    since blocks are not full; policies do not know of them. ``plan_every``: steps of all instances
+    since blocks are not full; policies do not know of them. ``dispatch_seconds``: from a request's
+    placement until its instance can admit it. ``plan_every``: steps of all instances
     between two plans of migrations; 0 for none.
     """
 
@@ -148,6 +150,7 @@ class Rules(NamedTuple):
     block_tokens: int
     prefix_caching: bool
     lost_tokens: int
+    dispatch_seconds: float
     max_steps: int
     max_seconds: float
     plan_every: int
@@ -396,6 +399,15 @@ def queue_first(cluster: Cluster, row: int, g: int) -> None:
     instance.queued_tokens += cluster.requests[row].context
 
 
+@compiled_inline
+def arrives(rules: Rules, cluster: Cluster, row: int) -> float:
+    """Return when a request that is in an instance's queue can be admitted there."""
+    request = cluster.requests[row]
+    if not isnan(request.start):
+        return 0.0
+    return request.placed + rules.dispatch_seconds  # type: ignore[no-any-return]
+
+
 @compiled_core
 def admit(rules: Rules, cluster: Cluster, g: int) -> int:
     """Take the request that an instance starts next out of its queue, or return NONE."""
@@ -403,6 +415,8 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
     head = instance.queue_head
     taken = instance.decoding + instance.n_filling + instance.arriving
     if head == NONE or taken >= rules.slots:
+        return NONE
+    if arrives(rules, cluster, head) > cluster.scalars[0].now:
         return NONE
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
     room -= rules.lost_tokens * (taken + 1)
@@ -413,6 +427,8 @@ def admit(rules: Rules, cluster: Cluster, g: int) -> int:
         while row != NONE:
             candidate = cluster.requests[row]
             better = chosen == NONE
+            if arrives(rules, cluster, row) > cluster.scalars[0].now:
+                break
             if rules.batching == Batching.BIN_PACKING:
                 if candidate.context > room:
                     better = False

@@ -287,3 +287,29 @@ def test_half_a_block_is_lost_to_each_request(tmp_path: Path) -> None:
         assert np.isfinite(result.requests.end).all()
         preempted[block, prompts[0]] = int(result.requests.preemptions.sum())
     assert preempted == {(0, 40): 0, (8, 40): 1, (0, 45): 1, (8, 45): 1}
+
+
+@pytest.mark.parametrize("kind", ["none", "chunked"])
+@pytest.mark.parametrize(
+    ("slots", "first_tokens"),
+    [
+        (1, [1.25, 4.5, 11.25]),  # the second is placed as the first ends, at 3.25
+        (2, [1.25, 2.25, 11.25]),
+    ],
+)
+def test_a_placed_request_is_on_its_way_for_a_while(
+    tmp_path: Path, kind: str, slots: int, first_tokens: list[float]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,3\n0.5,5,3\n10,5,3\n")
+    config = SimulationConfig(
+        cluster=ClusterConfig(1, slots, dispatch_s=0.25),
+        clock="independent",
+        prefill=PrefillConfig(kind),  # type: ignore[arg-type]
+        step_time={"name": "batch", "a": 1.0, "b": 0.0, "c": 0.0},
+        trace={"path": str(trace), "requests": 3},
+        arrivals=ArrivalsConfig("trace"),
+        forecast={"name": "none"},
+    )
+    result = run(run_setup(config), create_policy("jsq_load"), 0)
+    assert result.requests.first_token.tolist() == pytest.approx(first_tokens)
