@@ -1,37 +1,64 @@
 """How far the simulator is from vLLM's own scheduler, where the times of steps are exact.
 
-    python -m benchmarks.emulator_check [--kept FOLDER] [--json OUT]
+    python -m benchmarks.emulator_check [--report] [--check] [--requests N] [--json OUT]
 
-Simulates the requests that `benchmarks.emulated_fleet` has served, as they arrived there, with the
-same times of steps, and compares: what differs is the simulator's idea of vLLM's scheduler, of its
-queue, its blocks and its preemptions. Only arms without forecasts and moves count.
+Serves requests on four emulated engines, as `benchmarks.emulated_fleet` does, by four policies
+without forecasts at 90, 105 and 130% of the capacity, then simulates the same requests with the
+same times of steps: what differs is the simulator's idea of vLLM's scheduler, of its queue, its
+blocks and its preemptions. What is finished is kept in the folder and not run again; what
+`benchmarks.emulated_fleet` has kept counts, too.
+
+Simulated requests are on their way from the router to an engine for as long as on the idle fleet,
+where that is measured (``dispatch``). Who is preempted is a matter of microseconds: simulated
+figures are means over eight runs whose arrivals differ by up to a millisecond.
 
 Prints, for each arm and load, the emulated figures (means over rounds), the simulated ones, and by
-how much they differ in percent; ``simulator_error`` in the file is the largest difference.
+how much they differ in percent, preemptions at least of one in twenty requests;
+``simulator_error`` in the file is the largest difference. With ``--check`` it may be 10%.
 """
 
+import asyncio
 import csv
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from rich.progress import track
 
 from benchmarks.emulated_fleet import (
     ARMS,
     BLOCK,
+    JSQ,
     KV_TOKENS,
     LAW,
     MOST_EXCESS,
     PROFILE,
     PROMPTS,
     REPLICAS,
+    SCRATCH,
+    Plan,
+    Run,
+    fleet,
+    measured_capacity,
+    run_one,
 )
-from benchmarks.support.emulated_load import TPOT_S, TTFT_S, EmulatedRequest, drawn_load
-from benchmarks.support.report import arguments, write_report
-from rescheduler.emulation.emulate_options import read_machine
+from benchmarks.support.deployments import engines, proxy
+from benchmarks.support.emulated_load import (
+    TPOT_S,
+    TTFT_S,
+    EmulatedRequest,
+    drawn_load,
+    serve_load,
+)
+from benchmarks.support.report import Cells, arguments, resumable, write_report
+from rescheduler.emulation.emulate_options import AnswerLengths, read_machine
+from rescheduler.engines.deployment import Deployment
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
@@ -47,38 +74,95 @@ from rescheduler.simulator.simulation import run
 
 COMPARED = ("latency", "ttft", "tpot", "goodput", "preemptions")
 SLOTS = 128
+LOADS = (1.05, 0.9, 1.3)
+POLICIES = ("jsq_load", "vllm", "max_capacity", "reserve")
+FLEET = Path("benchmarks/results/emulated_fleet")
+DILATION = 2.0
+PROBES, SHORT = 40, AnswerLengths(median=8, sigma=0.1)
+SIMULATED = 8
+MOST_ERROR = 10.0
+FEW = 20
+"""Preemptions are compared with one in so many requests where there are fewer."""
 
 
 def main() -> None:
     parser = arguments("the simulator against emulated engines", quick=False)
-    kept = Path("benchmarks/results/emulated_fleet")
-    parser.add_argument("--kept", type=Path, default=kept, help="folder of emulated runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulator_check"))
+    parser.add_argument("--requests", type=int, default=700, help="of a run (700)")
+    parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--check", action="store_true", help="fail where over 10% differ")
     options = parser.parse_args()
+    kept = Cells(options.out)
+    if not options.report:
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        with resumable():
+            run_missing(Plan(options.out, options.requests, DILATION), kept)
+    found = emulated_runs((FLEET, options.out))
+    if not found or kept.read("dispatch") is None:
+        sys.exit(f"{options.out}: no valid runs")
+    dispatch = float(kept.read("dispatch"))
     rows, figures = [], {}
-    found = emulated_runs(options.kept)
-    if not found:
-        sys.exit(f"{options.kept}: no valid runs of benchmarks.emulated_fleet")
-    for (load, arm), runs in sorted(found.items()):
+    for (load, arm), runs in track(sorted(found.items()), description="simulating"):
         emulated = mean([one["result"] for one in runs])
-        simulated = mean([simulated_run(arm, one["round"], one["settings"]) for one in runs])
+        simulated = mean([simulated_run(arm, one, dispatch) for one in runs])
+        few = float(np.mean([one["settings"]["requests"] for one in runs])) / FEW
         cells = []
         for name in COMPARED:
-            error = 100 * (simulated[name] / emulated[name] - 1) if emulated[name] else 0.0
+            least = few if name == "preemptions" else 0.0
+            error = 100 * (simulated[name] - emulated[name]) / max(emulated[name], least)
             cells.append(f"{emulated[name]:.4g} → {simulated[name]:.4g} ({error:+.0f}%)")
             figures[f"{name}_error_{arm}_{load}"] = error
         rows.append([f"{arm}, {load}%", f"{len(runs)}", *cells])
     table = "\n".join(markdown_table(["arm and load", "rounds", *COMPARED], rows))
     print(table)
-    figures["simulator_error"] = max(map(abs, figures.values()), default=float("nan"))
+    error = max(map(abs, figures.values()))
+    figures |= {"simulator_error": error, "dispatch": dispatch}
     write_report("emulator_check", figures, options.json, tables=[table])
+    if options.check and error > MOST_ERROR:
+        sys.exit(f"the simulator is off by {error:.1f}%, more than {MOST_ERROR:.0f}%")
 
 
-def emulated_runs(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def run_missing(plan: Plan, kept: Cells) -> None:
+    """Run what the folder does not have with these settings; each result is kept at once."""
+    if kept.read("capacity") is not None:
+        plan = plan._replace(capacity=float(kept.read("capacity")))
+    runs = [Run(load, 0, arm) for load in LOADS for arm in POLICIES]
+    if plan.capacity and all(plan.result(run) is not None for run in runs):
+        return
+    deployment = fleet(plan, exact=False)
+    with engines(deployment, SCRATCH / "logs"):
+        if not plan.capacity:
+            plan = plan._replace(capacity=asyncio.run(measured_capacity(plan, deployment)))
+            kept.write("dispatch", asyncio.run(measured_dispatch(plan, deployment)))
+            kept.write("capacity", plan.capacity)
+        for run in runs:
+            if plan.result(run) is None:
+                run_one(plan, deployment, run)
+
+
+async def measured_dispatch(plan: Plan, deployment: Deployment) -> float:
+    """Return how much longer a lone request's first token takes than its step, in the median."""
+    serving = msgspec.structs.replace(deployment, routing=JSQ)
+    step = read_machine(PROFILE).step_time
+    load = drawn_load(1_000_007, PROBES, 2.0, PROMPTS, SHORT)
+    with proxy(serving, SCRATCH):
+        answers = await serve_load(
+            serving.proxy_url, serving.served_name, load, plan.dilation, 1_000_007
+        )
+    late = [
+        (one.first - one.sent) / plan.dilation
+        - step.of(one.request.prompt_tokens, one.request.prompt_tokens)
+        for one in answers
+    ]
+    return float(np.median(late))
+
+
+def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return the valid runs of arms that the simulator can repeat, by load and arm."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for file in sorted(folder.glob("*/round-*/*.json")):
-        arm = ARMS.get(file.stem)
-        if arm is None or arm.migration or arm.order != "fcfs" or arm.routing["name"] == "headroom":
+    files = [file for folder in folders for file in sorted(folder.glob("*/round-*/*.json"))]
+    for file in files:
+        if file.stem not in POLICIES:
             continue
         kept = json.loads(file.read_text())
         if kept["result"]["excess"] <= MOST_EXCESS:
@@ -88,36 +172,50 @@ def emulated_runs(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return found
 
 
-def simulated_run(arm: str, number: int, settings: dict[str, Any]) -> dict[str, float]:
-    load = drawn_load(number, settings["requests"], settings["rate"], PROMPTS, LAW)
-    times = read_machine(PROFILE)
-    step = times.step_time
+def simulated_run(arm: str, emulated: dict[str, Any], dispatch: float) -> dict[str, float]:
+    """Return the means over simulations of the requests of an emulated run."""
+    settings, times = emulated["settings"], read_machine(PROFILE)
+    number, requests, rate = emulated["round"], settings["requests"], settings["rate"]
+    load, step = drawn_load(number, requests, rate, PROMPTS, LAW), times.step_time
+    slo, policy = SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S), create_policy(**ARMS[arm].routing)
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.csv"
-        write_trace(load, trace)
-        config = SimulationConfig(
-            # vLLM keeps one block empty.
-            cluster=ClusterConfig(
-                REPLICAS, SLOTS, KV_TOKENS, prefix_caching=True, block_tokens=BLOCK
-            ),
-            clock="independent",
-            prefill=PrefillConfig("chunked", max_batched_tokens=times.max_num_batched_tokens or 0),
-            step_time={
-                "name": "batch",
-                "a": step.constant,
-                "b": step.per_new,
-                "c": step.per_context,
-            },
-            trace={"path": str(trace), "requests": len(load)},
-            arrivals=ArrivalsConfig("trace"),
-            forecast={"name": "none"},
-        )
-        slo = SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S)
-        result = run(run_setup(config), create_policy(**ARMS[arm].routing), 0)
-        return run_metrics(result, slo)
+        for seed in range(SIMULATED):
+            write_trace(shaken(load, seed), trace)
+            config = SimulationConfig(
+                cluster=ClusterConfig(
+                    *(REPLICAS, SLOTS, KV_TOKENS),
+                    prefix_caching=True,
+                    block_tokens=BLOCK,
+                    dispatch_s=dispatch,
+                ),
+                clock="independent",
+                prefill=PrefillConfig(
+                    "chunked", max_batched_tokens=times.max_num_batched_tokens or 0
+                ),
+                step_time={
+                    "name": "batch",
+                    "a": step.constant,
+                    "b": step.per_new,
+                    "c": step.per_context,
+                },
+                trace={"path": str(trace), "requests": len(load)},
+                arrivals=ArrivalsConfig("trace"),
+                forecast={"name": "none"},
+            )
+            runs.append(run_metrics(run(run_setup(config), policy, 0), slo))
+    return mean(runs)
 
 
-def write_trace(load: list[EmulatedRequest], path: Path) -> None:
+def shaken(load: Sequence[EmulatedRequest], seed: int) -> list[EmulatedRequest]:
+    """Return a load whose requests arrive up to a millisecond later."""
+    late = np.random.default_rng(seed).uniform(0.0, 1e-3, len(load)).tolist()
+    moved = [replace(one, arrives=one.arrives + by) for one, by in zip(load, late, strict=True)]
+    return sorted(moved, key=lambda one: one.arrives)
+
+
+def write_trace(load: Sequence[EmulatedRequest], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("arrival_s", "input_tokens", "output_tokens"))

@@ -34,14 +34,13 @@ import numpy as np
 from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
 from benchmarks.support.stream_client import Stream, read_stream, session
-from rescheduler.demo.demo import proxy_running
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.placement.cluster_state import running_requests
 from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.serve import load_tokenizer
+from rescheduler.serving.serve import load_tokenizer, proxy_running
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import Frozen, NotFrozenError, Snapshot
 

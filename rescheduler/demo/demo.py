@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
@@ -20,13 +20,13 @@ from rescheduler.demo.demo_load import (
     metric_total,
     preemptions,
 )
+from rescheduler.demo.fleet_demo import show_fleet
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
-from rescheduler.proxy.proxy import Proxy
-from rescheduler.serving.serve import Listeners, load_tokenizer
+from rescheduler.serving.serve import proxy_running
 
-__all__ = ["demo", "proxy_running", "skewed_load"]
+__all__ = ["demo", "skewed_load"]
 
 _ENGINE = EngineOptions(
     dtype="float32",
@@ -51,6 +51,8 @@ _HEROES = ("sailor", "gardener", "baker", "detective", "farmer", "chess player",
 _QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is 7 + 5?")
 _PHASES = ("without rescheduling", "with rescheduling")
 _PAIRS = 10
+_ENGINES, _MOST_ENGINES = 8, 64
+_CLIENTS, _MOST_CLIENTS = 1_000, 2_048
 _LONG_TOKENS, _SHORT_TOKENS = 400, 40
 _APART_SECONDS = 0.8
 _TTFT_TIMES, _TPOT_TIMES = 20.0, 4.0
@@ -58,7 +60,12 @@ _LINE_SECONDS = 5.0
 
 
 def demo(
-    config: Deployment | None = None, logs: Path = Path("runs/demo/logs"), pairs: int = _PAIRS
+    config: Deployment | None = None,
+    logs: Path = Path("runs/demo/logs"),
+    pairs: int = _PAIRS,
+    emulate: str | None = None,
+    engines: int = _ENGINES,
+    clients: int = _CLIENTS,
 ) -> None:
     """Compare a load on two decode engines with and without requests that move between them.
 
@@ -69,14 +76,32 @@ def demo(
     With --config it uses engines that are already running. It prints the address of a page that
     shows in a browser what happens, and in the end a table of both.
 
+    With --emulate it shows a fleet instead, until Ctrl-C: eight engines that emulate a GPU, and a
+    thousand requests that run at the same time. Takes two cores and 12 GiB of memory.
+
     Args:
         config: deployment whose engines are already running.
         logs: folder of the engines' logs.
         pairs: number of long and number of short requests.
+        emulate: a GPU to emulate: the name of a shipped machine, such as h100x2-llama-70b, or a
+            profile's file. Answers are scripted, see docs/rehearse.md.
+        engines: of the emulated fleet.
+        clients: of the emulated fleet, each with one request after the other.
 
     Raises:
-        ValueError: ``pairs`` is out of its range.
+        ValueError: a number is out of its range, or there is no such GPU.
     """
+    if emulate is not None:
+        if config is not None:
+            raise ValueError("--emulate starts engines of its own: leave --config out")
+        for name, value, most in (
+            ("engines", engines, _MOST_ENGINES),
+            ("clients", clients, _MOST_CLIENTS),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"--{name} must be between 1 and {most}, not {value}")
+        show_fleet(emulate, engines, clients, logs)
+        return
     if not 1 <= pairs <= len(_HEROES):
         raise ValueError(f"--pairs must be between 1 and {len(_HEROES)}, not {pairs}")
     with ExitStack() as stack:
@@ -99,23 +124,6 @@ def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:
         question = _QUESTIONS[pair % len(_QUESTIONS)]
         load += [(f"long-{pair}", story, _LONG_TOKENS), (f"short-{pair}", question, _SHORT_TOKENS)]
     return [LoadRequest(*one, i, _APART_SECONDS * i) for i, one in enumerate(load)]
-
-
-@asynccontextmanager
-async def proxy_running(deployment: Deployment, admin_token: str = "") -> AsyncIterator[Proxy]:
-    """Serve a deployment whose engines run, as `headway serve` does, while the body runs.
-
-    Raises:
-        DeploymentError: a policy that does not exist, or a port that is in use.
-    """
-    async with AsyncExitStack() as stack:
-        proxy = Proxy(deployment, load_tokenizer(deployment.model))
-        stack.push_async_callback(proxy.close)
-        await proxy.start()
-        listeners = Listeners(proxy, admin_token)
-        stack.push_async_callback(listeners.close)
-        await listeners.start()
-        yield proxy
 
 
 async def _compared(deployment: Deployment, load: list[LoadRequest]) -> Table:

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import logging
 import resource
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -25,7 +27,7 @@ from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.connection import CLEANUP_SECONDS, cannot_listen, connections, url_of
 from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 
-__all__ = ["Listeners", "load_tokenizer", "serve"]
+__all__ = ["Listeners", "load_tokenizer", "proxy_running", "serve"]
 
 
 logger = logging.getLogger("headway.serve")
@@ -165,6 +167,23 @@ def load_tokenizer(model: str) -> Tokenizer:
             f"model: {model}: the proxy needs its tokenizer.json, to go on with a text after a "
             f"move: {error}"
         ) from error
+
+
+@asynccontextmanager
+async def proxy_running(deployment: Deployment, admin_token: str = "") -> AsyncIterator[Proxy]:
+    """Serve a deployment whose engines run, as `headway serve` does, while the body runs.
+
+    Raises:
+        DeploymentError: a policy that does not exist, or a port that is in use.
+    """
+    async with AsyncExitStack() as stack:
+        proxy = Proxy(deployment, load_tokenizer(deployment.model))
+        stack.push_async_callback(proxy.close)
+        await proxy.start()
+        listeners = Listeners(proxy, admin_token)
+        stack.push_async_callback(listeners.close)
+        await listeners.start()
+        yield proxy
 
 
 async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | None) -> None:

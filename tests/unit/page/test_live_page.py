@@ -11,10 +11,10 @@ from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 from watched_page import Stream, stream
 
-from rescheduler.demo.demo import proxy_running
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.page.snapshot import About, Phase
 from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.serving.serve import proxy_running
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from rescheduler.demo.demo_load import (
     load_figures,
     metric_total,
 )
+from rescheduler.demo.fleet_demo import FleetLoad
 
 
 def request() -> LoadRequest:
@@ -116,6 +117,46 @@ async def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
     first = asked[0]
     assert first["messages"] == [{"role": "user", "content": "Hello"}]
     assert (first["max_tokens"], first["seed"], first["cache_salt"]) == (7, 1, "salt")
+
+
+async def test_a_fleets_clients_ask_for_one_answer_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_RAMP_SECONDS", "_BREATH_SECONDS"):
+        monkeypatch.setattr(f"rescheduler.demo.fleet_demo.{name}", 0.0)
+    prompts: list[list[int]] = []
+    running, most, enough = 0, 0, asyncio.Event()
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        prompts.append((await http.json())["prompt"])
+        number = len(prompts)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        if len(prompts) >= 40:
+            enough.set()
+        return web.Response(status=503 if number % 4 == 0 else 200, text="no room")
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", answer)])
+    async with TestServer(app) as there:
+        load = FleetLoad(str(there.make_url("")).rstrip("/"), "smollm2", 100, clients=8)
+        serving = asyncio.create_task(load.run())
+        await asyncio.wait(
+            [serving, asyncio.create_task(enough.wait())], return_when="FIRST_COMPLETED"
+        )
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert most == 8
+    assert load.running == 0
+    assert load.answered > 0 and load.failed > 0
+    assert 40 - 8 <= load.answered + load.failed <= len(prompts)
+    assert load.error == "HTTP 503: no room"
+    assert all(250 <= len(prompt) <= 4_000 for prompt in prompts)
+    assert {type(token) for prompt in prompts for token in prompt} == {int}
+    assert max(map(max, prompts)) == 99
 
 
 async def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
