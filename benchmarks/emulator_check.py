@@ -99,7 +99,7 @@ def main() -> None:
             run_missing(Plan(options.out, options.requests, DILATION), kept)
     found = emulated_runs((FLEET, options.out))
     if not found or kept.read("dispatch") is None:
-        sys.exit(f"{options.out}: no valid runs")
+        sys.exit(f"{options.out}: no runs yet: leave --report out")
     dispatch = float(kept.read("dispatch"))
     rows, figures = [], {}
     for (load, arm), runs in track(sorted(found.items()), description="simulating"):

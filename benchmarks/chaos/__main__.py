@@ -43,6 +43,8 @@ from rescheduler.engines.launch_local import local_deployment
 
 _CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-instruct"
 _DISK_BYTES = 256 << 10
+_AT_ONCE = 20
+"""Honest requests to emulated engines, which two cores can serve more of."""
 _ENGINE = EngineOptions(
     dtype="float32",
     max_model_len=1024,
@@ -76,8 +78,9 @@ def main() -> None:
         if disk is not None and engine.emulate is None:
             deployment = _recording(deployment, disk)
         with launched(deployment, Path(folder) / "logs", at_once=2) as engines:
+            seconds, at_once = 60 * options.minutes, 12 if options.emulate is None else _AT_ONCE
             ledger = asyncio.run(
-                chaos(engines, deployment, 60 * options.minutes, seed=options.seed)
+                chaos(engines, deployment, seconds, at_once=at_once, seed=options.seed)
             )
         for note in ledger.notes:
             print(note)

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
@@ -28,6 +29,7 @@ _RAMP_SECONDS = 40.0
 """Over which the clients come, or their prompts would be computed before anything is decoded."""
 _LINE_SECONDS = 5.0
 _TOKENS, _MOVES = "headway_proxy_generation_tokens_total", "headway_proxy_migrations_total"
+_OTHERS = 64
 _BREATH_SECONDS = 1.0
 """That a client waits after an error."""
 
@@ -86,7 +88,7 @@ class FleetLoad:
             return f"{type(error).__name__}: {error}"
 
 
-def emulated_fleet(machine: str, engines: int) -> Deployment:
+def emulated_fleet(machine: str, engines: int, clients: int) -> Deployment:
     """Return the deployment of ``configs/serve/emulated-fleet.yaml`` on free ports.
 
     Raises:
@@ -101,7 +103,8 @@ def emulated_fleet(machine: str, engines: int) -> Deployment:
         shipped.routing,
         shipped.migration,
     )
-    proxy = replace(fleet.proxy, pool=shipped.proxy.pool)
+    # All come from one address, which gets half of the connections.
+    proxy = replace(fleet.proxy, pool=shipped.proxy.pool, connections=2 * clients + _OTHERS)
     fleet = replace(fleet, proxy=proxy, served_model_name=shipped.served_model_name)
     fleet.check()
     return fleet
@@ -113,7 +116,7 @@ def show_fleet(machine: str, engines: int, clients: int, logs: Path) -> None:
     Raises:
         ValueError: there is no such machine to emulate.
     """
-    deployment = emulated_fleet(machine, engines)
+    deployment = emulated_fleet(machine, engines, clients)
     vocabulary = load_tokenizer(deployment.model).get_vocab_size()
     with ExitStack() as stack:
         _say(f"Starting {engines} engines that emulate {machine}, logs in {logs}")
@@ -127,7 +130,6 @@ async def _shown(deployment: Deployment, vocabulary: int, clients: int) -> None:
     token = secrets.token_urlsafe(32)
     assert deployment.engine.emulate is not None
     dilation = deployment.engine.emulate.dilation
-    metrics = f"{deployment.proxy_url}/metrics"
     async with proxy_running(in_real_time(deployment), token):
         _say(
             f"See it in a browser: {deployment.admin_url}/ui#token={token}\n"
@@ -136,24 +138,44 @@ async def _shown(deployment: Deployment, vocabulary: int, clients: int) -> None:
         )
         load = FleetLoad(deployment.proxy_url, deployment.served_name, vocabulary, clients)
         serving = asyncio.create_task(load.run())
-        began, tokens = time.monotonic(), 0.0
+        began = time.monotonic()
+        seen = _Seen(began, 0.0, 0.0, 0.0)
         try:
             while not serving.done():
                 await asyncio.wait([serving], timeout=_LINE_SECONDS)
-                before, tokens = tokens, await asyncio.to_thread(metric_total, metrics, _TOKENS)
-                moved = await asyncio.to_thread(metric_total, metrics, _MOVES, outcome="moved")
-                preempted = await asyncio.to_thread(preemptions, deployment)
-                rate = dilation * (tokens - before) / _LINE_SECONDS
+                before = seen
+                try:
+                    seen = await asyncio.to_thread(_seen, deployment)
+                except OSError as error:  # the next line may have it
+                    _say(f"figures are missing: {error}")
+                    continue
+                rate = dilation * (seen.tokens - before.tokens) / (seen.at - before.at)
                 failed = f", {load.failed} failed: {load.error}" if load.failed else ""
                 _say(
-                    f"{time.monotonic() - began:4.0f} s  {load.running} running, "
+                    f"{seen.at - began:4.0f} s  {load.running} running, "
                     f"{load.answered} answered, {rate:,.0f} tokens a second on GPUs, "
-                    f"{moved:.0f} moved, {preempted:.0f} preempted{failed}"
+                    f"{seen.moved:.0f} moved, {seen.preempted:.0f} preempted{failed}"
                 )
             await serving
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+
+class _Seen(NamedTuple):
+    """When it was seen what the proxy and the engines have counted."""
+
+    at: float
+    tokens: float
+    moved: float
+    preempted: float
+
+
+def _seen(deployment: Deployment) -> _Seen:
+    metrics = f"{deployment.proxy_url}/metrics"
+    at, tokens = time.monotonic(), metric_total(metrics, _TOKENS)
+    moved = metric_total(metrics, _MOVES, outcome="moved")
+    return _Seen(at, tokens, moved, preemptions(deployment))
 
 
 def _say(what: str) -> None:

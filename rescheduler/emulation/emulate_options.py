@@ -8,12 +8,14 @@ import msgspec
 from data_collection.shipped_files import find_config
 from data_collection.text_file import read_yaml
 from predictor.live.engine_forecasts import TelemetryConfig
+from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.step_time.profile import BatchTime, Profile
 
 __all__ = [
     "EMULATE_SECTION",
     "MACHINE_FIELDS",
     "AnswerLengths",
+    "BarrierGroup",
     "EmulateConfig",
     "EmulateOptions",
     "EmulatedMachine",
@@ -131,6 +133,20 @@ MACHINE_FIELDS = ("step_time", "kv_tokens", "max_num_batched_tokens", "transfer"
 """What an `EmulatedMachine` is like, and `EmulateOptions` may say in its place."""
 
 
+class BarrierGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The engines that step together, as ranks of expert parallelism do.
+
+    Attributes:
+        file: that they share.
+        rank: of the engine among them.
+        patience_s: for which the others wait for a rank.
+    """
+
+    file: str
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+    patience_s: Above0
+
+
 class EmulateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``headway_emulate`` section of ``--additional-config``.
 
@@ -142,6 +158,7 @@ class EmulateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         transfer: of KV caches.
         telemetry: where forecasts are published; None: only the engine's own scheduler has them.
         log: CSV file of the steps.
+        barrier: its part in a group of engines that step together; None: it steps by itself.
     """
 
     step_time: StepSeconds
@@ -151,6 +168,7 @@ class EmulateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     transfer: KVTransfer | None = None
     telemetry: TelemetryConfig | None = None
     log: str | None = None
+    barrier: BarrierGroup | None = None
 
 
 class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -169,6 +187,8 @@ class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         prompt_forecast: quality of the proxy's, of requests that state ``emulated_length``, before
             an engine has computed anything; None: there are none.
         logs: folder of a CSV file of steps for each engine; None: they are not logged.
+        barrier: the decode engines step together, each step as long as the longest of them, as
+            ranks of expert parallelism do; they must run on one machine.
     """
 
     profile: str | None = None
@@ -181,6 +201,7 @@ class EmulateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     forecast: ForecastQuality | None = ForecastQuality()
     prompt_forecast: ForecastQuality | None = None
     logs: str | None = None
+    barrier: bool = False
 
     def resolved(self) -> "EmulateOptions":
         """Return the options with what their profile says, and no profile.

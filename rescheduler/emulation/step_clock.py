@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_collection.vllm_adapter.emulated_runner import StepSize, engine_logger
 from rescheduler.emulation.emulate_options import StepSeconds
+from rescheduler.emulation.step_barrier import StepBarrier
 
 __all__ = ["MOST_EXCESS", "StepClock"]
 
@@ -28,14 +29,21 @@ class StepClock:
     hides it on a GPU. A step that is late is caught up with by those that follow, up to 20 steps'
     time; what the machine cannot catch up with is the excess.
 
-    The dilation makes all steps so many times as long. The log is a CSV file of the steps.
+    The dilation makes all steps so many times as long. With a barrier they begin and end with those
+    of other engines, and the longest is what is asked for. The log is a CSV file of the steps.
 
     Raises:
         OSError: the log cannot be written.
     """
 
-    def __init__(self, step_time: StepSeconds, dilation: float, log: Path | None) -> None:
-        self._step_time, self._dilation = step_time, dilation
+    def __init__(
+        self,
+        step_time: StepSeconds,
+        dilation: float,
+        log: Path | None,
+        barrier: StepBarrier | None = None,
+    ) -> None:
+        self._step_time, self._dilation, self._barrier = step_time, dilation, barrier
         self._due = self._end = self._begun = 0.0
         self._goes_on = False
         self.steps, self.asked, self.excess = 0, 0.0, 0.0
@@ -50,6 +58,8 @@ class StepClock:
     def idle(self) -> None:
         """Note that nothing is computed: the next step does not follow the last one."""
         self._due = 0.0
+        if self._barrier is not None:
+            self._barrier.idle()
 
     def begin(self, goes_on: bool) -> None:
         """Note that a step begins, which goes on with requests of the last one or is a new one."""
@@ -59,13 +69,18 @@ class StepClock:
     def end(self, step: StepSize) -> None:
         """Wait until a step is due."""
         asked = self._dilation * self._step_time.of(step.new_tokens, step.context_tokens)
-        now = time.perf_counter()
-        start = self._due if self._goes_on else self._begun
-        self._due = max(start, now - _CAUGHT_UP * asked) + asked
-        if self._due > now:
-            time.sleep(self._due - now)
+        begun = self._begun
+        if self._barrier is not None:
+            begun, self._due = self._barrier.step(asked, self._goes_on)
+            asked = self._due - begun
+        else:
+            start = self._due if self._goes_on else begun
+            self._due = max(start, time.perf_counter() - _CAUGHT_UP * asked) + asked
+        left = self._due - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
         end = time.perf_counter()
-        real = end - (self._end if self._goes_on else self._begun)
+        real = end - (self._end if self._goes_on else begun)
         self._end = end
         self.steps += 1
         self.asked += asked
@@ -95,8 +110,11 @@ class StepClock:
         )
 
     def close(self) -> None:
-        """Report, and close the log."""
+        """Report, and close the log and the barrier."""
         self.report()
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
         if self._log is not None:
             self._log.close()
             self._log = None

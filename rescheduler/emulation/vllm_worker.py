@@ -17,6 +17,7 @@ from rescheduler.emulation.emulate_options import read_emulate_config
 from rescheduler.emulation.length_posterior import forecast_edges
 from rescheduler.emulation.scripted_answers import ScriptedAnswers
 from rescheduler.emulation.scripted_forecaster import ScriptedForecaster
+from rescheduler.emulation.step_barrier import StepBarrier
 from rescheduler.emulation.step_clock import StepClock
 
 __all__ = ["EmulatedWorker"]
@@ -48,7 +49,11 @@ class EmulatedWorker(HeadwayWorker):
         self.answers = ScriptedAnswers(emulated.lengths, vocabulary)
         self.model_runner.answers = self.answers
         log = None if emulated.log is None else Path(emulated.log)
-        self._clock = StepClock(emulated.step_time, emulated.dilation, log)
+        group = emulated.barrier
+        barrier = None
+        if group is not None:
+            barrier = StepBarrier(Path(group.file), group.rank, group.patience_s)
+        self._clock = StepClock(emulated.step_time, emulated.dilation, log, barrier)
 
     def make_forecaster(self, generated: dict[str, int]) -> StepForecaster | None:
         """Return what forecasts scripted answers, if anything is forecast."""

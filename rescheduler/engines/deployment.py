@@ -11,6 +11,7 @@ from data_collection.text_file import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.emulation.emulate_options import EmulateOptions
+from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.ordering.service_order import read_engine_order
 
 __all__ = [
@@ -503,8 +504,18 @@ def _check_emulate(deployment: Deployment, emulate: EmulateOptions) -> None:
     ranked = [one.name for one in deployment.instances if one.data_parallel_rank is not None]
     if ranked:
         raise DeploymentError(
-            f"engine.emulate: {ranked[0]} is a rank of a data-parallel group, whose barrier is not "
-            "emulated: remove data_parallel_rank"
+            f"engine.emulate: {ranked[0]} is a rank of a data-parallel group: remove "
+            "data_parallel_rank, and let the engines step together by engine.emulate.barrier: true"
+        )
+    if emulate.barrier and len(deployment.decode) > MOST_RANKS:
+        raise DeploymentError(
+            f"engine.emulate.barrier: of {MOST_RANKS} decode instances at most, not "
+            f"{len(deployment.decode)}"
+        )
+    hosts = sorted({one.host for one in deployment.decode})
+    if emulate.barrier and len(hosts) > 1:
+        raise DeploymentError(
+            f"engine.emulate.barrier: of engines on one machine, not of {' and '.join(hosts[:2])}"
         )
     if emulate.profile is None and emulate.step_time is None:
         return  # `headway launch --emulate` gives one

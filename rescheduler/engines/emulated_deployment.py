@@ -1,7 +1,11 @@
 """A deployment whose engines are emulated: what it loads, its flags, and its times."""
 
+import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +13,12 @@ import msgspec
 from msgspec.structs import fields, replace
 
 from data_collection.models import resolve_model
-from rescheduler.emulation.emulate_options import MACHINE_FIELDS, EmulateConfig, EmulateOptions
+from rescheduler.emulation.emulate_options import (
+    MACHINE_FIELDS,
+    BarrierGroup,
+    EmulateConfig,
+    EmulateOptions,
+)
 from rescheduler.emulation.emulated_model import MOST_TOKENS, emulated_model
 from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
 
@@ -32,6 +41,8 @@ WORKER = "rescheduler.emulation.vllm_worker.EmulatedWorker"
 CONNECTOR = "rescheduler.emulation.vllm_connector"
 _REFUSES = "data_collection.vllm_adapter.emulated_runner:RefusedParameters"
 _SECONDS = "_seconds"
+_PATIENCE_SECONDS = 0.05
+"""That engines behind a barrier wait for one whose requests have all ended."""
 _BLOCK_OF = 32
 """Tokens of which vLLM's blocks are a multiple on a CPU."""
 _OF_HARDWARE = {
@@ -154,9 +165,24 @@ def emulate_section(deployment: Deployment, instance: Instance) -> dict[str, Any
         forecast=emulate.forecast,
         transfer=emulate.transfer,
         log=log,
+        barrier=_barrier(deployment, instance, emulate),
     )
     section: dict[str, Any] = msgspec.to_builtins(config)
     return section | {"telemetry": telemetry}
+
+
+def _barrier(
+    deployment: Deployment, instance: Instance, emulate: EmulateOptions
+) -> BarrierGroup | None:
+    if not emulate.barrier or instance.role != "decode":
+        return None
+    ranks = [(one.name, one.port) for one in deployment.decode]
+    digest = sha256(json.dumps(ranks).encode()).hexdigest()[:12]
+    return BarrierGroup(
+        file=str(Path(tempfile.gettempdir()) / f"headway-barrier-{os.getuid()}-{digest}"),
+        rank=ranks.index((instance.name, instance.port)),
+        patience_s=_PATIENCE_SECONDS * emulate.dilation,
+    )
 
 
 def _resolved(options: EngineOptions) -> EmulateOptions:

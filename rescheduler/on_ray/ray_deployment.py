@@ -118,6 +118,10 @@ class RayDeployment(Deployment, frozen=True, forbid_unknown_fields=True, kw_only
         for i, group in enumerate(self.ray.instances):
             if not group.bundle:
                 raise DeploymentError(f"ray.instances[{i}]: must reserve something")
+        if self.engine.emulate is not None and self.engine.emulate.barrier:
+            raise DeploymentError(
+                "engine.emulate.barrier: of engines on one machine, not of those that Ray places"
+            )
         check_policies(self)
 
 

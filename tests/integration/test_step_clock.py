@@ -3,13 +3,16 @@
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
 from data_collection.vllm_adapter.emulated_runner import StepSize
 from rescheduler.emulation.emulate_options import StepSeconds
+from rescheduler.emulation.step_barrier import StepBarrier
 from rescheduler.emulation.step_clock import StepClock
 from rescheduler.step_time.step_log import read_steps
 
@@ -100,6 +103,44 @@ def test_how_well_the_machine_keeps_up_is_reported(
 def test_a_clock_that_never_ran_reports_nothing(told: pytest.LogCaptureFixture) -> None:
     StepClock(TIMES, 1.0, None).close()
     assert not told.text
+
+
+def test_behind_a_barrier_the_longest_step_is_what_is_asked_for(tmp_path: Path) -> None:
+    clocks = [
+        StepClock(
+            StepSeconds(constant=seconds, per_new=0, per_context=0),
+            1.0,
+            tmp_path / f"{rank}.csv",
+            StepBarrier(tmp_path / "shared", rank, 10.0),
+        )
+        for rank, seconds in enumerate((2e-3, 5e-3))
+    ]
+
+    begun, ended = Event(), Event()
+
+    def goes_on_until_the_other_ends() -> None:
+        steps(clocks[0], 1)
+        begun.set()
+        while not ended.is_set():
+            clocks[0].begin(goes_on=True)
+            clocks[0].end(STEP)
+
+    with ThreadPoolExecutor(1) as pool:
+        going_on = pool.submit(goes_on_until_the_other_ends)
+        begun.wait()
+        steps(clocks[1], 50)
+        clocks[1].close()
+        ended.set()
+        going_on.result(timeout=60)
+    clocks[0].close()
+    asked = [
+        np.genfromtxt(tmp_path / f"{rank}.csv", delimiter=",", names=True)["asked_seconds"]
+        for rank in range(2)
+    ]
+    assert asked[1] == pytest.approx(np.full(50, 5e-3), abs=1e-6)
+    together = np.isclose(asked[0], 5e-3, atol=1e-6)
+    assert together.sum() == 50
+    assert asked[0][~together] == pytest.approx(2e-3, abs=1e-6)
 
 
 def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:

@@ -18,6 +18,9 @@ telemetry: 8102
 {{- if and .Values.engine.batching (gt (int .Values.prefill.replicas) 0) -}}
 {{- fail "engine.batching: requires engines that both prefill and decode: set prefill.replicas to 0" -}}
 {{- end -}}
+{{- if (.Values.engine.emulate | default dict).barrier -}}
+{{- fail "engine.emulate.barrier: of engines on one machine, not of pods: leave it out" -}}
+{{- end -}}
 {{- $options := dict "model" $model "served_model_name" .Values.servedModelName "engine" .Values.engine -}}
 {{- if .Values.keys.existingSecret -}}
 {{- $_ := set $options "keys" "/etc/headway-keys" -}}

@@ -197,9 +197,10 @@ def _may_decide(rules: Rules, cluster: Cluster) -> bool:
 
 @compiled_inline
 def _goes_on(rules: Rules, cluster: Cluster) -> bool:
-    """Return whether something happens without a decision: a step, or a migration."""
+    """Return whether something happens without a decision: a step, a migration, an arrival."""
     for g in range(rules.n_instances):
-        if cluster.instances[g].stepping:
+        instance = cluster.instances[g]
+        if instance.stepping or (rules.dispatch_seconds > 0.0 and instance.queued > 0):
             return True
     return cluster.scalars[0].moving > 0  # type: ignore[no-any-return]
 

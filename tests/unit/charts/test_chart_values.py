@@ -47,6 +47,10 @@ from rescheduler.engines.deployment import (
             {**REQUIRED, "engine": {"batching": {"admission": True}}},
             "engine.batching: .*set prefill.replicas to 0",
         ),
+        (
+            {**REQUIRED, "engine": {"emulate": {"barrier": True}}},
+            "engine.emulate.barrier: of engines on one machine",
+        ),
     ],
     ids=json.dumps,
 )

@@ -87,6 +87,10 @@ def test_between_machines_keys_are_required() -> None:
         ),
         ({"ray": {"instances": TWO}, "routing": {"nam": "jsq"}}, "routing.name"),
         (
+            {"ray": {"instances": TWO}, "engine": {"emulate": {"barrier": True}}},
+            "engine.emulate.barrier",
+        ),
+        (
             {
                 "ray": {"instances": TWO},
                 "instances": [{"name": "d", "role": "decode", "url": "http://127.0.0.1:1"}],

@@ -148,6 +148,42 @@ def test_a_rank_of_a_group_is_not_emulated() -> None:
         Deployment.from_values({"model": "m", "instances": [instance], "engine": engine})
 
 
+def test_decode_engines_behind_a_barrier_share_a_file_and_have_a_rank_each() -> None:
+    deployment = fleet(barrier=True, dilation=4)
+    sections = {
+        one.name: json.loads(
+            after(engine_command(deployment, one, "/m", "python"), "--additional-config")
+        )["headway_emulate"]["barrier"]
+        for one in deployment.instances
+    }
+    decode = [one.name for one in deployment.decode]
+    assert [sections[name]["rank"] for name in decode] == list(range(len(decode)))
+    assert len({sections[name]["file"] for name in decode}) == 1
+    assert {sections[name]["patience_s"] for name in decode} == {0.2}
+    assert all(sections[one.name] is None for one in deployment.prefill)
+    others = replace(deployment, instances=deployment.instances[:-1])
+    command = engine_command(others, others.decode[0], "/m", "python")
+    other = json.loads(after(command, "--additional-config"))["headway_emulate"]["barrier"]
+    assert other["file"] != sections[decode[0]]["file"], "of another deployment"
+
+
+def test_a_barrier_of_more_engines_than_it_has_places_is_refused() -> None:
+    instances = [
+        {"name": f"d{i}", "role": "decode", "url": f"http://127.0.0.1:{9000 + i}"}
+        for i in range(65)
+    ]
+    engine = {"emulate": {"profile": "h100-llama-8b", "barrier": True}}
+    with pytest.raises(DeploymentError, match=r"engine.emulate.barrier: of 64 decode instances"):
+        Deployment.from_values({"model": "m", "instances": instances, "engine": engine})
+
+
+def test_a_barrier_of_two_machines_is_refused() -> None:
+    instances = [{"name": h, "role": "decode", "url": f"http://{h}:80"} for h in ("one", "two")]
+    engine = {"emulate": {"profile": "h100-llama-8b", "barrier": True}}
+    with pytest.raises(DeploymentError, match="of engines on one machine, not of one and two"):
+        Deployment.from_values({"model": "m", "instances": instances, "engine": engine})
+
+
 def test_the_model_is_small_and_has_the_tokenizer_and_name_of_the_other(smollm2: Path) -> None:
     folder = emulated_model(str(smollm2))
     assert folder == emulated_model(str(smollm2))

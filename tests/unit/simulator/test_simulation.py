@@ -313,3 +313,19 @@ def test_a_placed_request_is_on_its_way_for_a_while(
     )
     result = run(run_setup(config), create_policy("jsq_load"), 0)
     assert result.requests.first_token.tolist() == pytest.approx(first_tokens)
+
+
+def test_a_request_on_its_way_is_waited_for_before_the_next_decision(tmp_path: Path) -> None:
+    """The first ends between two decisions, of which the earlier held the second back."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,60,3\n0,60,3\n")
+    config = SimulationConfig(
+        cluster=ClusterConfig(1, 4, 100, dispatch_s=0.1),
+        clock="independent",
+        step_time={"name": "batch", "a": 0.01, "b": 0.0, "c": 0.0},
+        trace={"path": str(trace), "requests": 2},
+        arrivals=ArrivalsConfig("trace"),
+        forecast={"name": "none"},
+    )
+    result = run(run_setup(config), create_policy("max_capacity", every=0.05), 0)
+    assert result.requests.end.tolist() == pytest.approx([0.13, 0.28])
