@@ -11,9 +11,10 @@ at the same times. A load is a share of the capacity, which is measured first.
 Forecasts, of engines and of prompts, are as good as those recorded of SmolLM2 (their rank
 correlation with the length at the first token is 0.46), unless an arm ends in ``_exact``.
 
-Prints, relative to ``jsq_load``, latencies in percent with half a 95% interval over rounds. A run
-whose steps took over 0.2% longer than asked is repeated. What is finished is kept in the folder and
-not run again while its settings stay the same.
+Prints, relative to ``jsq_load``, latencies in percent with half a 95% interval over rounds; a gap
+is the longest pause of a stream, goodput counts answers that began within 2 s. A run whose steps
+took over 0.2% longer than asked is repeated. What is finished is kept in the folder and not run
+again while its settings stay the same.
 """
 
 import asyncio
@@ -74,7 +75,10 @@ USES = {
     "moves_tpot_p99_gain": ("tpot_p99", "survival"),
 }
 """What each use of forecasts is summed up by, at the first load: a figure of an arm."""
-FIGURES = ("latency", "latency_p50", "latency_p99", "ttft", "tpot", "tpot_p99", "goodput")
+FIGURES = (
+    *("latency", "latency_p50", "latency_p99", "ttft", "ttft_p99", "tpot", "tpot_p99", "gap_p99"),
+    "goodput",
+)
 
 
 class Arm(NamedTuple):
@@ -334,7 +338,7 @@ def figures_of(load: float, runs: Arms) -> dict[str, float]:
         found[f"{prefix}rounds_{arm}"] = float(len(by_round))
         if arm == BASE or not by_round:
             continue
-        for figure in ("latency", "ttft", "tpot_p99", "goodput"):
+        for figure in FIGURES:
             estimate = change(by_round, runs[BASE], figure)
             sign = 1 if figure == "goodput" else -1
             found[f"{prefix}{figure}_gain_{arm}"] = sign * estimate.mean
@@ -354,7 +358,7 @@ def draw(found: Mapping[float, Arms], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = {"latency": "mean latency", "latency_p99": "P99 latency", "ttft": "time to first token"}
+    shown = {"latency": "mean latency", "ttft": "time to first token", "gap_p99": "P99 of pauses"}
     size = (3 * len(shown), 2.4 * len(found))
     figure, axes = plt.subplots(
         len(found), len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained"
