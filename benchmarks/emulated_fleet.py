@@ -151,10 +151,8 @@ class Plan(NamedTuple):
 
     def settings(self, run: Run) -> dict[str, Any]:
         """Return what a result depends on, beside the code."""
-        emulate = to_builtins(self.emulate(ARMS[run.arm].exact))
-        del emulate["logs"]
         return {
-            "emulate": emulate,
+            "emulate": emulated(self.emulate(ARMS[run.arm].exact)),
             "replicas": REPLICAS,
             "arm": ARMS[run.arm]._asdict(),
             "prompts": PROMPTS,
@@ -211,7 +209,7 @@ def main() -> None:
 
 def run_missing(plan: Plan, loads: Sequence[float], rounds: int, arms: Sequence[str]) -> Plan:
     """Run what the folder does not have with these settings; each result is kept at once."""
-    settings = {"emulate": to_builtins(plan.emulate(False)) | {"logs": None}, "prompts": PROMPTS}
+    settings = {"emulate": emulated(plan.emulate(False)), "prompts": PROMPTS}
     kept = Cells(plan.out, settings)
     if kept.read("capacity") is not None:
         plan = plan._replace(capacity=float(kept.read("capacity")))
@@ -230,6 +228,11 @@ def run_missing(plan: Plan, loads: Sequence[float], rounds: int, arms: Sequence[
                     if plan.result(run) is None:
                         run_one(plan, deployment, run)
     return plan
+
+
+def emulated(options: EmulateOptions) -> dict[str, Any]:
+    """Return what of the options changes results."""
+    return {k: v for k, v in to_builtins(options).items() if k not in ("logs", "barrier")}
 
 
 def fleet(plan: Plan, exact: bool, watermark: float = 0.0) -> Deployment:

@@ -25,10 +25,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 from benchmarks.emulated_fleet import (
@@ -101,17 +102,16 @@ def main() -> None:
     if not found or kept.read("dispatch") is None:
         sys.exit(f"{options.out}: no runs yet: leave --report out")
     dispatch = float(kept.read("dispatch"))
-    rows, figures = [], {}
-    for (load, arm), runs in track(sorted(found.items()), description="simulating"):
-        emulated = mean([one["result"] for one in runs])
-        simulated = mean([simulated_run(arm, one, dispatch) for one in runs])
-        few = float(np.mean([one["settings"]["requests"] for one in runs])) / FEW
-        cells = []
-        for name in COMPARED:
-            least = few if name == "preemptions" else 0.0
-            error = 100 * (simulated[name] - emulated[name]) / max(emulated[name], least)
-            cells.append(f"{emulated[name]:.4g} → {simulated[name]:.4g} ({error:+.0f}%)")
-            figures[f"{name}_error_{arm}_{load}"] = error
+    rows: list[list[str]] = []
+    figures: dict[str, float] = {}
+    shown = track(sorted(found.items()), "simulating", console=Console(stderr=True))
+    for (load, arm), runs in shown:
+        compared = comparison(arm, runs, dispatch, SIMULATED)
+        cells = [
+            f"{one.emulated:.4g} → {one.simulated:.4g} ({one.error:+.0f}%)"
+            for one in compared.values()
+        ]
+        figures |= {f"{name}_error_{arm}_{load}": one.error for name, one in compared.items()}
         rows.append([f"{arm}, {load}%", f"{len(runs)}", *cells])
     table = "\n".join(markdown_table(["arm and load", "rounds", *COMPARED], rows))
     print(table)
@@ -120,6 +120,29 @@ def main() -> None:
     write_report("emulator_check", figures, options.json, tables=[table])
     if options.check and error > MOST_ERROR:
         sys.exit(f"the simulator is off by {error:.1f}%, more than {MOST_ERROR:.0f}%")
+
+
+class Compared(NamedTuple):
+    """A figure of emulated and simulated runs, and by how many percent they differ."""
+
+    emulated: float
+    simulated: float
+    error: float
+
+
+def comparison(
+    arm: str, runs: Sequence[dict[str, Any]], dispatch: float, times: int
+) -> dict[str, Compared]:
+    """Simulate emulated runs so many times each, and compare the means."""
+    emulated = mean([one["result"] for one in runs])
+    simulated = mean([simulated_run(arm, one, dispatch, times) for one in runs])
+    few = float(np.mean([one["settings"]["requests"] for one in runs])) / FEW
+    found = {}
+    for name in COMPARED:
+        least = few if name == "preemptions" else 0.0
+        error = 100 * (simulated[name] - emulated[name]) / max(emulated[name], least)
+        found[name] = Compared(emulated[name], simulated[name], error)
+    return found
 
 
 def run_missing(plan: Plan, kept: Cells) -> None:
@@ -172,16 +195,18 @@ def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[st
     return found
 
 
-def simulated_run(arm: str, emulated: dict[str, Any], dispatch: float) -> dict[str, float]:
+def simulated_run(
+    arm: str, emulated: dict[str, Any], dispatch: float, times: int
+) -> dict[str, float]:
     """Return the means over simulations of the requests of an emulated run."""
-    settings, times = emulated["settings"], read_machine(PROFILE)
+    settings, machine = emulated["settings"], read_machine(PROFILE)
     number, requests, rate = emulated["round"], settings["requests"], settings["rate"]
-    load, step = drawn_load(number, requests, rate, PROMPTS, LAW), times.step_time
+    load, step = drawn_load(number, requests, rate, PROMPTS, LAW), machine.step_time
     slo, policy = SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S), create_policy(**ARMS[arm].routing)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.csv"
-        for seed in range(SIMULATED):
+        for seed in range(times):
             write_trace(shaken(load, seed), trace)
             config = SimulationConfig(
                 cluster=ClusterConfig(
@@ -192,7 +217,7 @@ def simulated_run(arm: str, emulated: dict[str, Any], dispatch: float) -> dict[s
                 ),
                 clock="independent",
                 prefill=PrefillConfig(
-                    "chunked", max_batched_tokens=times.max_num_batched_tokens or 0
+                    "chunked", max_batched_tokens=machine.max_num_batched_tokens or 0
                 ),
                 step_time={
                     "name": "batch",

@@ -1,0 +1,25 @@
+"""The simulator's scheduler against what vLLM's did with the same requests, on emulated engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.emulator_check import FLEET, MOST_ERROR, comparison, emulated_runs
+
+KEPT = Path("benchmarks/results/emulator_check")
+SIMULATED = 2
+BY_CHANCE = 5.0
+"""Percent, of two simulations in place of eight."""
+
+
+@pytest.mark.parametrize(
+    ("load", "arm"),
+    [("90", "jsq_load"), ("105", "jsq_load"), ("105", "max_capacity"), ("130", "reserve")],
+)
+def test_preemptions_and_latencies_are_those_of_vllm(load: str, arm: str) -> None:
+    runs = emulated_runs((FLEET, KEPT))[load, arm]
+    dispatch = json.loads((KEPT / "dispatch.json").read_text())["result"]
+    compared = comparison(arm, runs[:2], dispatch, SIMULATED)
+    for name, one in compared.items():
+        assert abs(one.error) <= MOST_ERROR + BY_CHANCE, (name, one)
