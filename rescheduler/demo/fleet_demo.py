@@ -23,7 +23,7 @@ from rescheduler.serving.serve import load_tokenizer, proxy_running
 __all__ = ["FleetLoad", "emulated_fleet", "show_fleet"]
 
 _FLEET = "emulated-fleet"
-_SHORTEST, _LONGEST = 250, 4_000  # prompts
+_SHORTEST, _LONGEST = 100, 1_500  # prompts: eight times as long to compute as on GPUs
 _MOST_TOKENS = 8_000
 _RAMP_SECONDS = 40.0
 """Over which the clients come, or their prompts would be computed before anything is decoded."""
