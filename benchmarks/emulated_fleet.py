@@ -112,6 +112,7 @@ ARMS = {
     "max_capacity": Arm(FITS),
     "reserve": Arm(FITS | {"reserve": 0.1}),
     "headroom": Arm(HEADROOM),
+    "headroom_4000": Arm(HEADROOM | {"starvation": 4_000}),
     "boost": Arm(JSQ, BOOST),
     "survival": Arm(JSQ, migration=SURVIVAL),
     "star": Arm(JSQ, migration=STAR),
