@@ -26,9 +26,15 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.emulated_fleet import MOST_EXCESS, RECORDED, TRIES
+from benchmarks.emulated_fleet import EXACT, MOST_EXCESS, RECORDED, TRIES
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import EmulatedRequest, PromptLengths, asked_body, drawn_load
+from benchmarks.support.emulated_load import (
+    EmulatedRequest,
+    PromptLengths,
+    asked_body,
+    drawn_load,
+    step_rows,
+)
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -38,10 +44,10 @@ from benchmarks.support.report import (
     rotated,
     write_report,
 )
+from benchmarks.support.stream_client import session
 from rescheduler.emulation.emulate_options import (
     AnswerLengths,
     EmulateOptions,
-    ForecastQuality,
     StepSeconds,
     read_machine,
 )
@@ -52,7 +58,6 @@ from rescheduler.simulator.results.report import markdown_table
 PROFILE, PLACES, WAITING = "h800-deepseek-v3", 88, 200
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
 PROMPTS = PromptLengths(500, 16_000)
-EXACT = ForecastQuality(sigma=0.0)
 SCRATCH = Path("runs/emulated_barrier")
 PATIENCE = 600.0
 BASE = "jsq_load"
@@ -146,19 +151,14 @@ class Clients:
 
     async def run(self) -> None:
         """Send requests until cancelled."""
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with session(close=True) as client, asyncio.TaskGroup() as group:
             for _ in range(self._clients):
-                group.create_task(self._client(session))
+                group.create_task(self._client(client))
 
-    async def _client(self, session: aiohttp.ClientSession) -> None:
+    async def _client(self, client: aiohttp.ClientSession) -> None:
         for request in self._requests:
             body = asked_body(self._model, request, 0, LAW.longest)
-            async with session.post(self._url, json=body) as response:
+            async with client.post(self._url, json=body) as response:
                 await response.read()
                 self.failed += response.status != 200
             self.ended += 1
@@ -253,9 +253,7 @@ def step_figures(
     """Return figures of the ranks' steps that ended between two times, in emulated time."""
     tokens, asked, real, own, steps = 0.0, 0.0, 0.0, 0.0, 0
     for log in logs:
-        text = log.read_text()
-        lines = text[: text.rfind("\n")].split("\n")
-        rows = np.genfromtxt(lines, delimiter=",", names=True)
+        rows = step_rows(log)
         rows = rows[(rows["end"] > since) & (rows["end"] <= until)]
         tokens += float(rows["requests"].sum())
         asked += float(rows["asked_seconds"].sum())

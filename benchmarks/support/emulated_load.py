@@ -238,7 +238,7 @@ def step_sums(logs: Sequence[Path], since: float) -> StepSums:
     asked = real = off = 0.0
     steps = 0
     for log in logs:
-        rows = _rows(log)
+        rows = step_rows(log)
         rows = rows[rows["end"] > since]
         asked += float(rows["asked_seconds"].sum())
         real += float(rows["seconds"].sum())
@@ -247,7 +247,8 @@ def step_sums(logs: Sequence[Path], since: float) -> StepSums:
     return StepSums(asked, real, off, steps)
 
 
-def _rows(log: Path) -> Any:
+def step_rows(log: Path) -> Any:
+    """Return the rows of a log of steps, which may still be written."""
     text = log.read_text()
     lines = text[: text.rfind("\n")].split("\n")  # the last line may not be whole
     return np.atleast_1d(np.genfromtxt(lines, delimiter=",", names=True))

@@ -66,6 +66,7 @@ def demo(
     emulate: str | None = None,
     engines: int = _ENGINES,
     clients: int = _CLIENTS,
+    record: Path | None = None,
 ) -> None:
     """Compare a load on two decode engines with and without requests that move between them.
 
@@ -87,9 +88,11 @@ def demo(
             profile's file. Answers are scripted, see docs/rehearse.md.
         engines: of the emulated fleet.
         clients: of the emulated fleet, each with one request after the other.
+        record: log what the page shows of the emulated fleet to this file, for `headway replay`.
 
     Raises:
         ValueError: a number is out of its range, or there is no such GPU.
+        OSError: the file to record to exists, or cannot be written.
     """
     if emulate is not None:
         if config is not None:
@@ -100,8 +103,10 @@ def demo(
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"--{name} must be between 1 and {most}, not {value}")
-        show_fleet(emulate, engines, clients, logs)
+        show_fleet(emulate, engines, clients, logs, record)
         return
+    if record is not None:
+        raise ValueError("--record is of an emulated fleet: give --emulate, too")
     if not 1 <= pairs <= len(_HEROES):
         raise ValueError(f"--pairs must be between 1 and {len(_HEROES)}, not {pairs}")
     with ExitStack() as stack:

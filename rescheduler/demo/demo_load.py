@@ -22,6 +22,7 @@ __all__ = [
     "ServedRequest",
     "StreamChunk",
     "load_figures",
+    "load_session",
     "metric_by",
     "metric_in",
     "metric_total",
@@ -124,10 +125,7 @@ class LoadRun:
     async def run(self) -> list[ServedRequest]:
         """Send everything and wait for all answers; return them in the load's order."""
         self.started = time.monotonic()
-        # Servers close idle connections, perhaps just as one is used again.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with load_session() as session:
             await asyncio.gather(*(self._serve(session, request) for request in self._load))
         self.ended = time.monotonic()
         return [self.served[request.name] for request in self._load]
@@ -160,6 +158,13 @@ class LoadRun:
                 await _read(response, served)
         except aiohttp.ClientError as error:
             served.error = f"{type(error).__name__}: {error}"
+
+
+def load_session() -> aiohttp.ClientSession:
+    """Return a session for as many requests as are sent, however long they take."""
+    # Servers close idle connections, perhaps just as one is used again.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None:

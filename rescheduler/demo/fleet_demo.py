@@ -13,11 +13,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from data_collection.shipped_files import find_config
-from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.demo_load import load_session, metric_total, preemptions
 from rescheduler.engines.deployment import Deployment, read_deployment
 from rescheduler.engines.emulated_deployment import emulated, in_real_time
 from rescheduler.engines.launch_engines import LaunchProgress, launched
 from rescheduler.engines.launch_local import local_deployment
+from rescheduler.page.snapshot_log import refuse_log
 from rescheduler.serving.serve import load_tokenizer, proxy_running
 
 __all__ = ["FleetLoad", "emulated_fleet", "show_fleet"]
@@ -52,12 +53,7 @@ class FleetLoad:
 
     async def run(self) -> None:
         """Send requests until cancelled."""
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with load_session() as session, asyncio.TaskGroup() as group:
             for number in range(self._clients):
                 group.create_task(self._client(session, number * _RAMP_SECONDS / self._clients))
 
@@ -110,12 +106,17 @@ def emulated_fleet(machine: str, engines: int, clients: int) -> Deployment:
     return fleet
 
 
-def show_fleet(machine: str, engines: int, clients: int, logs: Path) -> None:
+def show_fleet(
+    machine: str, engines: int, clients: int, logs: Path, record: Path | None = None
+) -> None:
     """Start an emulated fleet, keep it busy, and say how it does until Ctrl-C.
 
     Raises:
         ValueError: there is no such machine to emulate.
+        OSError: the file to record to exists, or cannot be written.
     """
+    if record is not None:
+        refuse_log(record)
     deployment = emulated_fleet(machine, engines, clients)
     vocabulary = load_tokenizer(deployment.model).get_vocab_size()
     with ExitStack() as stack:
@@ -123,14 +124,16 @@ def show_fleet(machine: str, engines: int, clients: int, logs: Path) -> None:
         progress = stack.enter_context(LaunchProgress(logs))
         stack.enter_context(launched(deployment, logs, report=progress.report))
         progress.finish()
-        asyncio.run(_shown(deployment, vocabulary, clients))
+        asyncio.run(_shown(deployment, vocabulary, clients, record))
 
 
-async def _shown(deployment: Deployment, vocabulary: int, clients: int) -> None:
+async def _shown(
+    deployment: Deployment, vocabulary: int, clients: int, record: Path | None
+) -> None:
     token = secrets.token_urlsafe(32)
     assert deployment.engine.emulate is not None
     dilation = deployment.engine.emulate.dilation
-    async with proxy_running(in_real_time(deployment), token):
+    async with proxy_running(in_real_time(deployment), token, record):
         _say(
             f"See it in a browser: {deployment.admin_url}/ui#token={token}\n"
             f"{clients} clients come, each with one request after the other; everything takes "

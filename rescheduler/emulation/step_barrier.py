@@ -108,7 +108,7 @@ class StepBarrier:
         self._file.close()
 
     def _joined(self, seconds: float, goes_on: bool) -> int:
-        """Say how long a step is, once the round of others in which it began is over."""
+        """Publish how long a step is, once any round that is already in progress has ended."""
         while True:
             with self._locked():
                 wait = self._may_begin(goes_on)

@@ -170,11 +170,14 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 @asynccontextmanager
-async def proxy_running(deployment: Deployment, admin_token: str = "") -> AsyncIterator[Proxy]:
+async def proxy_running(
+    deployment: Deployment, admin_token: str = "", record: Path | None = None
+) -> AsyncIterator[Proxy]:
     """Serve a deployment whose engines run, as `headway serve` does, while the body runs.
 
     Raises:
         DeploymentError: a policy that does not exist, or a port that is in use.
+        OSError: the file to record to exists, or cannot be written.
     """
     async with AsyncExitStack() as stack:
         proxy = Proxy(deployment, load_tokenizer(deployment.model))
@@ -183,6 +186,7 @@ async def proxy_running(deployment: Deployment, admin_token: str = "") -> AsyncI
         listeners = Listeners(proxy, admin_token)
         stack.push_async_callback(listeners.close)
         await listeners.start()
+        await stack.enter_async_context(recording(listeners.feed, record))
         yield proxy
 
 

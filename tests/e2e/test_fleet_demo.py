@@ -8,12 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rescheduler.page.snapshot_log import read_log
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_fleet_is_shown_until_ctrl_c(headway_command: list[str], tmp_path: Path) -> None:
     given = ["--emulate", "h100-llama-8b", "--engines", "2", "--clients", "12"]
-    command = [*headway_command, "demo", *given, "--logs", str(tmp_path / "logs")]
+    recorded = tmp_path / "fleet.jsonl.gz"
+    given += ["--record", str(recorded), "--logs", str(tmp_path / "logs")]
+    command = [*headway_command, "demo", *given]
     shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert shown.stdout is not None
     printed, found = "", None
@@ -35,4 +39,5 @@ def test_a_fleet_is_shown_until_ctrl_c(headway_command: list[str], tmp_path: Pat
         rest, _ = shown.communicate(timeout=120)
     assert shown.returncode == 130, printed + rest
     assert "Traceback" not in rest
+    assert read_log(recorded).about.routing == "jsq_load"
     assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
