@@ -102,7 +102,8 @@ class Arm(NamedTuple):
 
 SURVIVAL = {"name": "survival", "interval_seconds": 1.0}
 STAR = {"name": "star", "interval_seconds": 1.0}
-JSQ, HEADROOM, BOOST = {"name": "jsq_load"}, {"name": "headroom"}, "boost"
+JSQ, BOOST = {"name": "jsq_load"}, "boost"
+HEADROOM = {"name": "headroom", "starvation": 4_000}
 FITS = {"name": "max_capacity"}
 """As `JSQ`, requests wait in the proxy until they fit; here none passes one that does not."""
 ARMS = {
@@ -112,7 +113,7 @@ ARMS = {
     "max_capacity": Arm(FITS),
     "reserve": Arm(FITS | {"reserve": 0.1}),
     "headroom": Arm(HEADROOM),
-    "headroom_4000": Arm(HEADROOM | {"starvation": 4_000}),
+    "headroom_1000": Arm(HEADROOM | {"starvation": 1_000}),
     "boost": Arm(JSQ, BOOST),
     "survival": Arm(JSQ, migration=SURVIVAL),
     "star": Arm(JSQ, migration=STAR),

@@ -119,7 +119,7 @@ class Headroom(
 
     epsilon: float = 0.5
     prefill_cost: float = 0.01
-    starvation: int = 1000
+    starvation: int = 4000
     every: float = 0.0
 
     def parameters(self) -> FloatArray:
