@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -18,6 +19,8 @@ from rescheduler.openai.openai_stream import read_events
 
 FIRST_WORD, WORDS = 1_000, 1_024
 MAX_TOKENS = 8_192
+TTFT_S, TPOT_S = 2.0, 0.05
+"""Objectives, in seconds of the emulated engines."""
 
 
 class PromptLengths(NamedTuple):
@@ -77,11 +80,13 @@ async def serve_load(
     salt: int,
     max_tokens: int = MAX_TOKENS,
     exactly: bool = False,
+    until: float = inf,
 ) -> list[EmulatedAnswer]:
     """Send a load to a server, each request when its time comes, and wait for all answers.
 
     The salt keeps engines from finding prompts of other runs in their caches. With ``exactly``
-    lengths are asked for, as a real engine needs it, in place of being scripted.
+    lengths are asked for, as a real engine needs it, in place of being scripted. What has not ended
+    ``until`` a time of the emulated engines is given up, and has no tokens.
     """
     started = time.monotonic()
     answers = [EmulatedAnswer(request) for request in load]
@@ -94,7 +99,9 @@ async def serve_load(
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             await _serve(session, url, model, answer, salt, None if exactly else max_tokens)
 
-        await asyncio.gather(*(serve(answer) for answer in answers))
+        serving = asyncio.gather(*(serve(answer) for answer in answers))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(serving, None if until == inf else dilation * until)
     return answers
 
 
@@ -177,7 +184,12 @@ def steady_rate(ended: Iterable[float]) -> float:
     return float((high - low) / (times[high] - times[low]))
 
 
-def load_figures(answers: Sequence[EmulatedAnswer], dilation: float) -> dict[str, float]:
+def load_figures(
+    answers: Sequence[EmulatedAnswer],
+    dilation: float,
+    ttft_s: float = TTFT_S,
+    tpot_s: float = TPOT_S,
+) -> dict[str, float]:
     """Return latencies of a load in seconds of the emulated engines."""
     good = [one for one in answers if not one.error]
     ttft = np.array([one.first - one.sent for one in good]) / dilation
@@ -187,7 +199,7 @@ def load_figures(answers: Sequence[EmulatedAnswer], dilation: float) -> dict[str
     gap = np.array([one.longest_gap for one in several]) / dilation
     begun = min(one.sent for one in answers)
     seconds = (max(one.last for one in good) - begun) / dilation
-    met = [(ttft[i] <= TTFT_S) and _tpot(one, dilation) <= TPOT_S for i, one in enumerate(good)]
+    met = [(ttft[i] <= ttft_s) and _tpot(one, dilation) <= tpot_s for i, one in enumerate(good)]
     return {
         "requests": float(len(answers)),
         "failed": float(len(answers) - len(good)),
@@ -204,10 +216,6 @@ def load_figures(answers: Sequence[EmulatedAnswer], dilation: float) -> dict[str
         "tpot_p99": float(np.quantile(tpot, 0.99)),
         "gap_p99": float(np.quantile(gap, 0.99)),
     }
-
-
-TTFT_S, TPOT_S = 2.0, 0.05
-"""Objectives, in seconds of the emulated engines."""
 
 
 def _tpot(one: EmulatedAnswer, dilation: float) -> float:
