@@ -41,15 +41,7 @@ from benchmarks.support.batch_runs import (
     write_batch,
 )
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import (
-    PromptLengths,
-    changed_answers,
-    drawn_load,
-    load_figures,
-    serve_load,
-    steady_rate,
-    step_sums,
-)
+from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -61,6 +53,7 @@ from benchmarks.support.report import (
     write_report,
 )
 from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.scripted_load import answer_figures, changed_answers, serve_load, step_sums
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
 from rescheduler.engines.deployment import BackgroundOptions, Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load
@@ -279,7 +272,7 @@ async def served(plan: Plan, deployment: Deployment, run: Run, number: int) -> d
         gave_way = await asyncio.to_thread(metric_total, f"{url}/metrics", name)
     logs = [SCRATCH / "steps" / f"{instance.name}.csv" for instance in deployment.instances]
     sums = step_sums(logs, since)
-    return load_figures(answers, plan.dilation) | {
+    return answer_figures(answers, plan.dilation) | {
         "batch_tokens_per_s": batched / seconds,
         "gave_way": gave_way,
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,

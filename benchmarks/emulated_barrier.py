@@ -28,13 +28,7 @@ from msgspec.structs import replace
 
 from benchmarks.emulated_fleet import EXACT, MOST_EXCESS, RECORDED, TRIES
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import (
-    EmulatedRequest,
-    PromptLengths,
-    asked_body,
-    drawn_load,
-    step_rows,
-)
+from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -45,6 +39,7 @@ from benchmarks.support.report import (
     write_report,
 )
 from benchmarks.support.stream_client import session
+from rescheduler.demo.scripted_load import EmulatedRequest, asked_body, step_rows
 from rescheduler.emulation.emulate_options import (
     AnswerLengths,
     EmulateOptions,

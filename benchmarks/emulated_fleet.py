@@ -31,16 +31,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import (
-    EmulatedAnswer,
-    PromptLengths,
-    changed_answers,
-    drawn_load,
-    load_figures,
-    serve_load,
-    steady_rate,
-    step_sums,
-)
+from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -51,6 +42,13 @@ from benchmarks.support.report import (
     write_report,
 )
 from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.scripted_load import (
+    EmulatedAnswer,
+    answer_figures,
+    changed_answers,
+    serve_load,
+    step_sums,
+)
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load
@@ -297,7 +295,7 @@ async def served(plan: Plan, deployment: Deployment, run: Run, number: int) -> d
     await until_idle(deployment, PATIENCE)
     logs = [SCRATCH / "steps" / f"{instance.name}.csv" for instance in deployment.instances]
     sums = step_sums(logs, since)
-    return load_figures(answers, plan.dilation) | {
+    return answer_figures(answers, plan.dilation) | {
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
         "moves": moves,
         "changed": float(changed_answers(answers, Path(model_to_load(deployment)))),

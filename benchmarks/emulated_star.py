@@ -30,16 +30,16 @@ from msgspec.structs import replace
 from benchmarks.emulated_fleet import EXACT, MOST_EXCESS, RECORDED, TRIES, emulated
 from benchmarks.emulator_check import write_trace
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import (
+from benchmarks.support.report import Cells, arguments, mean_of, resumable, rotated, write_report
+from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.scripted_load import (
     EmulatedRequest,
+    answer_figures,
     changed_answers,
-    load_figures,
     serve_load,
     step_rows,
     step_sums,
 )
-from benchmarks.support.report import Cells, arguments, mean_of, resumable, rotated, write_report
-from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.emulation.emulate_options import (
     AnswerLengths,
     EmulateOptions,
@@ -236,7 +236,7 @@ async def served(
         moves = await asyncio.to_thread(metric_total, f"{url}/metrics", counter, outcome="moved")
     await until_idle(deployment, PATIENCE)
     ended = [one for one in answers if one.error or one.tokens]
-    figures = load_figures(ended, 1.0, TTFT_S, TPOT_S)
+    figures = answer_figures(ended, 1.0, TTFT_S, TPOT_S)
     logs = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.decode]
     sums = step_sums(logs, since)
     return {

@@ -47,13 +47,9 @@ from benchmarks.emulated_fleet import (
     run_one,
 )
 from benchmarks.support.deployments import engines
-from benchmarks.support.emulated_load import (
-    TPOT_S,
-    TTFT_S,
-    EmulatedRequest,
-    drawn_load,
-)
+from benchmarks.support.emulated_load import drawn_load
 from benchmarks.support.report import arguments, resumable, write_report
+from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
 from rescheduler.emulation.emulate_options import read_machine
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (

@@ -19,9 +19,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import PromptLengths, drawn_load, load_figures, serve_load
+from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.report import Cells, arguments, percent_change, write_report
 from rescheduler.demo.demo_load import preemptions
+from rescheduler.demo.scripted_load import answer_figures, serve_load
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
@@ -108,7 +109,7 @@ async def _serve(
             await until_idle(deployment, 60.0)
             after = await asyncio.to_thread(preemptions, deployment)
             if number >= 0:
-                figures = load_figures(answers, 1.0) | {"preemptions": after - before}
+                figures = answer_figures(answers, 1.0) | {"preemptions": after - before}
                 cells.write(str(number), figures)
                 print(f"{folder.name}, round {number}: {figures['latency']:.2f} s", flush=True)
 

@@ -39,17 +39,12 @@ from msgspec.structs import replace
 
 from benchmarks import emulated_fleet, live_rescheduling
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import (
-    FIRST_WORD,
-    WORDS,
-    drawn_load,
-    steady_rate,
-    step_sums,
-)
+from benchmarks.support.emulated_load import drawn_load, steady_rate
 from benchmarks.support.finishing_load import Asked, serve_asking
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
 from benchmarks.support.virtual_fleet import Fleet, VirtualRequest, VirtualRun
+from rescheduler.demo.scripted_load import FIRST_WORD, WORDS, step_sums
 from rescheduler.emulation.emulate_options import StepSeconds
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy_process
-from benchmarks.support.emulated_load import (
+from rescheduler.demo.scripted_load import (
     MAX_TOKENS,
     EmulatedAnswer,
     EmulatedRequest,

@@ -66,6 +66,9 @@ VERBS = {
     "watch": Verb("rescheduler.monitoring.watch:watch", "show forecasts of running requests"),
     "profile": Verb("rescheduler.profiling.profile_command:profile", "measure step times"),
     "keys": Verb("predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"),
+    "rehearse": Verb(
+        "rescheduler.demo.rehearse:rehearse", "serve a trace with emulated engines, without a GPU"
+    ),
     "demo": Verb("rescheduler.demo.demo:demo", "compare a load with and without moves"),
     "advise": Verb("rescheduler.simulator.advice.advise:advise", "tell what a trace would gain"),
     "scale": Verb("rescheduler.scaling.scale:scale", "compare rules for the number of replicas"),

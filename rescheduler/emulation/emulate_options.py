@@ -14,6 +14,7 @@ from rescheduler.step_time.profile import BatchTime, Profile
 __all__ = [
     "EMULATE_SECTION",
     "MACHINE_FIELDS",
+    "MOST_EXCESS",
     "AnswerLengths",
     "BarrierGroup",
     "EmulateConfig",
@@ -28,6 +29,9 @@ __all__ = [
 
 EMULATE_SECTION = "headway_emulate"
 """Key of vLLM's additional configuration that says what is emulated."""
+
+MOST_EXCESS = 0.02
+"""Share of time that steps may take beyond those of the emulated engine in a valid run."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Above0 = Annotated[float, msgspec.Meta(gt=0)]

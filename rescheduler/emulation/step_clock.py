@@ -5,15 +5,12 @@ from io import FileIO
 from pathlib import Path
 
 from data_collection.vllm_adapter.emulated_runner import StepSize, engine_logger
-from rescheduler.emulation.emulate_options import StepSeconds
+from rescheduler.emulation.emulate_options import MOST_EXCESS, StepSeconds
 from rescheduler.emulation.step_barrier import StepBarrier
 
-__all__ = ["MOST_EXCESS", "StepClock"]
+__all__ = ["StepClock"]
 
 logger = engine_logger("headway.emulation")
-
-MOST_EXCESS = 0.02
-"""Time beyond that of the emulated engine, as a share of it, up to which a run is valid."""
 
 _REPORTED_SECONDS = 60.0
 _CAUGHT_UP = 20

@@ -17,16 +17,15 @@ from msgspec.structs import replace
 from running_deployment import PATIENT
 
 from benchmarks.support.deployments import proxy
-from benchmarks.support.emulated_load import (
+from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
     EmulatedRequest,
-    PromptLengths,
     changed_answers,
-    drawn_load,
     serve_load,
     step_sums,
 )
-from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.support.emulated_load import (
+from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
     EmulatedRequest,
-    PromptLengths,
+    answer_figures,
     changed_answers,
-    drawn_load,
-    load_figures,
     step_sums,
 )
 from rescheduler.emulation.emulate_options import AnswerLengths
@@ -59,7 +58,7 @@ def test_figures_are_in_the_time_of_the_emulated_engines() -> None:
         EmulatedAnswer(request, sent=10.0, first=14.0, last=34.0, longest_gap=3.0, tokens=11),
         EmulatedAnswer(request, sent=12.0, error="HTTP 500"),
     ]
-    figures = load_figures(answers, 2.0)
+    figures = answer_figures(answers, 2.0)
     assert (figures["requests"], figures["failed"]) == (2, 1)
     assert (figures["ttft"], figures["latency"], figures["tpot"]) == (2.0, 12.0, 1.0)
     assert figures["gap_p99"] == 1.5

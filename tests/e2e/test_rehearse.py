@@ -1,0 +1,71 @@
+"""`headway rehearse`: a trace against emulated engines, to its end and until Ctrl-C."""
+
+import csv
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rescheduler.engines.deployment import EngineOptions
+from rescheduler.engines.launch_local import local_deployment, write_deployment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def rehearsed(headway_command: list[str], tmp_path: Path) -> Any:
+    engine = EngineOptions(max_num_seqs=16, max_model_len=2_048)
+    write_deployment(local_deployment("smollm2", engine, decode=2, prefill=0), tmp_path / "d.yaml")
+
+    def start(trace: str) -> subprocess.Popen[str]:
+        (tmp_path / "trace.csv").write_text(trace)
+        options = ["--config", str(tmp_path / "d.yaml"), "--emulate", "h100-llama-8b"]
+        options += ["--out", str(tmp_path / "out"), "--overwrite"]
+        command = [*headway_command, "rehearse", str(tmp_path / "trace.csv"), *options]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path)
+
+    return start
+
+
+def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_path: Path) -> None:
+    rows = "".join(f"{0.1 * i:.2f},{100 + i},{20 + i}\n" for i in range(30))
+    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    printed, said = running.communicate(timeout=600)
+    assert running.returncode in (0, 1), said  # 1: a machine that did not keep up says so
+    assert ("not to be trusted" in said) == (running.returncode == 1)
+    assert "time to first token" in printed and "Traceback" not in said
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    figures = found["figures"]
+    assert (figures["requests"], figures["failed"], figures["changed"]) == (30, 0, 0)
+    assert 0 < figures["ttft"] < figures["latency"] <= figures["latency_p99"]
+    assert found["_about"]["deployment"]["engine"]["emulate"]["profile"] == "h100-llama-8b"
+    with (tmp_path / "out" / "requests.csv").open() as file:
+        served = list(csv.DictReader(file))
+    assert [int(one["output_tokens"]) for one in served] == list(range(20, 50))
+    assert all(float(one["latency_s"]) > 0 and not one["error"] for one in served)
+
+
+def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -> None:
+    rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))  # ten minutes
+    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    steps = tmp_path / "out" / "steps" / "decode-0.csv"
+    while not (steps.exists() and steps.stat().st_size > 5_000):
+        assert running.poll() is None, running.stderr.read()
+        try:
+            running.wait(0.5)
+        except subprocess.TimeoutExpired:
+            continue
+    engines = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    printed, said = running.communicate(timeout=120)
+    assert running.returncode == 130, said
+    assert "Interrupted: the figures are of the requests answered until then." in said
+    assert "time to first token" in printed and "Traceback" not in said
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert found["interrupted"] and 0 < found["figures"]["requests"] < 3_000
+    assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
