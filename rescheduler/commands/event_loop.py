@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ __all__ = [
     "ending_signals_held",
     "ending_signals_raised",
     "held_interrupts",
+    "raise_open_files",
     "run_server",
 ]
 
@@ -113,3 +115,16 @@ def ending_signals_raised() -> Iterator[None]:
     finally:
         for number in raised:
             signal.signal(number, signal.SIG_DFL)
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:  # some systems forbid what they name
+            logger.warning("the limit of open files stays at %d: %s", soft, error)
+        else:
+            return hard
+    return soft

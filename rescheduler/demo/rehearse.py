@@ -3,7 +3,6 @@
 import asyncio
 import csv
 import io
-import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from rich.table import Table
 from data_collection.atomic_file import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from data_collection.workload.arrivals import TimeUnit
+from rescheduler.commands.event_loop import held_interrupts, raise_open_files
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import (
     TPOT_S,
@@ -34,8 +34,8 @@ from rescheduler.demo.scripted_load import (
 from rescheduler.emulation.emulate_options import MOST_EXCESS
 from rescheduler.emulation.scripted_answers import LARGEST
 from rescheduler.engines.deployment import Deployment
-from rescheduler.engines.emulated_deployment import emulated, model_to_load
-from rescheduler.engines.launch_engines import LaunchProgress, launched
+from rescheduler.engines.emulated_deployment import emulated, emulated_engine, model_to_load
+from rescheduler.engines.launch_engines import PROXY, Launched, LaunchProgress, launched
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.report import json_text, refuse_foreign_folder
 from rescheduler.simulator.workloads.trace_files import TraceFile
@@ -55,8 +55,6 @@ _SHOWN = {
 }
 """Figures in seconds, and what the table calls them."""
 _INTERRUPTED = 130
-_OTHERS = 64
-"""Connections beside those of the requests."""
 
 
 def rehearse(
@@ -78,7 +76,8 @@ def rehearse(
     but for the model: a step lasts as long as on the GPU that they emulate, and an answer has as
     many tokens as in the trace, which neither the scheduler nor the router is told. Compare two
     routing policies, orders or planners by running it twice, as in --routing '{name: headroom}'.
-    Ctrl-C ends it early and reports what has been answered.
+    Ctrl-C ends it early and reports what has been answered. Seconds are the
+    emulated GPU's.
 
     Args:
         trace: file of requests: Azure's, BurstGPT's, Mooncake's or Headway's own columns, plain
@@ -95,8 +94,8 @@ def rehearse(
         overwrite: write to ``out`` whatever is in it.
 
     Returns:
-        The exit status: 1 where the machine did not keep up, so that figures are not to be trusted,
-        130 after Ctrl-C.
+        The exit status: 0 where all was served, 1 where figures are not to be trusted, since the
+        machine did not keep up or a server died, 130 after Ctrl-C.
 
     Raises:
         ValueError: a file, an option or a request that cannot be rehearsed.
@@ -105,48 +104,51 @@ def rehearse(
     if emulate is not None:
         config = emulated(config, emulate)
     if config.engine.emulate is None:
-        raise ValueError("no engines to emulate: add --emulate h100-llama-8b, or engine.emulate")
+        raise ValueError("no GPU to emulate: pass --emulate h100-llama-8b or set engine.emulate")
     if rate is not None and not 0 < rate < np.inf:
         raise ValueError(f"--rate must be a positive number, not {rate}")
     refuse_foreign_folder(out, "rehearse", _REPORT, overwrite)
     read = TraceFile(trace, requests, True, format, time_unit, "--time-unit")
-    load = _load(read, rate, config.engine.max_model_len)
+    load = _load(read, rate, emulated_engine(config.engine).max_model_len)
     _say(read.read_as)
-    objectives = slo or SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S)
-    rehearsal = _Rehearsal(_prepared(config, out, len(load)), load, out)
-    about = _about(rehearsal.deployment, read.read_as)
-    shutil.rmtree(out / "steps", ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(out / _REPORT, json_text({"_about": about}))
-    with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(out / "logs"))
-        stack.enter_context(
-            launched(rehearsal.deployment, out / "logs", serve=True, report=progress.report)
-        )
-        progress.finish()
-        served = rehearsal.run()
-    return _report(rehearsal, served, objectives, about)
-
-
-def _about(deployment: Deployment, read_as: str) -> dict[str, Any]:
-    return {
+    steps = out / "steps" / time.strftime("%Y%m%d-%H%M%S")
+    rehearsal = _Rehearsal(_prepared(config, steps), load, steps)
+    about = {
         "made_by": "headway rehearse",
-        "deployment": to_builtins(deployment),
-        "trace": read_as,
+        "deployment": to_builtins(rehearsal.deployment),
+        "trace": read.read_as,
         "commit": source_commit(),
         "machine": machine(),
         "versions": versions(),
     }
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / _REPORT).exists():
+        write_text_atomically(out / _REPORT, json_text({"_about": about}))
+    raise_open_files()
+    logs = out / "logs"
+    with ExitStack() as stack:
+        progress = stack.enter_context(LaunchProgress(logs))
+        running = stack.enter_context(
+            launched(rehearsal.deployment, logs, serve=True, report=progress.report)
+        )
+        progress.finish()
+        served = rehearsal.run(running)
+        with held_interrupts():  # an impatient Ctrl-C would lose what has been served
+            return _report(served, rehearsal, slo or SLOConfig(TTFT_S, TPOT_S), about, out)
 
 
-def _prepared(deployment: Deployment, out: Path, requests: int) -> Deployment:
-    """Return a deployment that logs its steps, and takes all requests from one address."""
+def _prepared(deployment: Deployment, steps: Path) -> Deployment:
+    """Return a deployment of one proxy, which logs its engines' steps."""
     assert deployment.engine.emulate is not None
-    emulate = replace(deployment.engine.emulate, logs=str((out / "steps").absolute()))
-    # One address gets half of the connections.
-    proxy = replace(deployment.proxy, connections=2 * requests + _OTHERS)
-    engine = replace(deployment.engine, emulate=emulate)
-    deployment = replace(deployment, engine=engine, proxy=proxy)
+    if deployment.coordinator is not None:
+        _say("The coordinator is left out: one proxy places and moves all requests.")
+    engine = replace(
+        deployment.engine,
+        emulate=replace(deployment.engine.emulate, logs=str(steps.absolute())),
+    )
+    # One address, which all requests come from, gets half of the connections.
+    proxy = replace(deployment.proxy, connections=None)
+    deployment = replace(deployment, engine=engine, proxy=proxy, coordinator=None)
     deployment.check()
     return deployment
 
@@ -163,76 +165,77 @@ def _load(trace: TraceFile, rate: float | None, longest: int | None) -> list[Emu
     )
     if rate is not None:
         arrival = np.cumsum(generator.exponential(1 / rate, len(prompt)))
-    most = int((prompt + output).max())
-    if longest is not None and most > longest:
-        number = int(np.count_nonzero(prompt + output > longest))
+    if longest is not None and (too_long := int(np.count_nonzero(prompt + output > longest))):
         raise ValueError(
-            f"{trace.name}: {number} of {len(prompt)} requests are longer than "
-            f"engine.max_model_len, {longest} tokens; the longest has {most}"
+            f"{trace.name}: {too_long} of {len(prompt)} requests are longer than the engines' "
+            f"context of {longest} tokens; the longest has {(prompt + output).max()}"
         )
     rows = zip(prompt.tolist(), output.tolist(), arrival.tolist(), strict=True)
     return [EmulatedRequest(i % LARGEST, *row) for i, row in enumerate(rows)]
 
 
 class _Served(NamedTuple):
-    """What clients and servers saw."""
+    """What clients and servers saw.
+
+    Preemptions and moves are NaN where nobody says, ``excess`` where no engine logged its steps.
+    """
 
     answers: list[EmulatedAnswer]
     preempted: float
     moved: float
     excess: float
+    ended: str
+    """Why it ended early, or nothing."""
     interrupted: bool
 
 
 class _Rehearsal:
     """A load and the deployment that serves it."""
 
-    def __init__(self, deployment: Deployment, load: list[EmulatedRequest], out: Path) -> None:
-        self.deployment, self.out = deployment, out
+    def __init__(self, deployment: Deployment, load: list[EmulatedRequest], steps: Path) -> None:
+        self.deployment, self._steps = deployment, steps
         self._answers = [EmulatedAnswer(request) for request in load]
         assert deployment.engine.emulate is not None
         self.dilation = deployment.engine.emulate.dilation
 
-    def run(self) -> _Served:
-        """Serve the load, unless it is interrupted."""
+    def run(self, running: Launched) -> _Served:
+        """Serve the load, unless it is interrupted or there is nobody left to serve it."""
         last = self.dilation * max(one.request.arrives for one in self._answers)
         _say(
             f"Serving {len(self._answers)} requests, the last of which comes after {last:,.0f} s. "
             f"See it in a browser: {self.deployment.admin_url}/ui "
-            f"(its token: see {self.out}/logs/proxy.log)"
+            f"(its token: see {running.logs}/proxy.log)"
         )
-        since, interrupted = time.perf_counter(), False
+        since, ended, interrupted = time.perf_counter(), "", False
         try:
-            asyncio.run(self._served())
+            ended = asyncio.run(self._served(running))
         except KeyboardInterrupt:
             interrupted = True
-        instances = self.deployment.decode
-        logs = [self.out / "steps" / f"{instance.name}.csv" for instance in instances]
-        return _Served(
-            [one for one in self._answers if one.tokens or one.error],
-            *self._counted(),
-            step_sums([log for log in logs if log.exists()], since).excess,
-            interrupted,
-        )
+        with held_interrupts():
+            answers = [one for one in self._answers if one.tokens or one.error]
+            return _Served(answers, *self._counted(), self._excess(since), ended, interrupted)
 
     def _counted(self) -> tuple[float, float]:
-        """Return how many requests were preempted and moved; NaN where nobody answers."""
+        """Return how many requests were preempted and moved."""
         metrics = f"{self.deployment.proxy_url}/metrics"
         try:
             moved = metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
             return preemptions(self.deployment), moved
         except OSError as error:
-            _say(f"how many requests were preempted and moved is unknown: {error}")
+            _say(f"How many requests were preempted and moved is unknown: {error}")
             return np.nan, np.nan
 
-    async def _served(self) -> None:
+    def _excess(self, since: float) -> float:
+        """Return by how much the steps of the slowest engine were too long."""
+        logs = [self._steps / f"{one.name}.csv" for one in self.deployment.instances]
+        sums = [step_sums([log], since) for log in logs if log.exists()]
+        return max((one.excess for one in sums if one.steps), default=np.nan)
+
+    async def _served(self, running: Launched) -> str:
         longest = max(one.request.answer_tokens for one in self._answers)
-        deployment, salt = self.deployment, time.time_ns()
+        url, name = self.deployment.proxy_url, self.deployment.served_name
         serving = asyncio.create_task(
-            serve_answers(
-                *(deployment.proxy_url, deployment.served_name, self._answers),
-                *(self.dilation, salt, longest),
-            )
+            serve_answers(url, name, self._answers, self.dilation, time.time_ns(), longest)
         )
         columns = (
             TextColumn("serving"),
@@ -244,27 +247,50 @@ class _Rehearsal:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("serving", total=len(self._answers), running=0)
             while not serving.done():
-                await asyncio.wait([serving], timeout=0.5)
-                ended = sum(bool(one.tokens or one.error) for one in self._answers)
+                await asyncio.wait([serving], timeout=1.0)
+                done = sum(bool(one.tokens or one.error) for one in self._answers)
                 sent = sum(one.sent > 0 for one in self._answers)
-                progress.update(task, completed=ended, running=sent - ended)
+                progress.update(task, completed=done, running=sent - done)
+                for server in running.take_ended():
+                    _say(f"headway rehearse: {server.why_it_ended()}")
+                    if server.name == PROXY or not running.is_running:
+                        serving.cancel()
+                        await asyncio.gather(serving, return_exceptions=True)
+                        return f"{server.name} ended"
         await serving
+        return ""
 
 
-def _report(rehearsal: _Rehearsal, served: _Served, slo: SLOConfig, about: dict[str, Any]) -> int:
-    answers, out = served.answers, rehearsal.out
-    failed = [one for one in answers if one.error]
-    if len(failed) == len(answers):
-        why = failed[0].error if failed else "interrupted before the first of them"
-        raise ValueError(f"no request was answered: {why}")
-    figures = answer_figures(answers, rehearsal.dilation, slo.ttft_s, slo.tpot_s) | {
-        "preemptions": served.preempted,
-        "moves": served.moved,
-        "changed": float(changed_answers(answers, Path(model_to_load(rehearsal.deployment)))),
-        "excess": served.excess,
+def _report(
+    served: _Served, rehearsal: _Rehearsal, slo: SLOConfig, about: dict[str, Any], out: Path
+) -> int:
+    answers = served.answers
+    answered = [one for one in answers if not one.error]
+    write_text_atomically(out / "requests.csv", _rows(answers, rehearsal.dilation))
+    figures: dict[str, float] = {}
+    if answered:
+        figures = answer_figures(answers, rehearsal.dilation, slo.ttft_s, slo.tpot_s) | {
+            "preemptions": served.preempted,
+            "moves": served.moved,
+            "changed": float(changed_answers(answers, Path(model_to_load(rehearsal.deployment)))),
+            "excess": served.excess,
+        }
+    document = {
+        "_about": about,
+        "ended_early": "interrupted" if served.interrupted else served.ended,
+        "figures": {name: None if np.isnan(one) else one for name, one in figures.items()},
     }
+    write_text_atomically(out / _REPORT, json_text(document, allow_nan=False))
+    if figures:
+        Console().print(_table(figures, slo))
+    _say(f"Written: {out / _REPORT}, {out / 'requests.csv'}")
+    return _remarks(served, figures, rehearsal.dilation)
+
+
+def _table(figures: dict[str, float], slo: SLOConfig) -> Table:
     table = Table("", "", box=None, show_header=False)
-    table.add_row("requests answered", f"{len(answers) - len(failed)}")
+    answered = figures["requests"] - figures["failed"]
+    table.add_row("requests answered, failed", f"{answered:.0f}, {figures['failed']:.0f}")
     for key, name in _SHOWN.items():
         table.add_row(name, f"{figures[key]:.4g} s")
     table.add_row(
@@ -272,30 +298,36 @@ def _report(rehearsal: _Rehearsal, served: _Served, slo: SLOConfig, about: dict[
         f"{figures['goodput']:.4g} requests/s",
     )
     table.add_row("generated", f"{figures['tokens_per_s']:,.0f} tokens/s")
-    table.add_row("preemptions, moves", f"{served.preempted:.0f}, {served.moved:.0f}")
-    Console().print(table)
-    document = {
-        "_about": about,
-        "interrupted": served.interrupted,
-        "figures": figures,
-    }
-    write_text_atomically(out / "requests.csv", _rows(answers, rehearsal.dilation))
-    write_text_atomically(out / _REPORT, json_text(document))
-    _say(f"Written: {out / _REPORT}, {out / 'requests.csv'}")
-    if figures["changed"]:
-        _say(f"{figures['changed']:.0f} answers are not their scripts: please report this")
+    for name in ("preemptions", "moves"):
+        table.add_row(name, "unknown" if np.isnan(figures[name]) else f"{figures[name]:.0f}")
+    return table
+
+
+def _remarks(served: _Served, figures: dict[str, float], dilation: float) -> int:
+    """Print what makes the figures doubtful; return the exit status."""
+    failed = [one for one in served.answers if one.error]
+    if dilation != 1:
+        _say(f"Seconds are the emulated GPU's; the run took {dilation:g} times as long.")
     if failed:
         _say(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    if served.interrupted:
-        _say("Interrupted: the figures are of the requests answered until then.")
-    if served.excess > MOST_EXCESS:
+    if figures.get("changed"):
+        _say(f"{figures['changed']:.0f} answers differ from their scripts: please report this.")
+    if served.interrupted or served.ended:
+        why = "Interrupted" if served.interrupted else served.ended
+        _say(f"{why}: the figures are of the requests answered until then.")
+    elif not figures:
+        _say("No request was answered.")
+    if np.isnan(served.excess):
+        _say("Whether the machine kept up is unknown: no engine has logged its steps.")
+    elif served.excess > MOST_EXCESS:
         _say(
             f"Steps took {served.excess:.1%} longer than they should, so that the figures are not "
-            f"to be trusted: raise engine.emulate.dilation, which is {rehearsal.dilation:g}."
+            f"to be trusted: raise engine.emulate.dilation, which is {dilation:g}."
         )
     if served.interrupted:
         return _INTERRUPTED
-    return int(served.excess > MOST_EXCESS)
+    sound = figures and not served.ended and served.excess <= MOST_EXCESS
+    return int(not sound)
 
 
 def _rows(answers: list[EmulatedAnswer], dilation: float) -> str:

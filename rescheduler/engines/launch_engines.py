@@ -38,6 +38,7 @@ from rescheduler.engines.launch_process import (
 )
 
 __all__ = [
+    "PROXY",
     "LaunchProgress",
     "Launched",
     "bound_address",
@@ -112,7 +113,7 @@ def bound_address(endpoint: str, where: str) -> str:
     return f"{scheme}{reached[0]}{rest}"
 
 
-_PROXY = "proxy"
+PROXY = "proxy"
 _FILE = "deployment.yaml"
 
 
@@ -135,9 +136,9 @@ class Launched(ServerGroup):
         """Stop all servers, the proxy before the engines, and wait until they are gone."""
         self._wanted.clear()
         with ending_signals_held():  # an impatient Ctrl-C would leave engines behind
-            if _PROXY in self.servers:  # it still needs the engines for what runs
-                self.stop([_PROXY], self._proxy_seconds + GRACE_SECONDS)
-            self.stop([name for name in self.servers if name != _PROXY])
+            if PROXY in self.servers:  # it still needs the engines for what runs
+                self.stop([PROXY], self._proxy_seconds + GRACE_SECONDS)
+            self.stop([name for name in self.servers if name != PROXY])
 
 
 @contextmanager
@@ -185,12 +186,12 @@ def launched(
         file = str(logs / _FILE)
         command = [sys.executable, "-m", "rescheduler", "serve", "--config", file]
         log = logs / "proxy.log"
-        servers.append(ServerProcess(_PROXY, EngineCommand(command, {}), deployment.proxy_url, log))
+        servers.append(ServerProcess(PROXY, EngineCommand(command, {}), deployment.proxy_url, log))
     running = Launched(deployment, logs, servers, report)
     with ending_signals_raised(), closing(running):
         running.start([instance.name for instance in instances], at_once)
         if serve:
-            running.start([_PROXY])
+            running.start([PROXY])
         yield running
 
 
@@ -349,7 +350,7 @@ def _watch(running: Launched) -> int:
         while True:
             for server in running.take_ended():
                 status = 1
-                if server.name == _PROXY or not running.is_running:
+                if server.name == PROXY or not running.is_running:
                     raise LaunchError(server.why_it_ended())
                 print(f"headway launch: {server.why_it_ended()}", file=sys.stderr, flush=True)
             time.sleep(_WATCH_SECONDS)

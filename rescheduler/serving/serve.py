@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
-from rescheduler.commands.event_loop import end_when_asked, run_server
+from rescheduler.commands.event_loop import end_when_asked, raise_open_files, run_server
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import in_real_time
@@ -71,7 +70,8 @@ class Listeners:
             DeploymentError: an address is in use or does not exist, or there is no place for the
                 operator's token.
         """
-        most = self._options.connections or (_open_files() - _OTHER_FILES) // _FILES_PER_CLIENT
+        files = raise_open_files() - _OTHER_FILES
+        most = self._options.connections or files // _FILES_PER_CLIENT
         await self._clients.setup()
         served = self._clients.server
         assert served is not None
@@ -98,19 +98,6 @@ class Listeners:
         await self._clients.cleanup()
         if self.admin is not None:
             await self.admin.close()
-
-
-def _open_files() -> int:
-    """Raise the soft limit of open files to the hard one, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:  # some systems forbid what they name
-            logger.warning("the limit of open files stays at %d: %s", soft, error)
-        else:
-            return hard
-    return soft
 
 
 def serve(

@@ -4,6 +4,7 @@ import csv
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def rehearsed(headway_command: list[str], tmp_path: Path) -> Any:
     return start
 
 
+def until_served(running: Any, folder: Path) -> None:
+    """Wait until an engine has computed something."""
+    while not any(one.stat().st_size > 5_000 for one in folder.glob("out/steps/*/*.csv")):
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.5)
+
+
 def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_path: Path) -> None:
     rows = "".join(f"{0.1 * i:.2f},{100 + i},{20 + i}\n" for i in range(30))
     running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
@@ -53,13 +61,7 @@ def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_p
 def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -> None:
     rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))  # ten minutes
     running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
-    steps = tmp_path / "out" / "steps" / "decode-0.csv"
-    while not (steps.exists() and steps.stat().st_size > 5_000):
-        assert running.poll() is None, running.stderr.read()
-        try:
-            running.wait(0.5)
-        except subprocess.TimeoutExpired:
-            continue
+    until_served(running, tmp_path)
     engines = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGINT)
     printed, said = running.communicate(timeout=120)
@@ -67,5 +69,21 @@ def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -
     assert "Interrupted: the figures are of the requests answered until then." in said
     assert "time to first token" in printed and "Traceback" not in said
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
-    assert found["interrupted"] and 0 < found["figures"]["requests"] < 3_000
+    assert found["ended_early"] == "interrupted" and 0 < found["figures"]["requests"] < 3_000
     assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
+
+
+def test_a_rehearsal_whose_proxy_dies_ends_and_says_so(rehearsed: Any, tmp_path: Path) -> None:
+    rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))
+    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    until_served(running, tmp_path)
+    servers = psutil.Process(running.pid).children(recursive=True)
+    (served,) = [one for one in servers if "serve" in one.cmdline() and "--config" in one.cmdline()]
+    served.kill()
+    printed, said = running.communicate(timeout=120)
+    assert running.returncode == 1, said
+    assert "proxy was killed by SIGKILL" in said and "Traceback" not in said
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert found["ended_early"] == "proxy ended" and found["figures"]["moves"] is None
+    assert "unknown" in printed
+    assert not [one for one in servers if one.is_running() and one.status() != "zombie"]

@@ -260,7 +260,7 @@ def test_the_version_is_that_of_the_installation(
         (["dataset", "validate", "{tmp}"], "not a dataset recorded by Headway"),
         (["advise", "{tmp}/none"], "none"),
         (["advise", "{tmp}/bad.jsonl"], "bad.jsonl"),
-        (["rehearse", "{tmp}/none", "--config", "local-pd"], "no engines to emulate"),
+        (["rehearse", "{tmp}/none", "--config", "local-pd"], "no GPU to emulate"),
         (["rehearse", "{tmp}/none", "--config", "emulated-fleet"], "none"),
         (["record", "{tmp}/none", "{tmp}", "{tmp}/out"], "this is no checkpoint"),
         (["simulate", "--trace", "{{path: {tmp}/none}}"], "none"),

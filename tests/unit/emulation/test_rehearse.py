@@ -29,13 +29,17 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (TIMED, {"emulate": None}, "add --emulate h100-llama-8b, or engine.emulate"),
+        (TIMED, {"emulate": None}, "pass --emulate h100-llama-8b or set engine.emulate"),
         (TIMED, {"emulate": "h1"}, "h1"),
         (UNTIMED, {}, "trace.csv: no arrival times; add --rate, in requests a second"),
         (TIMED, {"rate": 0.0}, "--rate must be a positive number, not 0.0"),
         (TIMED, {"requests": 0}, "requests must be at least 1, not 0"),
         (TIMED, {"format": "azure"}, "trace.csv"),
-        ("arrival_s,input_tokens,output_tokens\n0,2000,100\n", {}, "engine.max_model_len, 2048"),
+        (
+            "arrival_s,input_tokens,output_tokens\n0,2000,100\n",
+            {},
+            "context of 2048 tokens; the longest has 2100",
+        ),
         ("arrival_s,input_tokens,output_tokens\n0,-1,100\n", {}, "trace.csv:2"),
     ],
 )
