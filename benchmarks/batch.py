@@ -42,6 +42,7 @@ from benchmarks.support.batch_runs import (
 )
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
+from benchmarks.support.emulated_runs import PATIENCE, RECORDED, keep_valid, valid
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -54,7 +55,7 @@ from benchmarks.support.report import (
 )
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import answer_figures, changed_answers, serve_load, step_sums
-from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import BackgroundOptions, Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.launch_local import local_deployment
@@ -63,12 +64,10 @@ from rescheduler.simulator.results.report import markdown_table
 PROFILE, REPLICAS, SLOTS, KV_TOKENS, BLOCK = "h100-llama-8b", 2, 32, 60_000, 32
 LAW = AnswerLengths(median=150, sigma=0.8, longest=1_000)
 PROMPTS = PromptLengths(200, 2_000)
-RECORDED = ForecastQuality(sigma=1.9, correlation=0.5)
 BASE, BATCHED = "alone", 20_000
 CONCURRENCY = 96
-TRIES, MOST_EXCESS = 3, 0.007
+MOST_EXCESS = 0.007
 SCRATCH = Path("runs/batch")
-PATIENCE = 600.0
 FIGURES = ("ttft_p99", "ttft", "tpot", "tpot_p99", "latency", "latency_p99")
 
 
@@ -141,11 +140,6 @@ class Plan(NamedTuple):
         folder = self.out / f"{100 * run.load:.0f}" / f"round-{run.round}"
         return Cells(folder, self.settings() | arm | rate)
 
-    def result(self, run: Run) -> Any:
-        """Return a run's figures; None if it was not run, or its steps took too long."""
-        found = self.cells(run).read(run.arm)
-        return found if found is not None and found["excess"] <= MOST_EXCESS else None
-
 
 def main() -> None:
     parser = arguments("what a batch costs the online traffic beside it")
@@ -190,7 +184,10 @@ def run_missing(plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> Pl
             named = [name for name in arms if ARMS[name].ranked == ranked]
             runs = [Run(load, number, arm) for arm in rotated(named, number)]
             known = plan.capacity.tokens > 0
-            if not runs or (known and all(plan.result(run) is not None for run in runs)):
+            if not runs or (
+                known
+                and all(valid(plan.cells(run), run.arm, MOST_EXCESS) is not None for run in runs)
+            ):
                 continue
             deployment = fleet(plan, ranked)
             with engines(deployment, SCRATCH / "logs"):
@@ -199,7 +196,7 @@ def run_missing(plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> Pl
                     kept.write("capacity", capacity)
                     plan = plan._replace(capacity=capacity)
                 for run in runs:
-                    if plan.result(run) is None:
+                    if valid(plan.cells(run), run.arm, MOST_EXCESS) is None:
                         run_one(plan, deployment, run)
     return plan
 
@@ -229,16 +226,10 @@ async def measured_capacity(plan: Plan, deployment: Deployment) -> Capacity:
 
 
 def run_one(plan: Plan, deployment: Deployment, run: Run) -> None:
-    for number in range(TRIES):
-        result = asyncio.run(served(plan, deployment, run, number))
-        keys = ("ttft_p99", "ttft", "tpot", "batch_tokens_per_s", "gave_way", "excess", "wall")
-        shown = ", ".join(f"{key} {result[key]:.3g}" for key in keys)
-        print(f"{time.strftime('%H:%M')} {run}: {shown}", file=sys.stderr, flush=True)
-        if result["excess"] <= MOST_EXCESS:
-            break
-    else:
-        print(f"{run}: not valid, its steps took too long", file=sys.stderr, flush=True)
-    plan.cells(run).write(run.arm, result)
+    def serve(number: int) -> dict[str, float]:
+        return asyncio.run(served(plan, deployment, run, number))
+
+    keep_valid(plan.cells(run), run.arm, f"{run}", serve, MOST_EXCESS)
 
 
 async def served(plan: Plan, deployment: Deployment, run: Run, number: int) -> dict[str, float]:
@@ -309,7 +300,10 @@ Arms = dict[str, dict[int, dict[str, float]]]
 def valid_runs(plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> Arms:
     found: Arms = {}
     for arm in arms:
-        results = {number: plan.result(Run(load, number, arm)) for number in range(rounds)}
+        results = {
+            number: valid(plan.cells(Run(load, number, arm)), arm, MOST_EXCESS)
+            for number in range(rounds)
+        }
         found[arm] = {number: one for number, one in results.items() if one is not None}
     return found
 

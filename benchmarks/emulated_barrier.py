@@ -15,7 +15,6 @@ folder, and not run again while its settings stay the same.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,9 +25,9 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.emulated_fleet import EXACT, MOST_EXCESS, RECORDED, TRIES
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, keep_valid, valid
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -54,7 +53,6 @@ PROFILE, PLACES, WAITING = "h800-deepseek-v3", 88, 200
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
 PROMPTS = PromptLengths(500, 16_000)
 SCRATCH = Path("runs/emulated_barrier")
-PATIENCE = 600.0
 BASE = "jsq_load"
 FIGURES = ("tokens_per_s", "step_ms", "barrier_share")
 BFIO_0, BFIO = {"name": "bfio", "horizon": 0}, {"name": "bfio"}
@@ -121,11 +119,6 @@ class Plan(NamedTuple):
         }
         return Cells(self.out / f"round-{number}", settings)
 
-    def result(self, number: int, arm: str) -> Any:
-        """Return a run's figures; None if it was not run, or its steps took too long."""
-        found = self.cells(number, arm).read(arm)
-        return found if found is not None and found["excess"] <= MOST_EXCESS else None
-
 
 class Clients:
     """So many clients, which take the same requests in the same order, one after the other."""
@@ -182,7 +175,7 @@ def main() -> None:
         arm: {
             number: result
             for number in range(options.rounds)
-            if (result := plan.result(number, arm)) is not None
+            if (result := valid(plan.cells(number, arm), arm)) is not None
         }
         for arm in arms
     }
@@ -195,7 +188,7 @@ def run_missing(plan: Plan, rounds: int, arms: list[str]) -> None:
     for number in range(rounds):
         for exact in (False, True):
             alike = rotated([name for name in arms if ARMS[name].exact == exact], number)
-            missing = [name for name in alike if plan.result(number, name) is None]
+            missing = [name for name in alike if valid(plan.cells(number, name), name) is None]
             if not missing:
                 continue
             deployment = plan.deployment(exact)
@@ -205,13 +198,10 @@ def run_missing(plan: Plan, rounds: int, arms: list[str]) -> None:
 
 
 def run_one(plan: Plan, deployment: Deployment, number: int, name: str) -> None:
-    for _ in range(TRIES):
-        result = asyncio.run(served(plan, deployment, number, name))
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
-        print(f"{time.strftime('%H:%M')} round {number}, {name}: {shown}", file=sys.stderr)
-        if result["excess"] <= MOST_EXCESS:
-            break
-    plan.cells(number, name).write(name, result)
+    def serve(attempt: int) -> Mapping[str, float]:
+        return asyncio.run(served(plan, deployment, number, name))
+
+    keep_valid(plan.cells(number, name), name, f"round {number}, {name}", serve)
 
 
 async def served(plan: Plan, deployment: Deployment, number: int, name: str) -> Mapping[str, float]:

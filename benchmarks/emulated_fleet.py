@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
+from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, keep_valid, valid
 from benchmarks.support.report import (
     Cells,
     arguments,
@@ -49,7 +50,7 @@ from rescheduler.demo.scripted_load import (
     serve_load,
     step_sums,
 )
-from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.launch_local import local_deployment
@@ -58,15 +59,9 @@ from rescheduler.simulator.results.report import markdown_table
 PROFILE, REPLICAS, KV_TOKENS, BLOCK = "h100-llama-8b", 4, 60_000, 32
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
 PROMPTS = PromptLengths(1_000, 8_000)
-RECORDED = ForecastQuality(sigma=1.9, correlation=0.5)
-EXACT = ForecastQuality(sigma=0.0)
 BASE = "jsq_load"
-TRIES = 3
-MOST_EXCESS = 0.002
-"""Of a run's steps. Beyond the capacity, 1.3% longer steps raised the mean latency by 18%."""
 SCRATCH = Path("runs/emulated_fleet")
 """Logs, and what the engines' steps were."""
-PATIENCE = 600.0
 USES = {
     "order_latency_gain": ("latency", "boost"),
     "headroom_latency_gain": ("latency", "headroom"),
@@ -163,11 +158,6 @@ class Plan(NamedTuple):
     def cells(self, run: Run) -> Cells:
         return Cells(self.out / f"{100 * run.load:.0f}" / f"round-{run.round}", self.settings(run))
 
-    def result(self, run: Run) -> Any:
-        """Return a run's figures; None if it was not run, or its steps took too long."""
-        found = self.cells(run).read(run.arm)
-        return found if found is not None and found["excess"] <= MOST_EXCESS else None
-
 
 def main() -> None:
     parser = arguments("what forecasts are worth on an emulated fleet")
@@ -217,7 +207,7 @@ def run_missing(plan: Plan, loads: Sequence[float], rounds: int, arms: Sequence[
         for exact, watermark in sorted({ARMS[name].engines for name in arms}):
             alike = [name for name in arms if ARMS[name].engines == (exact, watermark)]
             runs = [Run(load, number, arm) for load in loads for arm in rotated(alike, number)]
-            if plan.capacity and all(plan.result(run) is not None for run in runs):
+            if plan.capacity and all(valid(plan.cells(run), run.arm) is not None for run in runs):
                 continue
             deployment = fleet(plan, exact, watermark)
             with engines(deployment, SCRATCH / "logs"):
@@ -225,7 +215,7 @@ def run_missing(plan: Plan, loads: Sequence[float], rounds: int, arms: Sequence[
                     plan = plan._replace(capacity=asyncio.run(measured_capacity(plan, deployment)))
                     kept.write("capacity", plan.capacity)
                 for run in runs:
-                    if plan.result(run) is None:
+                    if valid(plan.cells(run), run.arm) is None:
                         run_one(plan, deployment, run)
     return plan
 
@@ -263,16 +253,10 @@ async def measured_capacity(plan: Plan, deployment: Deployment) -> float:
 
 
 def run_one(plan: Plan, deployment: Deployment, run: Run) -> None:
-    for number in range(TRIES):
-        result = asyncio.run(served(plan, deployment, run, number))
-        keys = ("latency", "ttft", "tpot_p99", "goodput", "preemptions", "moves", "excess", "wall")
-        shown = ", ".join(f"{key} {result[key]:.3g}" for key in keys)
-        print(f"{time.strftime('%H:%M')} {run}: {shown}", file=sys.stderr, flush=True)
-        if result["excess"] <= MOST_EXCESS:
-            break
-    else:
-        print(f"{run}: not valid, its steps took too long", file=sys.stderr, flush=True)
-    plan.cells(run).write(run.arm, result)
+    def serve(number: int) -> dict[str, float]:
+        return asyncio.run(served(plan, deployment, run, number))
+
+    keep_valid(plan.cells(run), run.arm, f"{run}", serve)
 
 
 async def served(plan: Plan, deployment: Deployment, run: Run, number: int) -> dict[str, float]:
@@ -312,7 +296,7 @@ Arms = dict[str, dict[int, dict[str, float]]]
 
 def valid_runs(plan: Plan, load: float, rounds: int, arms: Sequence[str]) -> Arms:
     found = {
-        arm: {number: plan.result(Run(load, number, arm)) for number in range(rounds)}
+        arm: {number: valid(plan.cells(Run(load, number, arm)), arm) for number in range(rounds)}
         for arm in arms
     }
     return {

@@ -16,7 +16,6 @@ kept in the folder, and not run again while its settings stay the same.
 """
 
 import asyncio
-import sys
 import tempfile
 import time
 import zlib
@@ -27,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.emulated_fleet import EXACT, MOST_EXCESS, RECORDED, TRIES, emulated
+from benchmarks.emulated_fleet import emulated
 from benchmarks.emulator_check import write_trace
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
+from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, keep_valid, valid
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, rotated, write_report
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import (
@@ -78,7 +78,6 @@ LAW = AnswerLengths(median=2_400 / SCALE, sigma=1.4, longest=32_768 // SCALE)
 """What forecasters know of the lengths: the log-normal law with the moments of their logarithm."""
 TTFT_S, TPOT_S = 1.0, 0.025
 SCRATCH = Path("runs/emulated_star")
-PATIENCE = 600.0
 STAR = {"name": "star", "interval_seconds": 0.1}
 UNAWARE = STAR | {"prediction": False}
 FIGURES = ("variance", "tpot_p99", "goodput", "preemptions", "moves")
@@ -144,11 +143,6 @@ class Plan(NamedTuple):
         }
         return Cells(self.out / f"round-{number}", settings)
 
-    def result(self, number: int, arm: str) -> Any:
-        """Return a run's figures; None if it was not run, or its steps took too long."""
-        found = self.cells(number, arm).read(arm)
-        return found if found is not None and found["excess"] <= MOST_EXCESS else None
-
 
 def main() -> None:
     parser = arguments("STAR's own setting on emulated engines")
@@ -170,7 +164,7 @@ def main() -> None:
         arm: {
             number: result
             for number in range(options.rounds)
-            if (result := plan.result(number, arm)) is not None
+            if (result := valid(plan.cells(number, arm), arm)) is not None
         }
         for arm in options.arms
     }
@@ -188,7 +182,7 @@ def run_missing(plan: Plan, rounds: int, arms: Sequence[str]) -> None:
     for number in range(rounds):
         for exact in (False, True):
             alike = rotated([name for name in arms if ARMS[name].exact == exact], number)
-            missing = [name for name in alike if plan.result(number, name) is None]
+            missing = [name for name in alike if valid(plan.cells(number, name), name) is None]
             if not missing:
                 continue
             deployment = plan.deployment(exact)
@@ -198,13 +192,10 @@ def run_missing(plan: Plan, rounds: int, arms: Sequence[str]) -> None:
 
 
 def run_one(plan: Plan, deployment: Deployment, number: int, name: str) -> None:
-    for attempt in range(TRIES):
-        result = asyncio.run(served(plan, deployment, number, name, attempt))
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
-        print(f"{time.strftime('%H:%M')} round {number}, {name}: {shown}", file=sys.stderr)
-        if result["excess"] <= MOST_EXCESS:
-            break
-    plan.cells(number, name).write(name, result)
+    def serve(attempt: int) -> Mapping[str, float]:
+        return asyncio.run(served(plan, deployment, number, name, attempt))
+
+    keep_valid(plan.cells(number, name), name, f"round {number}, {name}", serve)
 
 
 def drawn(number: int, seconds: float) -> list[EmulatedRequest]:

@@ -36,7 +36,6 @@ from benchmarks.emulated_fleet import (
     BLOCK,
     KV_TOKENS,
     LAW,
-    MOST_EXCESS,
     PROFILE,
     PROMPTS,
     REPLICAS,
@@ -48,6 +47,7 @@ from benchmarks.emulated_fleet import (
 )
 from benchmarks.support.deployments import engines
 from benchmarks.support.emulated_load import drawn_load
+from benchmarks.support.emulated_runs import MOST_EXCESS, valid
 from benchmarks.support.report import arguments, resumable, write_report
 from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
 from rescheduler.emulation.emulate_options import read_machine
@@ -161,12 +161,12 @@ def fitted_dispatch(runs: Sequence[dict[str, Any]]) -> float:
 def run_missing(plan: Plan) -> None:
     """Run what the folder does not have with these settings; each result is kept at once."""
     runs = [Run(load, 0, arm) for load in LOADS for arm in POLICIES]
-    if all(plan.result(run) is not None for run in runs):
+    if all(valid(plan.cells(run), run.arm) is not None for run in runs):
         return
     deployment = fleet(plan, exact=False)
     with engines(deployment, SCRATCH / "logs"):
         for run in runs:
-            if plan.result(run) is None:
+            if valid(plan.cells(run), run.arm) is None:
                 run_one(plan, deployment, run)
 
 
