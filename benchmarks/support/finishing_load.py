@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from rescheduler.demo.demo_load import load_session
+
 COMMENT = b": headway "
 
 
@@ -46,9 +48,7 @@ async def serve_asking(url: str, load: Sequence[Asked], level: float | None = No
     With a ``level``, those with a deadline ask for a promise of that probability; at 0 all get one.
     """
     started = time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with load_session() as session:
 
         async def serve(one: Asked) -> None:
             await asyncio.sleep(max(0.0, started + one.arrives - time.monotonic()))
