@@ -10,7 +10,7 @@ the same requests, in the same order, until a number of them has ended.
 
 Prints, relative to ``jsq_load`` with half a 95% interval over rounds, tokens per second, the time
 of a step, and what of it the barrier costs: how much longer it is than the mean of the ranks' own.
-A run whose steps took over 0.2% longer than asked is repeated. What is finished is kept in the
+A run whose steps took over 0.01% longer than asked is repeated. What is finished is kept in the
 folder, and not run again while its settings stay the same.
 """
 

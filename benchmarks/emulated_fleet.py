@@ -13,7 +13,7 @@ correlation with the length at the first token is 0.46), unless an arm ends in `
 
 Prints, relative to ``jsq_load``, latencies in percent with half a 95% interval over rounds; a gap
 is the longest pause of a stream, goodput counts answers that began within 2 s. A run whose steps
-took over 0.2% longer than asked is repeated. What is finished is kept in the folder and not run
+took over 0.01% longer than asked is repeated. What is finished is kept in the folder and not run
 again while its settings stay the same.
 """
 
