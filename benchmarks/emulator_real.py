@@ -1,6 +1,6 @@
 """How far an emulated engine is from the real one that it is profiled after.
 
-    python -m benchmarks.emulator_real [--quick] [--rounds N] [--out FOLDER] [--json OUT]
+    python -m benchmarks.emulator_real [--quick] [--rounds N] [--check] [--out FOLDER] [--json OUT]
 
 An engine of SmolLM2 on this machine's CPU is measured with `headway profile`. Then it serves a load
 whose answers have given lengths, with so small a KV cache that requests are preempted; an engine
@@ -8,10 +8,12 @@ that emulates it, by that profile and in real time, serves the same requests at 
 
 The profile and every round are kept under --out, and an interrupted measurement goes on there.
 Prints latencies, preemptions and steps of both, and by how much they differ in percent: what is
-left out of the emulation, and the error of a step time that is linear in tokens.
+left out of the emulation, and the error of a step time that is linear in tokens. With ``--check``
+no mean may differ by more than 10%.
 """
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 
@@ -34,12 +36,14 @@ PROMPTS = PromptLengths(100, 500)
 LAW = AnswerLengths(median=100, sigma=0.6, longest=400)
 RATE = 0.6
 """Requests a second: about what the engine serves, so that its cache fills."""
+MOST_ERROR = 10.0
 COMPARED = ("latency", "latency_p99", "ttft", "tpot", "tokens_per_s", "preemptions")
 
 
 def main() -> None:
     parser = arguments("an emulated engine against the real one")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--check", action="store_true", help="fail where over 10%% differ")
     parser.add_argument("--out", type=Path, default=Path("runs/emulator_real"))
     options = parser.parse_args()
     rounds, requests = (1, 20) if options.quick else (options.rounds, 80)
@@ -82,7 +86,11 @@ def main() -> None:
         rows.append([name, *cells, f"{errors.mean:+.1f} ± {errors.half:.1f}%"])
     table = "\n".join(markdown_table(["figure", "real", "emulated", "difference"], rows))
     print(table)
+    error = max(abs(figures[f"{name}_error"]) for name in COMPARED)
+    figures["emulator_error"] = error
     write_report("emulator_real", figures, options.json, tables=[table])
+    if options.check and error > MOST_ERROR:
+        sys.exit(f"the emulated engine is off by {error:.1f}%, more than {MOST_ERROR:.0f}%")
 
 
 async def served(
