@@ -89,8 +89,14 @@ def main() -> None:
 
 
 def _emulated(machine: str, dilation: float) -> EngineOptions:
-    emulate = EmulateOptions(profile=machine, dilation=dilation)
-    return msgspec.structs.replace(_ENGINE, checkpoint=None, emulate=emulate)
+    """Return engines each of which has room for all honest requests, so that they can move."""
+    return msgspec.structs.replace(
+        _ENGINE,
+        checkpoint=None,
+        max_num_seqs=2 * _ENGINE.max_num_seqs,
+        kv_blocks=2 * (_ENGINE.kv_blocks or 0),
+        emulate=EmulateOptions(profile=machine, dilation=dilation),
+    )
 
 
 @contextmanager
