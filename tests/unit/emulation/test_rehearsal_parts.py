@@ -1,4 +1,4 @@
-"""`headway rehearse`: what it refuses before it starts an engine, and what it writes."""
+"""What `headway rehearse` refuses before it starts an engine, and what it writes."""
 
 import csv
 from pathlib import Path
