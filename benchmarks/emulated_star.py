@@ -229,7 +229,6 @@ async def served(
     ended = [one for one in answers if one.error or one.tokens]
     figures = answer_figures(ended, 1.0, TTFT_S, TPOT_S)
     logs = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.decode]
-    every = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.instances]
     return {
         "variance": step_variance(logs, since, until),
         "tpot_p99": 1e3 * figures["tpot_p99"],
@@ -239,7 +238,7 @@ async def served(
         "ended": figures["requests"],
         "failed": figures["failed"],
         "changed": float(changed_answers(ended, Path(model_to_load(deployment)))),
-        "excess": max(step_sums([log], since).excess for log in every),
+        "excess": step_sums(logs, since).excess,
     }
 
 
