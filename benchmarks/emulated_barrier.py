@@ -17,6 +17,7 @@ folder, and not run again while its settings stay the same.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +26,15 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.support.deployments import engines, patient, proxy, until_idle
+from benchmarks.support.deployments import patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load
-from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, keep_valid, valid
+from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, kept_rounds, run_missing
 from benchmarks.support.report import (
     Cells,
     arguments,
     change,
     relative_cells,
     resumable,
-    rotated,
     write_report,
 )
 from benchmarks.support.stream_client import session
@@ -170,41 +170,18 @@ def main() -> None:
     arms = [name for name in ARMS if name in {*options.arms, BASE}]
     if not options.report:
         with resumable():
-            run_missing(plan, options.rounds, arms)
-    found = {
-        arm: {
-            number: result
-            for number in range(options.rounds)
-            if (result := valid(plan.cells(number, arm), arm)) is not None
-        }
-        for arm in arms
-    }
+            serve = partial(served, plan)
+            exact = {name: ARMS[name].exact for name in arms}
+            run_missing(plan, options.rounds, exact, serve, SCRATCH / "logs")
+    found = kept_rounds(plan, options.rounds, arms)
     table = "\n".join(report(found))
     print(table)
     write_report("emulated_barrier", figures_of(found), options.json, tables=[table])
 
 
-def run_missing(plan: Plan, rounds: int, arms: list[str]) -> None:
-    for number in range(rounds):
-        for exact in (False, True):
-            alike = rotated([name for name in arms if ARMS[name].exact == exact], number)
-            missing = [name for name in alike if valid(plan.cells(number, name), name) is None]
-            if not missing:
-                continue
-            deployment = plan.deployment(exact)
-            with engines(deployment, SCRATCH / "logs"):
-                for name in missing:
-                    run_one(plan, deployment, number, name)
-
-
-def run_one(plan: Plan, deployment: Deployment, number: int, name: str) -> None:
-    def serve(attempt: int) -> Mapping[str, float]:
-        return asyncio.run(served(plan, deployment, number, name))
-
-    keep_valid(plan.cells(number, name), name, f"round {number}, {name}", serve)
-
-
-async def served(plan: Plan, deployment: Deployment, number: int, name: str) -> Mapping[str, float]:
+async def served(
+    plan: Plan, deployment: Deployment, number: int, name: str, _attempt: int
+) -> Mapping[str, float]:
     places = plan.ranks * PLACES
     serving = replace(deployment, routing=ARMS[name].routing)
     await until_idle(deployment, PATIENCE)

@@ -20,6 +20,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ from msgspec.structs import replace
 
 from benchmarks.emulated_fleet import emulated
 from benchmarks.emulator_check import write_trace
-from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, keep_valid, valid
-from benchmarks.support.report import Cells, arguments, mean_of, resumable, rotated, write_report
+from benchmarks.support.deployments import patient, proxy, until_idle
+from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, kept_rounds, run_missing
+from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedRequest,
@@ -159,15 +160,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if not options.report:
         with resumable():
-            run_missing(plan, options.rounds, options.arms)
-    found = {
-        arm: {
-            number: result
-            for number in range(options.rounds)
-            if (result := valid(plan.cells(number, arm), arm)) is not None
-        }
-        for arm in options.arms
-    }
+            serve = partial(served, plan)
+            exact = {name: ARMS[name].exact for name in options.arms}
+            run_missing(plan, options.rounds, exact, serve, SCRATCH / "logs")
+    found = kept_rounds(plan, options.rounds, options.arms)
     simulations = {
         f"{arm}, simulated": {number: simulated(plan, number, arm) for number in found[arm]}
         for arm in SIMULATED
@@ -176,26 +172,6 @@ def main() -> None:
     table = "\n".join(report(found | simulations))
     print(table)
     write_report("emulated_star", figures_of(found | simulations), options.json, tables=[table])
-
-
-def run_missing(plan: Plan, rounds: int, arms: Sequence[str]) -> None:
-    for number in range(rounds):
-        for exact in (False, True):
-            alike = rotated([name for name in arms if ARMS[name].exact == exact], number)
-            missing = [name for name in alike if valid(plan.cells(number, name), name) is None]
-            if not missing:
-                continue
-            deployment = plan.deployment(exact)
-            with engines(deployment, SCRATCH / "logs"):
-                for name in missing:
-                    run_one(plan, deployment, number, name)
-
-
-def run_one(plan: Plan, deployment: Deployment, number: int, name: str) -> None:
-    def serve(attempt: int) -> Mapping[str, float]:
-        return asyncio.run(served(plan, deployment, number, name, attempt))
-
-    keep_valid(plan.cells(number, name), name, f"round {number}, {name}", serve)
 
 
 def drawn(number: int, seconds: float) -> list[EmulatedRequest]:

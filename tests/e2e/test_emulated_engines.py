@@ -58,6 +58,16 @@ class Fleet:
         url, name = f"{self.deployment.proxy_url}/metrics", "headway_proxy_migrations_total"
         return metric_total(url, name, outcome="moved")
 
+    async def drained_while(self, load: list[EmulatedRequest], salt: int) -> None:
+        """Serve a load while instances are drained in turns; its answers are their scripts."""
+        serving = self.load(load, salt)
+        while not serving.done():
+            for instance in self.deployment.decode:
+                await self.drained(instance.name)
+        answers = await serving
+        assert [one.error for one in answers if one.error] == []
+        assert changed_answers(answers, self.model) == 0
+
     async def drained(self, name: str) -> None:
         """Drain an instance, and let it serve again once nothing runs there."""
         admin = self.deployment.admin_url
@@ -90,26 +100,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 async def test_answers_are_their_scripts_through_hand_overs_and_preemptions(fleet: Fleet) -> None:
     before = preemptions(fleet.deployment)
     # Three times what the caches hold, so that requests are preempted and computed again.
-    serving = fleet.load(drawn_load(1, 60, inf, PROMPTS, LAW), 1)
-    while not serving.done():
-        for instance in fleet.deployment.decode:
-            await fleet.drained(instance.name)
-    answers = await serving
-    assert [one.error for one in answers if one.error] == []
-    assert changed_answers(answers, fleet.model) == 0
+    await fleet.drained_while(drawn_load(1, 60, inf, PROMPTS, LAW), 1)
     assert preemptions(fleet.deployment) > before
 
 
 async def test_answers_are_their_scripts_through_moves(fleet: Fleet) -> None:
     before = fleet.moved()
     # They last six seconds and more, and either instance has room for all of them.
-    serving = fleet.load([EmulatedRequest(i, 100, 900, 0.0) for i in range(4)], 4)
-    while not serving.done():
-        for instance in fleet.deployment.decode:
-            await fleet.drained(instance.name)
-    answers = await serving
-    assert [one.error for one in answers if one.error] == []
-    assert changed_answers(answers, fleet.model) == 0
+    await fleet.drained_while([EmulatedRequest(i, 100, 900, 0.0) for i in range(4)], 4)
     assert fleet.moved() > before
 
 
