@@ -3,20 +3,25 @@
     python -m benchmarks.emulated_barrier [--quick] [--rounds N] [--arms NAME ...] [--ranks N]
         [--dilation D] [--report] [--out FOLDER] [--json OUT]
 
-Eight emulated ranks of DeepSeek-V3 on H800 GPUs, each with 88 places, behind a barrier: a step of
-all takes as long as that of the rank with the most context. Requests come prefilled (their prompts
-cost nothing) and faster than they are served, so that 200 always wait. In a round every arm gets
-the same requests, in the same order, until a number of them has ended.
+Eight emulated ranks with BF-IO's 72 places each and its time of a step (Chen et al. 2026, §6.2),
+behind a barrier: a step of all takes as long as that of the rank with the most context. Requests
+come prefilled (their prompts cost nothing) and faster than they are served, so that 32 always
+wait. In a round every arm gets the same requests, in the same order, until a number of them has
+ended.
 
 Prints, relative to ``jsq_load`` with half a 95% interval over rounds, tokens per second, the time
-of a step, and what of it the barrier costs: how much longer it is than the mean of the ranks' own.
-A run whose steps took over 0.01% longer than asked is repeated. What is finished is kept in the
-folder, and not run again while its settings stay the same.
+of a step, and what of it the barrier costs: how much longer it is than the mean of the ranks' own;
+and what the simulator says of the same requests. A run whose steps took over 0.01% longer than
+asked is repeated. What is finished is kept in the folder, and not run again while its settings stay
+the same.
 """
 
 import asyncio
+import itertools
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +31,7 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from benchmarks.emulator_check import write_trace
 from benchmarks.support.deployments import patient, proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, kept_rounds, run_missing
@@ -43,18 +49,31 @@ from rescheduler.emulation.emulate_options import (
     AnswerLengths,
     EmulateOptions,
     StepSeconds,
-    read_machine,
 )
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
+from rescheduler.simulator.config.simulation_config import (
+    ArrivalsConfig,
+    ClusterConfig,
+    SimulationConfig,
+)
 from rescheduler.simulator.results.report import markdown_table
+from rescheduler.simulator.results.run_result import RunResult
+from rescheduler.simulator.run_setup import create_candidates, run_setup
+from rescheduler.simulator.simulation import run
+from rescheduler.step_time.step_time import bfio_step_time
 
-PROFILE, PLACES, WAITING = "h800-deepseek-v3", 88, 200
+PLACES, WAITING = 72, 4
+"""Of a rank."""
+PAPER = bfio_step_time(PLACES)
+STEP = StepSeconds(constant=PAPER.constant, per_new=0.0, per_context=PAPER.per_context)
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
 PROMPTS = PromptLengths(500, 16_000)
 SCRATCH = Path("runs/emulated_barrier")
 BASE = "jsq_load"
 FIGURES = ("tokens_per_s", "step_ms", "barrier_share")
+SIMULATED = ("jsq_load", "jsq", "bfio_0")
+"""Those that need no forecast: what differs is the simulator's idea of vLLM and of the proxy."""
 BFIO_0, BFIO = {"name": "bfio", "horizon": 0}, {"name": "bfio"}
 WARM, MEASURED = 1, 2
 """Requests that end before anything is measured, and while it is, for each place."""
@@ -83,10 +102,8 @@ class Plan(NamedTuple):
 
     def deployment(self, exact: bool) -> Deployment:
         """Return the ranks, whose prompts cost nothing."""
-        step = read_machine(PROFILE).step_time
-        constant = step.constant + PLACES * step.per_new
         emulate = EmulateOptions(
-            step_time=StepSeconds(constant=constant, per_new=0.0, per_context=step.per_context),
+            step_time=STEP,
             kv_tokens=1_000_000,
             max_num_batched_tokens=131_072,
             dilation=self.dilation,
@@ -120,17 +137,20 @@ class Plan(NamedTuple):
         return Cells(self.out / f"round-{number}", settings)
 
 
+def drawn(number: int) -> Iterator[EmulatedRequest]:
+    """Return a round's requests, whose order counts, and not when they arrive."""
+    for part in range(100):
+        for one in drawn_load(100 * number + part, 1_000, 1.0, PROMPTS, LAW):
+            yield replace_fields(one, arrives=0.0)
+
+
 class Clients:
     """So many clients, which take the same requests in the same order, one after the other."""
 
     def __init__(self, deployment: Deployment, number: int, clients: int) -> None:
         self._url, self._model = f"{deployment.proxy_url}/v1/completions", deployment.served_name
-        self._requests, self._clients = self._drawn(number), clients
+        self._requests, self._clients = drawn(number), clients
         self.ended, self.failed = 0, 0
-
-    def _drawn(self, number: int) -> Iterator[EmulatedRequest]:
-        for part in range(100):
-            yield from drawn_load(100 * number + part, 1_000, 1.0, PROMPTS, LAW)
 
     async def until(self, ended: int) -> None:
         """Return once so many requests have ended."""
@@ -174,9 +194,16 @@ def main() -> None:
             exact = {name: ARMS[name].exact for name in arms}
             run_missing(plan, options.rounds, exact, serve, SCRATCH / "logs")
     found = kept_rounds(plan, options.rounds, arms)
-    table = "\n".join(report(found))
-    print(table)
-    write_report("emulated_barrier", figures_of(found), options.json, tables=[table])
+    simulations = {
+        arm: {number: simulated(plan, number, arm) for number in found[arm]}
+        for arm in SIMULATED
+        if arm in found
+    }
+    tables = ["\n".join(report(found)), "\n".join(["Simulated:", "", *report(simulations)])]
+    print("\n\n".join(tables))
+    figures = figures_of(found)
+    figures |= {f"{name}_simulated": one for name, one in figures_of(simulations).items()}
+    write_report("emulated_barrier", figures, options.json, tables=tables)
 
 
 async def served(
@@ -186,7 +213,7 @@ async def served(
     serving = replace(deployment, routing=ARMS[name].routing)
     await until_idle(deployment, PATIENCE)
     with proxy(serving, SCRATCH):
-        clients = Clients(serving, number, places + WAITING)
+        clients = Clients(serving, number, places + plan.ranks * WAITING)
         running = asyncio.create_task(clients.run())
         try:
             ended = asyncio.create_task(clients.until(WARM * places))
@@ -203,14 +230,12 @@ async def served(
     if clients.failed:
         raise RuntimeError(f"{clients.failed} requests failed")
     await until_idle(deployment, PATIENCE)
-    step = deployment.engine.emulate.step_time if deployment.engine.emulate else None
-    assert step is not None
     logs = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.decode]
-    return step_figures(logs, since, until, step, plan.dilation)
+    return step_figures(logs, since, until, plan.dilation)
 
 
 def step_figures(
-    logs: list[Path], since: float, until: float, step: StepSeconds, dilation: float
+    logs: list[Path], since: float, until: float, dilation: float
 ) -> Mapping[str, float]:
     """Return figures of the ranks' steps that ended between two times, in emulated time."""
     tokens, asked, real, own, steps = 0.0, 0.0, 0.0, 0.0, 0
@@ -220,7 +245,7 @@ def step_figures(
         tokens += float(rows["requests"].sum())
         asked += float(rows["asked_seconds"].sum())
         real += float(rows["seconds"].sum())
-        own += dilation * float((step.constant + step.per_context * rows["context_tokens"]).sum())
+        own += dilation * float((STEP.constant + STEP.per_context * rows["context_tokens"]).sum())
         steps += len(rows)
     return {
         "tokens_per_s": dilation * tokens / (until - since),
@@ -231,6 +256,45 @@ def step_figures(
         "steps": float(steps),
         "seconds": until - since,
     }
+
+
+def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
+    """Return what the simulator says of the same requests, of the same stretch of the run."""
+    places = plan.ranks * PLACES
+    load = list(
+        itertools.islice(drawn(number), (WARM + MEASURED + 1) * places + plan.ranks * WAITING)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.csv"
+        write_trace(load, trace)
+        config = SimulationConfig(
+            cluster=ClusterConfig(plan.ranks, PLACES),
+            clock="barrier",
+            dispatch="pool",
+            step_time={"name": "bfio"},
+            trace={"path": str(trace), "requests": len(load)},
+            arrivals=ArrivalsConfig("revelation", target=plan.ranks * WAITING),
+            forecast={"name": "none"},
+            policies=[ARMS[arm].routing],
+        )
+        ends = np.sort(simulation(config).requests.end)
+        first, last = (
+            simulation(replace_fields(config, max_seconds=float(ends[ended * places - 1])))
+            for ended in (WARM, WARM + MEASURED)
+        )
+    seconds, steps = last.seconds - first.seconds, last.steps - first.steps
+    uneven = last.imbalance * last.steps - first.imbalance * first.steps
+    waited = STEP.per_context * uneven / plan.ranks
+    return {
+        "tokens_per_s": (last.tokens - first.tokens) / seconds,
+        "step_ms": 1e3 * seconds / steps,
+        "barrier_share": waited / (seconds - waited),
+    }
+
+
+def simulation(config: SimulationConfig) -> RunResult:
+    (found,) = create_candidates(run_setup(config)).values()
+    return run(found.setup, found.policy, 0, planner=found.planner)
 
 
 def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
@@ -254,7 +318,7 @@ def figures_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[s
             estimate = change(runs, found[BASE], "tokens_per_s")
             figures[f"tokens_gain_{arm}"] = estimate.mean
             figures[f"tokens_gain_{arm}_half_interval"] = estimate.half
-    every = [one["excess"] for runs in found.values() for one in runs.values()]
+    every = [one["excess"] for runs in found.values() for one in runs.values() if "excess" in one]
     return figures | {"excess_step_time": float(np.mean(every))} if every else figures
 
 

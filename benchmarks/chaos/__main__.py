@@ -19,7 +19,7 @@ that are scripted, without penalties and grammars.
 The table that it ends with: ``tokens_changed`` of honest answers, requests ``lost`` without a
 word, ``blocks_leaked`` once all is idle, ``honest_5xx`` while an engine was healthy (and
 ``honest_5xx_at_a_kill``: while one was killed or stopped; ``cut_by_proxy_restart`` were told so,
-``refused_at_proxy_restart`` found no proxy),
+``refused_at_proxy_restart`` had not begun),
 and ``loop_stall_ms``, the longest computation of the proxy's event loop at a stretch.
 """
 

@@ -46,12 +46,14 @@ async def chaos(
     ``at_least`` are counts to reach, however much longer a slow machine takes.
     """
     ledger, generator, token = Ledger(), random.Random(seed), secrets.token_urlsafe(16)
+    emulate = deployment.engine.emulate
+    dilation = 1.0 if emulate is None else emulate.dilation  # what happens is not dilated
     options = msgspec.structs.replace(
         deployment.proxy,
-        first_token_seconds=120.0,
-        token_seconds=20.0,
-        shutdown_seconds=3.0,
-        client_write_seconds=10.0,
+        first_token_seconds=120.0 / dilation,
+        token_seconds=20.0 / dilation,
+        shutdown_seconds=3.0 / dilation,
+        client_write_seconds=10.0 / dilation,
     )
     deployment = msgspec.structs.replace(deployment, proxy=options)
     proxy = proxy_process(deployment, engines.logs, environment={TOKEN_VARIABLE: token})

@@ -55,7 +55,8 @@ class Ledger:
         How: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
         (connection), or ``silent`` (the stream ended as if all was well).
         """
-        if how == "refused" and self.during("proxy", began):
+        refused = how == "refused" or (how == "5xx" and not tokens)
+        if refused and self.during("proxy", began):
             self.counts["refused_at_proxy_restart"] += 1
             return
         self.counts["requests"] += 1

@@ -56,13 +56,11 @@ class StepSize(NamedTuple):
 
     Attributes:
         context_tokens: read, those computed included.
-        goes_on: whether a request of the step before is in it.
     """
 
     requests: int
     new_tokens: int
     context_tokens: int
-    goes_on: bool
 
 
 class _Request(NamedTuple):
@@ -84,7 +82,7 @@ class EmulatedRunner(CPUModelRunner):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.step = StepSize(0, 0, 0, False)
+        self.step = StepSize(0, 0, 0)
         self.batch: list[str] = []
         self._samples: list[tuple[str, int | None]] = []
         self._requests: dict[str, _Request] = {}
@@ -150,7 +148,7 @@ class EmulatedRunner(CPUModelRunner):  # type: ignore[misc]
             request = _Request(new.prompt_len, len(tails.get(name, ())))
             self._requests[name] = request
             extra = (sampling.extra_args or {}) if sampling else {}
-            self.answers.begin(name, extra, sampling.min_tokens if sampling else 0)
+            self.answers.begin(name, extra, _least(sampling))
             end = new.num_computed_tokens + scheduled[name]
             context += end
             n = end - request.prompt_tokens
@@ -166,7 +164,14 @@ class EmulatedRunner(CPUModelRunner):  # type: ignore[misc]
             self._samples.append((name, n if n >= known else None))
         self.batch = [name for name, _ in self._samples]
         tokens = output.total_num_scheduled_tokens
-        self.step = StepSize(len(self.batch), tokens, context, bool(cached.req_ids))
+        self.step = StepSize(len(self.batch), tokens, context)
+
+
+def _least(sampling: SamplingParams | None) -> int:
+    """Return the tokens that a request wants at least."""
+    if sampling is None:
+        return 0
+    return (sampling.max_tokens or 0) if sampling.ignore_eos else sampling.min_tokens
 
 
 @contextmanager
@@ -192,6 +197,11 @@ def refuse_unemulated(config: VllmConfig) -> None:
         (config.device_config.device_type != "cpu", "vLLM's CPU build"),
         (config.use_v2_model_runner, "the V1 runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
         (parallel.world_size > 1, "a single worker: drop --tensor-parallel-size and the like"),
+        (
+            parallel.data_parallel_size > 1,
+            "an instance for each data-parallel rank: drop --data-parallel-size and the like, and "
+            "set engine.emulate.barrier",
+        ),
         (config.lora_config is not None, "no adapters: drop --enable-lora"),
     )
     needed = [text for is_wrong, text in checks if is_wrong]

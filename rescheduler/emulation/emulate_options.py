@@ -34,8 +34,8 @@ MOST_EXCESS = 0.02
 """Share of time that steps may take beyond those of the emulated engine in a valid run."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
-Above0 = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Above0 = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StepSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

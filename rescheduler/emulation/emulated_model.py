@@ -78,13 +78,15 @@ def _configs(source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         text = values.get("text_config") or values
         kept = {name: text.get(name) for name in ("bos_token_id", "pad_token_id")}
         vocabulary = int(text["vocab_size"])
-        eos = text.get("eos_token_id") or values.get("eos_token_id") or given.get("eos_token_id")
+        ends = (one.get("eos_token_id") for one in (text, values, given))
+        eos = next((one for one in ends if one is not None and one != []), None)
         is_known = all(isinstance(one, int) for one in (eos if isinstance(eos, list) else [eos]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: its configuration cannot be read: {error!r}") from error
-    if not eos or not is_known:
+    if not is_known:
         raise ValueError(f"{source}: its config.json has no eos_token_id, so that no answer ends")
     generation = {name: given[name] for name in _GENERATION_KEPT if name in given}
+    generation.setdefault("eos_token_id", eos)
     return kept | {"eos_token_id": eos, "vocab_size": vocabulary} | _LAYER, generation
 
 

@@ -37,17 +37,19 @@ def posterior_survival(
 
     .. math:: p(r \mid y) \propto f(n + r)\, e^{-(y - \log r)^2 / 2\sigma^2}
 
-    with f the law's density, n the tokens ``generated`` [n_requests], and y what was ``observed``
-    of :math:`\log r` [n_requests], with an error of ``sigma`` above 0. ``edges`` [n_edges] are
-    tokens, the result is [n_requests, n_edges]. It is calibrated: the curve of a request is right
-    as often as it says.
+    with f the law's density, cut at its longest, n the tokens ``generated`` [n_requests], and y
+    what was ``observed`` of :math:`\log r` [n_requests], with an error of ``sigma`` above 0.
+    ``edges`` [n_edges] are tokens, the result is [n_requests, n_edges]. It is calibrated: the curve
+    of a request is right as often as it says.
     """
     n = np.asarray(generated, dtype=np.float64)[:, None]
     y = np.asarray(observed, dtype=np.float64)[:, None]
     # Cells of the remaining length, [n_points + 1], each with the law's probability.
     ends = np.r_[0.5, np.geomspace(1.5, law.longest + 1.5, _POINTS)]
     widths = np.diff(np.log(ends))
-    below = ndtr((np.log(n + ends[None, :]) - np.log(law.median)) / law.sigma)
+    whole = n + ends[None, :]
+    below = ndtr((np.log(whole) - np.log(law.median)) / law.sigma)
+    below[whole >= law.longest] = 1.0
     # What the law thinks impossible is only very unlikely: clients may state other lengths.
     prior = np.diff(below, axis=1) + 1e-12 * widths
     # The mean likelihood of a cell, which may be wider than the error.
@@ -83,6 +85,8 @@ class EmulatedPrompts:
             length = int(length)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 1 << 31:
             return None
+        if body.get("ignore_eos") == b"true":
+            length = max(length, most or length)
         quality, limit = self._quality, min(most or self._law.longest, self._law.longest)
         if quality.sigma == 0:
             return min(length, most or length)

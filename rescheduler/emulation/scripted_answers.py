@@ -18,6 +18,7 @@ __all__ = [
     "SEED",
     "Script",
     "ScriptedAnswers",
+    "refuse_unscripted",
     "scripted_token",
     "standard_normal",
 ]
@@ -28,8 +29,24 @@ SEED = "emulated_seed"
 """Key of a request's ``vllm_xargs``: which words its answer has."""
 
 LARGEST = 1 << 31
-"""Lengths and seeds are below this; others are as if none were stated."""
+"""Lengths and seeds are below this."""
 _FIRST_WORD, _WORDS = 1_000, 1_024
+
+
+def refuse_unscripted(arguments: Mapping[str, Any]) -> None:
+    """Refuse a length or a seed that is none, of what a client attached to its request.
+
+    Raises:
+        ValueError: names the key, and what it may be.
+    """
+    for key, least in ((LENGTH, 1), (SEED, 0)):
+        value = arguments.get(key, least)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value < LARGEST or value != int(value):
+            raise ValueError(
+                f"vllm_xargs, {key} must be a whole number from {least} to {LARGEST - 1}, "
+                f"not {value!r}"
+            )
 
 
 def scripted_token(seed: int, n: int, vocabulary: int) -> int:

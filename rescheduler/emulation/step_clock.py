@@ -44,7 +44,7 @@ class StepClock:
         self._due = self._end = self._begun = 0.0
         self._goes_on = False
         self.steps, self.asked, self.excess = 0, 0.0, 0.0
-        self._reported = time.perf_counter()
+        self._reported, self._before = time.perf_counter(), (0, 0.0, 0.0)
         self._log: FileIO | None = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +58,10 @@ class StepClock:
         if self._barrier is not None:
             self._barrier.idle()
 
-    def begin(self, goes_on: bool) -> None:
-        """Note that a step begins, which goes on with requests of the last one or is a new one."""
+    def begin(self) -> None:
+        """Note that a step begins. It follows the last one unless nothing was computed since."""
         self._begun = time.perf_counter()
-        self._goes_on = goes_on and self._due > 0
+        self._goes_on = self._due > 0
 
     def end(self, step: StepSize) -> None:
         """Wait until a step is due."""
@@ -87,19 +87,20 @@ class StepClock:
             size = f"{step.requests},{step.new_tokens},{step.context_tokens}"
             self._write(f"{end:.6f},{size},{real:.6f},{asked:.6f},{cpu:.6f}")
         if end - self._reported > _REPORTED_SECONDS:
-            self.report()
-            self._reported = end
+            steps, asked, excess = self._before
+            self._report(self.steps - steps, self.asked - asked, self.excess - excess)
+            self._before, self._reported = (self.steps, self.asked, self.excess), end
 
-    def report(self) -> None:
+    def _report(self, steps: int, asked: float, excess: float) -> None:
         """Log how far real steps are from those asked for."""
-        if not self.asked:
+        if not asked:
             return
-        share = self.excess / self.asked
+        share = excess / asked
         log = logger.warning if share > MOST_EXCESS else logger.info
         log(
             "%d emulated steps of %.1f s took %+.1f%%%s",
-            self.steps,
-            self.asked,
+            steps,
+            asked,
             100 * share,
             "; this machine is too slow for them: raise engine.emulate.dilation"
             if share > MOST_EXCESS
@@ -107,8 +108,8 @@ class StepClock:
         )
 
     def close(self) -> None:
-        """Report, and close the log and the barrier."""
-        self.report()
+        """Report on all steps, and close the log and the barrier."""
+        self._report(self.steps, self.asked, self.excess)
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None

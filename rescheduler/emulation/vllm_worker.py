@@ -77,7 +77,7 @@ class EmulatedWorker(HeadwayWorker):
         """Begin a step."""
         assert self._clock is not None
         if scheduler_output.total_num_scheduled_tokens:
-            self._clock.begin(bool(scheduler_output.scheduled_cached_reqs.req_ids))
+            self._clock.begin()
             return super().execute_model(scheduler_output)
         self._clock.idle()
         output = super().execute_model(scheduler_output)

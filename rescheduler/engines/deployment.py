@@ -505,7 +505,8 @@ def _check_emulate(deployment: Deployment, emulate: EmulateOptions) -> None:
     if ranked:
         raise DeploymentError(
             f"engine.emulate: {ranked[0]} is a rank of a data-parallel group: remove "
-            "data_parallel_rank, and let the engines step together by engine.emulate.barrier: true"
+            "data_parallel_rank and its arguments --data-parallel-..., and let the engines step "
+            "together by engine.emulate.barrier: true"
         )
     if emulate.barrier and len(deployment.decode) > MOST_RANKS:
         raise DeploymentError(

@@ -39,7 +39,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 WORKER = "rescheduler.emulation.vllm_worker.EmulatedWorker"
 CONNECTOR = "rescheduler.emulation.vllm_connector"
-_REFUSES = "data_collection.vllm_adapter.emulated_runner:RefusedParameters"
+_REFUSES = "rescheduler.emulation.vllm_refusals:RefusedRequests"
 _SECONDS = "_seconds"
 _PATIENCE_SECONDS = 0.05
 """That engines behind a barrier wait for one whose requests have all ended."""
@@ -66,6 +66,7 @@ _OF_HARDWARE = {
     "--worker-cls": 1,
     "-O": 1,
     "-dcp": 1,
+    "-ep": 0,
     "-pcp": 1,
     "-pp": 1,
     "-q": 1,
@@ -100,10 +101,17 @@ def in_real_time(deployment: Deployment) -> Deployment:
     coordinator = deployment.coordinator
     return replace(
         deployment,
+        order=_slowed(deployment.order, factor),
         migration=migration,
         proxy=_dilated(deployment.proxy, factor),
         coordinator=None if coordinator is None else _dilated(coordinator, factor),
     )
+
+
+def _slowed(order: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return an order of service whose rate, per second, is given in the emulated time."""
+    rate = order.get("gamma")
+    return order if rate is None else {**order, "gamma": rate / factor}
 
 
 def _dilated(options: Options, factor: float) -> Options:
@@ -128,14 +136,20 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
     tokens = emulate.kv_tokens
     if options.kv_blocks is not None:
         tokens = (options.kv_blocks - 1) * options.block_size  # vLLM keeps one empty
-    blocks = None if tokens is None else max(tokens // block, 1) + 1
-    most = MOST_TOKENS if blocks is None else min(MOST_TOKENS, (blocks - 1) * block)
+    if tokens is None:
+        raise DeploymentError(
+            "engine.emulate: nothing says how many tokens the KV cache holds: add kv_tokens "
+            "(vLLM logs it as the size of its KV cache)"
+        )
+    blocks = max(tokens // block, 1) + 1
+    most = min(MOST_TOKENS, (blocks - 1) * block)
     return replace(
         options,
         dtype="float32",
         max_model_len=options.max_model_len or most,
         block_size=block,
         kv_blocks=blocks,
+        order=None if options.order is None else _slowed(options.order, emulate.dilation),
         enforce_eager=True,
         checkpoint=None,
     )
@@ -209,7 +223,8 @@ def _without_hardware(arguments: Iterator[str]) -> Iterator[str]:
             yield argument
             continue
         logger.warning("emulated engines are started without %s", argument)
-        if _OF_HARDWARE[of_hardware[0]] and not joined and not given.startswith("-O"):
+        is_level = given.startswith("-O") and given != "-O"  # such as -O3
+        if _OF_HARDWARE[of_hardware[0]] and not joined and not is_level:
             next(arguments, None)
 
 

@@ -17,7 +17,7 @@ from rescheduler.emulation.step_clock import StepClock
 from rescheduler.step_time.step_log import read_steps
 
 TIMES = StepSeconds(constant=1e-3, per_new=1e-5, per_context=1e-7)
-STEP = StepSize(requests=4, new_tokens=100, context_tokens=5_000, goes_on=True)
+STEP = StepSize(requests=4, new_tokens=100, context_tokens=5_000)
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 def steps(clock: StepClock, count: int) -> None:
-    for i in range(count):
-        clock.begin(goes_on=i > 0)
+    for _ in range(count):
+        clock.begin()
         clock.end(STEP)
 
 
@@ -76,7 +76,7 @@ def test_steps_that_were_late_are_caught_up_with(
     steps(clock, 2)
     passing.now += busy * 0.02
     for _ in range(40):
-        clock.begin(goes_on=True)
+        clock.begin()
         clock.end(STEP)
     assert clock.excess == pytest.approx(never_caught_up * 0.02)
 
@@ -122,7 +122,7 @@ def test_behind_a_barrier_the_longest_step_is_what_is_asked_for(tmp_path: Path) 
         steps(clocks[0], 1)
         begun.set()
         while not ended.is_set():
-            clocks[0].begin(goes_on=True)
+            clocks[0].begin()
             clocks[0].end(STEP)
 
     with ThreadPoolExecutor(1) as pool:
@@ -149,11 +149,11 @@ def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:
     clock.idle()
     time.sleep(2.0)
     before = time.perf_counter()
-    clock.begin(goes_on=True)
+    clock.begin()
     clock.end(STEP)
     assert time.perf_counter() - before >= 0.02, "no step is free because time has passed"
     late = clock.excess
-    clock.begin(goes_on=True)
+    clock.begin()
     clock.end(STEP)
     assert late < 2.0, "the idle time is none of a step's"
 
