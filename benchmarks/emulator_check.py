@@ -81,7 +81,7 @@ FEW = 20
 def main() -> None:
     parser = arguments("the simulator against emulated engines", quick=False)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulator_check"))
-    parser.add_argument("--requests", type=int, default=700, help="of a run (700)")
+    parser.add_argument("--requests", type=int, default=600, help="of a run (600)")
     parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
     parser.add_argument("--check", action="store_true", help="fail where over 10%% differ")
     options = parser.parse_args()

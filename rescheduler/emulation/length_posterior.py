@@ -85,7 +85,7 @@ class EmulatedPrompts:
             length = int(length)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 1 << 31:
             return None
-        if body.get("ignore_eos") == b"true":
+        if bytes(body.get("ignore_eos", b"")) == b"true":
             length = max(length, most or length)
         quality, limit = self._quality, min(most or self._law.longest, self._law.longest)
         if quality.sigma == 0:

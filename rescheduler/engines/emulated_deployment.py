@@ -18,6 +18,7 @@ from rescheduler.emulation.emulate_options import (
     BarrierGroup,
     EmulateConfig,
     EmulateOptions,
+    read_machine,
 )
 from rescheduler.emulation.emulated_model import MOST_TOKENS, emulated_model
 from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
@@ -78,10 +79,18 @@ _OF_HARDWARE = {
 def emulated(deployment: Deployment, profile: str) -> Deployment:
     """Return a deployment whose engines emulate a shipped machine, or that of a file.
 
-    What its own ``engine.emulate`` says beside the machine stays.
+    What its own ``engine.emulate`` says beside the machine stays, and what the machine leaves open.
+
+    Raises:
+        DeploymentError: there is no such machine.
     """
     before = deployment.engine.emulate or EmulateOptions()
-    emulate = replace(before, profile=profile, **dict.fromkeys(MACHINE_FIELDS))
+    try:
+        machine = read_machine(profile)
+    except ValueError as error:
+        raise DeploymentError(f"engine.emulate: {error}") from error
+    said = [name for name in MACHINE_FIELDS if getattr(machine, name) is not None]
+    emulate = replace(before, profile=profile, **dict.fromkeys(said))
     return replace(deployment, engine=replace(deployment.engine, emulate=emulate))
 
 
@@ -138,8 +147,8 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
         tokens = (options.kv_blocks - 1) * options.block_size  # vLLM keeps one empty
     if tokens is None:
         raise DeploymentError(
-            "engine.emulate: nothing says how many tokens the KV cache holds: add kv_tokens "
-            "(vLLM logs it as the size of its KV cache)"
+            "engine.emulate: nothing says how many tokens the KV cache holds: add "
+            "engine.emulate.kv_tokens (vLLM logs it as the size of its KV cache)"
         )
     blocks = max(tokens // block, 1) + 1
     most = min(MOST_TOKENS, (blocks - 1) * block)

@@ -152,6 +152,7 @@ def completion(fleet: Fleet, **fields: Any) -> tuple[int, Any]:
         {"logit_bias": {"5": 3}},
         {"bad_words": ["three"]},
         {"structured_outputs": {"regex": "a+"}},
+        {"vllm_xargs": {"emulated_length": 0}},
     ],
 )
 def test_what_a_script_cannot_heed_is_refused_by_its_name(

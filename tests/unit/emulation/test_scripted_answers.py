@@ -1,12 +1,19 @@
 """Scripted answers: the same on every engine, drawn from their law, and never an error."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.emulation.emulate_options import AnswerLengths
-from rescheduler.emulation.scripted_answers import ScriptedAnswers, scripted_token, standard_normal
+from rescheduler.emulation.scripted_answers import (
+    ScriptedAnswers,
+    refuse_unscripted,
+    scripted_token,
+    standard_normal,
+)
 
 LAW = AnswerLengths(median=200.0, sigma=0.7, longest=2_000)
 VOCABULARY = 49_152
@@ -81,6 +88,18 @@ def test_whatever_clients_attach_gives_an_answer(
     assert 1 <= answers.scripts["a"].length < 2**31
     token = answers.token("a", 0)
     assert token is None or 0 <= token < VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("length", value) for value in (0, -1, 2**31, 1.5, "120", True, None, [3], math.nan)]
+    + [("seed", value) for value in (-1, 2**31, 0.5, "x", False)],
+)
+def test_a_script_that_cannot_be_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"vllm_xargs, emulated_{key} must be a whole number"):
+        refuse_unscripted({f"emulated_{key}": value})
+    refuse_unscripted({})
+    refuse_unscripted({"emulated_length": 1, "emulated_seed": 0.0, "x": "y"})
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(8, 300_000))

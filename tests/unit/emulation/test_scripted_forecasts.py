@@ -1,5 +1,7 @@
 """Forecasts of scripted answers: calibrated by Bayes' rule, as sharp as is asked for."""
 
+import math
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +79,17 @@ def test_an_interval_holds_as_many_lengths_as_it_says(n: int, sigma: float) -> N
     for level in (0.5, 0.8, 0.9):
         held = np.mean(np.abs(at - 0.5) <= level / 2)
         assert held == pytest.approx(level, abs=0.04), (level, held)
+
+
+def test_no_more_is_expected_than_the_longest_answer_has_left() -> None:
+    law = AnswerLengths(median=3_000, sigma=1.0, longest=8_192)
+    edges = forecast_edges(law)
+    (curve,) = posterior_survival(law, 1.9, [8_000], [np.log(192.0)], edges)
+    assert np.interp(250.0, edges, curve) < 0.01
+    (fresh,) = posterior_survival(law, 100.0, [0], [5.0], edges)
+    beyond = 0.5 * math.erfc(np.log(edges[-2] / 3_000) / math.sqrt(2))
+    assert fresh[-2] == pytest.approx(beyond, abs=0.01)
+    assert edges[-1] == 8_192 and fresh[-1] < 0.01
 
 
 def test_a_smaller_error_is_a_better_forecast_and_none_is_exact() -> None:
@@ -157,6 +170,13 @@ def test_a_prompt_s_forecast_heeds_the_cap_and_may_be_exact() -> None:
     blurred = EmulatedPrompts(LAW, ForecastQuality(sigma=1.0))
     few = blurred.expected_tokens(stated, 100)
     assert few is not None and 1 <= few <= 100
+
+
+def test_a_prompt_whose_client_wants_no_end_is_forecast_to_have_none() -> None:
+    exact = EmulatedPrompts(LAW, ForecastQuality(sigma=0.0))
+    stated = body(vllm_xargs={"emulated_length": 90}, ignore_eos=True)
+    assert exact.expected_tokens(stated, 2_000) == 2_000
+    assert exact.expected_tokens(stated, None) == 90
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {"emulated_length": "x"}, {"emulated_length": -1}])

@@ -1,6 +1,7 @@
 """Deployments whose engines are emulated: commands, times, and what is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from data_collection.models import identify
-from rescheduler.emulation.emulate_options import EMULATE_SECTION, EmulateOptions
+from rescheduler.emulation.emulate_options import EMULATE_SECTION, EmulateOptions, StepSeconds
 from rescheduler.emulation.emulated_model import emulated_model
 from rescheduler.engines.deployment import (
     CoordinatorOptions,
@@ -27,7 +28,11 @@ SHIPPED = Path("configs/serve/local-pd.yaml")
 
 
 def after(command: EngineCommand, flag: str) -> str:
-    return command.arguments[command.arguments.index(flag) + 1]
+    return after_flag(command.arguments, flag)
+
+
+def after_flag(arguments: Sequence[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
 
 
 def fleet(**options: Any) -> Deployment:
@@ -74,6 +79,28 @@ def test_flags_that_say_how_a_gpu_computes_are_left_out() -> None:
     assert kept[:4] == ["--stream-interval", "8", "--max-logprobs", "5"]
 
 
+def test_a_flag_s_value_goes_with_the_flag() -> None:
+    flags = ["-O", "3", "-ep", "--seed", "4"]
+    deployment = fleet()
+    deployment = replace(deployment, engine=replace(deployment.engine, arguments=flags))
+    arguments = engine_command(deployment, deployment.decode[0], "/m", "python").arguments
+    assert not {"-O", "3", "-ep"} & {*arguments} and after_flag(arguments, "--seed") == "4"
+
+
+def test_an_unknown_size_of_the_cache_is_refused() -> None:
+    times = StepSeconds(constant=0.02, per_new=0, per_context=0)
+    deployment = fleet()
+    emulate = EmulateOptions(step_time=times)
+    engine = replace(deployment.engine, emulate=emulate, kv_blocks=None)
+    with pytest.raises(DeploymentError, match=r"holds: add engine\.emulate\.kv_tokens"):
+        engine_command(replace(deployment, engine=engine), deployment.decode[0], "/m", "python")
+    known = replace(engine, emulate=replace(emulate, kv_tokens=6_400))
+    command = engine_command(
+        replace(deployment, engine=known), deployment.decode[0], "/m", "python"
+    )
+    assert after(command, "--num-gpu-blocks-override") == "201"
+
+
 def test_blocks_that_a_cpu_cannot_have_hold_as_many_tokens() -> None:
     deployment = fleet()
     small = replace(deployment.engine, block_size=16, kv_blocks=401)
@@ -102,6 +129,18 @@ def test_every_wait_is_dilated_once_and_what_is_written_is_not(tmp_path: Path) -
     assert kept == 4 * 15.0
 
 
+def test_an_order_s_rate_is_dilated_in_the_proxy_and_in_the_engines() -> None:
+    order = {"name": "boost", "gamma": 0.5}
+    given = replace(fleet(dilation=4), order=order)
+    given = replace(given, engine=replace(given.engine, order=order))
+    assert in_real_time(given).order == {"name": "boost", "gamma": 0.125}
+    command = engine_command(given, given.decode[0], "/m", "python")
+    section = json.loads(after(command, "--additional-config"))
+    assert section["headway"]["order"] == {"name": "boost", "gamma": 0.125}
+    plain = replace(fleet(dilation=4), order={"name": "boost"})
+    assert in_real_time(plain).order == {"name": "boost"}
+
+
 def test_what_a_move_costs_is_dilated_as_the_steps_are() -> None:
     plain, slow = fleet(), fleet(dilation=4)
     found = [deployed_planner(deployment) for deployment in (plain, slow)]
@@ -116,6 +155,16 @@ def test_another_machine_replaces_only_what_is_a_machine_s() -> None:
     assert emulate is not None
     assert (emulate.dilation, emulate.logs, emulate.kv_tokens) == (2, "x", None)
     assert emulate.resolved().kv_tokens == 190_000
+
+
+def test_a_machine_that_does_not_say_how_much_it_holds_holds_what_the_deployment_says(
+    tmp_path: Path,
+) -> None:
+    times = {"constant": 0.02, "per_new": 0.0, "per_context": 0.0}
+    machine = {"machine": "m", "model": "n", "source": "s", "step_time": times}
+    (tmp_path / "mine.yaml").write_text(json.dumps(machine))
+    emulate = emulated(fleet(kv_tokens=77), str(tmp_path / "mine.yaml")).engine.emulate
+    assert emulate is not None and emulate.resolved().kv_tokens == 77
 
 
 @pytest.mark.parametrize(
@@ -205,6 +254,17 @@ def test_defaults_of_a_model_s_generation_are_not_asked_of_clients(
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "another"}')
     assert emulated_model(str(tmp_path)) != folder
+
+
+@pytest.mark.parametrize("eos", [0, [0, 5]])
+def test_an_answer_ends_also_where_no_generation_says_with_what(
+    tmp_path: Path, smollm2: Path, eos: object
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((smollm2 / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "eos_token_id": eos}))
+    folder = emulated_model(str(tmp_path))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == eos
 
 
 def test_a_model_without_a_tokenizer_or_an_end_is_refused(tmp_path: Path, smollm2: Path) -> None:
