@@ -76,7 +76,8 @@ class HonestClients:
             ended = await self._ask(number, tokens)
         except openai.APIStatusError as error:
             status = error.status_code
-            failed("5xx" if status >= 500 else "429" if status == 429 else "4xx", error)
+            how = "5xx" if status >= 500 else "4xx"
+            failed(str(status) if status in (429, 503) else how, error)
         except openai.APIConnectionError as error:
             # Of httpx, or of what `openai` has in its place.
             refused = type(error.__cause__).__name__ == "ConnectError"

@@ -52,13 +52,13 @@ class Ledger:
     ) -> None:
         """Count a request that has failed after some tokens.
 
-        How: ``5xx``, ``429`` or ``4xx`` (before or in the stream), ``refused`` or ``broken``
-        (connection), or ``silent`` (the stream ended as if all was well).
+        How: ``503`` (before the stream), ``5xx``, ``429`` or ``4xx`` (before or in the stream),
+        ``refused`` or ``broken`` (connection), or ``silent`` (it ended as if all was well).
         """
-        refused = how == "refused" or (how == "5xx" and not tokens)
-        if refused and self.during("proxy", began):
+        if how in ("refused", "503") and self.during("proxy", began):
             self.counts["refused_at_proxy_restart"] += 1
             return
+        how = "5xx" if how == "503" else how
         self.counts["requests"] += 1
         if tokens != expected[: len(tokens)]:
             self._changed(number, tokens, expected)

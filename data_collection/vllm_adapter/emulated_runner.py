@@ -197,11 +197,6 @@ def refuse_unemulated(config: VllmConfig) -> None:
         (config.device_config.device_type != "cpu", "vLLM's CPU build"),
         (config.use_v2_model_runner, "the V1 runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
         (parallel.world_size > 1, "a single worker: drop --tensor-parallel-size and the like"),
-        (
-            parallel.data_parallel_size > 1,
-            "an instance for each data-parallel rank: drop --data-parallel-size and the like, and "
-            "set engine.emulate.barrier",
-        ),
         (config.lora_config is not None, "no adapters: drop --enable-lora"),
     )
     needed = [text for is_wrong, text in checks if is_wrong]

@@ -174,11 +174,11 @@ def changed_answers(answers: Sequence[EmulatedAnswer], model: Path) -> int:
     """Return how many answers that came are not their script: cut, doubled, or of another one.
 
     Raises:
-        ValueError: a seed that engines ignore, so that the script is unknown.
+        ValueError: a seed that engines refuse.
     """
     largest = max((answer.request.seed for answer in answers), default=0)
     if largest >= LARGEST:
-        raise ValueError(f"engines heed no seed of {LARGEST} or more, and one is {largest}")
+        raise ValueError(f"engines refuse seeds of {LARGEST} or more, and one is {largest}")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     changed = 0

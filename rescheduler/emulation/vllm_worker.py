@@ -92,6 +92,11 @@ class EmulatedWorker(HeadwayWorker):
             self._clock.end(self.model_runner.step)
         return output
 
+    def synchronize_device(self) -> None:
+        """Note that the engine is idle: vLLM waits for the device when it is paused."""
+        if self._clock is not None:
+            self._clock.idle()
+
     def step_rows(self) -> tuple[Sequence[str], Any]:
         """Return the requests of the step; nothing is read of what computes nothing."""
         rows: tuple[Sequence[str], Any] = self.model_runner.rows()

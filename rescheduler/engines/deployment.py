@@ -505,9 +505,18 @@ def _check_emulate(deployment: Deployment, emulate: EmulateOptions) -> None:
     if ranked:
         raise DeploymentError(
             f"engine.emulate: {ranked[0]} is a rank of a data-parallel group: remove "
-            "data_parallel_rank and its arguments --data-parallel-..., and let the engines step "
-            "together by engine.emulate.barrier: true"
+            "data_parallel_rank, and set engine.emulate.barrier: true so that the engines step "
+            "together"
         )
+    arguments = [*deployment.engine.arguments]
+    for one in deployment.instances:
+        arguments += one.arguments
+    for argument in arguments:
+        if argument.replace("_", "-").startswith(("--data-p", "-dp")):
+            raise DeploymentError(
+                f"engine.emulate: an emulated engine is one rank: remove {argument}, and set "
+                "engine.emulate.barrier: true so that the decode engines step together"
+            )
     if emulate.barrier and len(deployment.decode) > MOST_RANKS:
         raise DeploymentError(
             f"engine.emulate.barrier: of {MOST_RANKS} decode instances at most, not "
@@ -521,9 +530,14 @@ def _check_emulate(deployment: Deployment, emulate: EmulateOptions) -> None:
     if emulate.profile is None and emulate.step_time is None:
         return  # `headway launch --emulate` gives one
     try:
-        emulate.resolved()
+        resolved = emulate.resolved()
     except ValueError as error:
         raise DeploymentError(f"engine.emulate: {error}") from error
+    if resolved.kv_tokens is None and deployment.engine.kv_blocks is None:
+        raise DeploymentError(
+            "engine.emulate: nothing says how many tokens the KV cache holds: set "
+            "engine.emulate.kv_tokens (vLLM logs it as the size of its KV cache)"
+        )
 
 
 def _parts(url: str) -> SplitResult | None:

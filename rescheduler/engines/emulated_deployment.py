@@ -82,7 +82,7 @@ def emulated(deployment: Deployment, profile: str) -> Deployment:
     What its own ``engine.emulate`` says beside the machine stays, and what the machine leaves open.
 
     Raises:
-        DeploymentError: there is no such machine.
+        DeploymentError: there is no such machine, or the deployment cannot be emulated.
     """
     before = deployment.engine.emulate or EmulateOptions()
     try:
@@ -91,7 +91,9 @@ def emulated(deployment: Deployment, profile: str) -> Deployment:
         raise DeploymentError(f"engine.emulate: {error}") from error
     said = [name for name in MACHINE_FIELDS if getattr(machine, name) is not None]
     emulate = replace(before, profile=profile, **dict.fromkeys(said))
-    return replace(deployment, engine=replace(deployment.engine, emulate=emulate))
+    changed = replace(deployment, engine=replace(deployment.engine, emulate=emulate))
+    changed.check()
+    return changed
 
 
 def in_real_time(deployment: Deployment) -> Deployment:
@@ -120,7 +122,9 @@ def in_real_time(deployment: Deployment) -> Deployment:
 def _slowed(order: dict[str, Any], factor: float) -> dict[str, Any]:
     """Return an order of service whose rate, per second, is given in the emulated time."""
     rate = order.get("gamma")
-    return order if rate is None else {**order, "gamma": rate / factor}
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        return order
+    return {**order, "gamma": rate / factor}
 
 
 def _dilated(options: Options, factor: float) -> Options:
@@ -145,11 +149,7 @@ def emulated_engine(options: EngineOptions) -> EngineOptions:
     tokens = emulate.kv_tokens
     if options.kv_blocks is not None:
         tokens = (options.kv_blocks - 1) * options.block_size  # vLLM keeps one empty
-    if tokens is None:
-        raise DeploymentError(
-            "engine.emulate: nothing says how many tokens the KV cache holds: add "
-            "engine.emulate.kv_tokens (vLLM logs it as the size of its KV cache)"
-        )
+    assert tokens is not None  # checked
     blocks = max(tokens // block, 1) + 1
     most = min(MOST_TOKENS, (blocks - 1) * block)
     return replace(

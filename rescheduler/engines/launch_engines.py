@@ -305,7 +305,6 @@ def launch(
         raise ValueError(f"--at-once must be a positive number, not {at_once}")
     if emulate is not None:
         config = emulated(config, emulate)
-        config.check()
     if print:
         sys.stdout.write(_commands(config, only) + "\n")
         return 0

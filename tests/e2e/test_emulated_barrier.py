@@ -56,9 +56,8 @@ def test_two_engines_step_together_and_one_goes_on_alone(tmp_path: Path) -> None
     both = (long["end"] > short["end"][2]) & (long["end"] < short["end"][-3])
     shared = np.flatnonzero(both)[5:-5]
     assert len(shared) > TOKENS / 2
-    first = np.abs(short["asked_seconds"] - long["asked_seconds"][shared[0]]).argmin()
-    together = short["asked_seconds"][first : first + len(shared)]  # in turn, whenever they ended
-    assert together == pytest.approx(long["asked_seconds"][shared], abs=1e-5)
+    apart = np.abs(long["asked_seconds"][shared][:, None] - short["asked_seconds"]).min(axis=1)
+    assert (apart < 1e-5).mean() > 0.9  # who says nothing for long is left out of a step
     alone = short["end"] > long["end"][-1] + 0.5
     assert alone.sum() > TOKENS / 4
     assert short["asked_seconds"][alone] == pytest.approx(

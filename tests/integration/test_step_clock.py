@@ -100,6 +100,26 @@ def test_how_well_the_machine_keeps_up_is_reported(
     assert told.records[0].levelno == level
 
 
+def test_a_warning_is_of_the_last_minute(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    passing = SteppedTime()
+    monkeypatch.setattr("rescheduler.emulation.step_clock.time", passing)
+    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    steps(clock, 60_000)
+    assert {record.levelno for record in told.records} == {logging.INFO}
+    told.clear()
+    for _ in range(4_000):
+        clock.begin()
+        passing.now += 0.024
+        clock.end(STEP)
+    assert told.records[-1].levelno == logging.WARNING
+    assert clock.excess / clock.asked < 0.02
+    told.clear()
+    clock.close()
+    assert "64000 emulated steps" in told.text and told.records[0].levelno == logging.INFO
+
+
 def test_a_clock_that_never_ran_reports_nothing(told: pytest.LogCaptureFixture) -> None:
     StepClock(TIMES, 1.0, None).close()
     assert not told.text

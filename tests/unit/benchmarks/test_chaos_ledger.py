@@ -13,7 +13,8 @@ EXPECTED = [1, 2, 3]
     ("tokens", "how", "counted", "requests"),
     [
         ([], "refused", "refused_at_proxy_restart", 0),
-        ([], "5xx", "refused_at_proxy_restart", 0),  # a proxy that is about to end
+        ([], "503", "refused_at_proxy_restart", 0),  # by a proxy that is about to end
+        ([], "5xx", "cut_by_proxy_restart", 1),
         ([1, 2], "5xx", "cut_by_proxy_restart", 1),
         ([1], "broken", "cut_by_proxy_restart", 1),
         ([1], "silent", "lost", 1),
@@ -31,7 +32,8 @@ def test_only_a_request_that_had_begun_is_cut_by_a_restart(
 
 
 @pytest.mark.parametrize(
-    ("how", "counted"), [("5xx", "honest_5xx"), ("refused", "lost"), ("429", "honest_429")]
+    ("how", "counted"),
+    [("5xx", "honest_5xx"), ("503", "honest_5xx"), ("refused", "lost"), ("429", "honest_429")],
 )
 def test_in_peace_every_failure_is_somebody_s_fault(how: str, counted: str) -> None:
     ledger = Ledger()

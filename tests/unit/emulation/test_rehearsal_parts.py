@@ -4,11 +4,13 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rescheduler.demo.rehearse import _rows, rehearse
+from rescheduler.demo.rehearse import _Rehearsal, _rows, rehearse
 from rescheduler.demo.scripted_load import EmulatedAnswer, EmulatedRequest, answer_figures
 from rescheduler.engines.deployment import Deployment, read_deployment
+from rescheduler.engines.emulated_deployment import emulated
 from rescheduler.simulator.workloads.trace_files import TraceFile
 
 TIMED = "arrival_s,input_tokens,output_tokens\n0.0,10,5\n1.5,300,40\n"
@@ -58,6 +60,23 @@ def test_a_folder_of_something_else_is_left_alone(deployment: Deployment, tmp_pa
     with pytest.raises(ValueError, match="not written by `headway rehearse`"):
         rehearse(written(tmp_path, TIMED), deployment, "h100-llama-8b", out=tmp_path / "out")
     assert [one.name for one in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "excess"), [({}, 0.0), ({0: (0.02, 1.0)}, 0.01), ({0: (6.0, 0.4)}, 0.4)]
+)
+def test_an_engine_that_does_little_does_not_spoil_a_rehearsal(
+    deployment: Deployment, tmp_path: Path, seconds: dict[int, tuple[float, float]], excess: float
+) -> None:
+    config = emulated(deployment, "h100-llama-8b")
+    for i, one in enumerate(config.instances):
+        asked, over = seconds.get(i, (50.0, 0.0))
+        text = "end,requests,new_tokens,context_tokens,seconds,asked_seconds,cpu\n"
+        text += f"2.0,1,1,9,{asked * (1 + over)},{asked},0\n" + "1"
+        (tmp_path / f"{one.name}.csv").write_text(text)
+    rehearsal = _Rehearsal(config, [], tmp_path)
+    assert rehearsal._excess(1.0) == pytest.approx(excess, abs=0.01)
+    assert np.isnan(rehearsal._excess(3.0)), "no step since"
 
 
 def test_answers_of_one_token_have_no_time_between_tokens() -> None:

@@ -92,8 +92,8 @@ def test_an_unknown_size_of_the_cache_is_refused() -> None:
     deployment = fleet()
     emulate = EmulateOptions(step_time=times)
     engine = replace(deployment.engine, emulate=emulate, kv_blocks=None)
-    with pytest.raises(DeploymentError, match=r"holds: add engine\.emulate\.kv_tokens"):
-        engine_command(replace(deployment, engine=engine), deployment.decode[0], "/m", "python")
+    with pytest.raises(DeploymentError, match=r"holds: set engine\.emulate\.kv_tokens"):
+        replace(deployment, engine=engine).check()
     known = replace(engine, emulate=replace(emulate, kv_tokens=6_400))
     command = engine_command(
         replace(deployment, engine=known), deployment.decode[0], "/m", "python"
@@ -137,8 +137,8 @@ def test_an_order_s_rate_is_dilated_in_the_proxy_and_in_the_engines() -> None:
     command = engine_command(given, given.decode[0], "/m", "python")
     section = json.loads(after(command, "--additional-config"))
     assert section["headway"]["order"] == {"name": "boost", "gamma": 0.125}
-    plain = replace(fleet(dilation=4), order={"name": "boost"})
-    assert in_real_time(plain).order == {"name": "boost"}
+    for other in ({"name": "boost"}, {"name": "boost", "gamma": "fast"}):
+        assert in_real_time(replace(given, order=other)).order == other
 
 
 def test_what_a_move_costs_is_dilated_as_the_steps_are() -> None:
@@ -195,6 +195,20 @@ def test_a_rank_of_a_group_is_not_emulated() -> None:
     engine = {"emulate": {"profile": "h100-llama-8b"}}
     with pytest.raises(DeploymentError, match="data-parallel group"):
         Deployment.from_values({"model": "m", "instances": [instance], "engine": engine})
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "--data_parallel_rank=1", "-dp", "-dpn"])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_group_of_ranks_in_one_engine_is_not_emulated(flag: str, of_all: bool) -> None:
+    deployment = fleet()
+    if of_all:
+        engine = replace(deployment.engine, arguments=[flag, "2"])
+        deployment = replace(deployment, engine=engine)
+    else:
+        instances = [replace(one, arguments=[flag, "2"]) for one in deployment.instances]
+        deployment = replace(deployment, instances=instances)
+    with pytest.raises(DeploymentError, match=f"one rank: remove {flag}"):
+        deployment.check()
 
 
 def test_decode_engines_behind_a_barrier_share_a_file_and_have_a_rank_each() -> None:
