@@ -98,7 +98,7 @@ class TokenRelay:
                         and stream.request.may_be_frozen
                         and await self._frozen(stream, payload, chunk, passed)
                     ):
-                        return False
+                        return self._stopped(stream, passed)
                     if self._pass_on(stream, payload, chunk, passed):
                         return True
             finally:
@@ -132,6 +132,11 @@ class TokenRelay:
         if out is not None:
             passed.append(out)
         stream.finished = stream.finished or chunk.finish_reason is not None
+        return self._stopped(stream, passed)
+
+    def _stopped(self, stream: EngineStream, passed: list[bytes]) -> bool:
+        """Return whether a stop string ended the request, which its engine does not know of."""
+        splicer = stream.request.splicer
         if not splicer.stopped:
             return False
         usage = splicer.usage()
@@ -199,6 +204,8 @@ class TokenRelay:
         out = splicer.pass_on_frozen(payload, chunk)
         if out is not None:
             passed.append(out)
+        if splicer.stopped:
+            return True  # with its last token: it goes on nowhere, and is freed as it ends
         if isinstance(state, Frozen) and state.output_token_ids == tuple(splicer.output_token_ids):
             request.land()
             return True
