@@ -98,6 +98,46 @@ async def test_a_stop_string_across_a_move_ends_the_request(tokenizer: Tokenizer
         assert chunks[-1]["usage"]["completion_tokens"] == len(tokens_of(chunks)) < 60
 
 
+@pytest.mark.parametrize("last", [1, 2])
+async def test_a_stop_string_in_the_last_tokens_of_a_second_freeze_ends_the_request(
+    tokenizer: Tokenizer, last: int
+) -> None:
+    async with cluster(tokenizer, prefix_caching=False) as it:
+        whole = tokenizer.decode(it.expected(60))
+        parts = [tokenizer.decode(it.expected(n)) for n in range(61)]
+        stop = whole[len(parts[20]) : len(parts[40 + last])]  # a frozen engine gives two more
+
+        async def moved(at: int) -> str:
+            moving = asyncio.create_task(it.move())
+            await until(lambda: any(r.freezing for e in it.decodes for r in e.running.values()))
+            for engine in it.decodes:
+                engine.stalls_at = at
+            return await moving
+
+        outcomes: list[str] = []
+
+        async def mover() -> None:
+            for at, then in ((15, 40), (40, 0)):
+                await until(
+                    lambda at=at: any(
+                        r.generated_tokens == at and r.can_move for r in it.requests()
+                    )
+                )
+                outcomes.append(await moved(then))
+
+        for engine in it.decodes:
+            engine.stalls_at = 15
+        moving = asyncio.create_task(mover())
+        body = {"prompt": PROMPT, "max_tokens": 60, "stop": [stop]}
+        chunks = await it.stream({**body, "stream_options": {"include_usage": True}})
+        await moving
+        assert outcomes[0] == "moved"
+        assert text_of(chunks) == whole[: whole.index(stop)]
+        assert chunks[-2]["choices"][0]["stop_reason"] == stop
+        assert chunks[-1]["usage"]["completion_tokens"] == 40 + last
+        await it.idle()
+
+
 @pytest.mark.parametrize("how", ["breaks", "stalls", "errs", "dies"])
 async def test_an_instance_that_fails_is_replaced_without_a_changed_token(
     tokenizer: Tokenizer, how: str
