@@ -171,17 +171,23 @@ def run_missing(plan: Plan) -> None:
 
 
 def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the valid runs of arms that the simulator can repeat, by load and arm."""
+    """Return the valid runs of arms that the simulator can repeat, by load and arm.
+
+    Those of other engines, prompts or policies than the present ones are none.
+    """
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     files = [file for folder in folders for file in sorted(folder.glob("*/round-*/*.json"))]
     for file in files:
         if file.stem not in POLICIES:
             continue
         kept = json.loads(file.read_text())
-        if kept["result"]["excess"] <= MOST_EXCESS:
-            number = int(file.parent.name.removeprefix("round-"))
-            key = (file.parent.parent.name, file.stem)
-            found.setdefault(key, []).append(kept | {"round": number})
+        load, number = file.parent.parent.name, int(file.parent.name.removeprefix("round-"))
+        asked = Plan(file.parent, kept["settings"]["requests"], DILATION, CAPACITY)
+        settings = asked.settings(Run(float(load) / 100, number, file.stem))
+        settings["rate"] = kept["settings"]["rate"]  # of the capacity that was measured then
+        same = json.loads(json.dumps(settings)) == kept["settings"]
+        if same and kept["result"]["excess"] <= MOST_EXCESS:
+            found.setdefault((load, file.stem), []).append(kept | {"round": number})
     return found
 
 

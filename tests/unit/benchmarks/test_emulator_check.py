@@ -24,3 +24,14 @@ def test_preemptions_and_latencies_are_those_of_vllm(load: str, arm: str) -> Non
     compared = comparison(arm, runs[:2], dispatch, SIMULATED)
     for name, one in compared.items():
         assert not one.counts or abs(one.error) <= MOST_ERROR + BY_CHANCE, (name, one)
+
+
+def test_runs_of_other_engines_are_none(tmp_path: Path) -> None:
+    kept = json.loads((KEPT / "90" / "round-0" / "vllm.json").read_text())
+    file = tmp_path / "90" / "round-0" / "vllm.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(kept))
+    assert list(emulated_runs((tmp_path,))) == [("90", "vllm")]
+    kept["settings"]["emulate"]["kv_tokens"] += 1
+    file.write_text(json.dumps(kept))
+    assert emulated_runs((tmp_path,)) == {}
