@@ -116,7 +116,7 @@ def demo(
             deployment = local_deployment("smollm2", _ENGINE, migration=_MIGRATION)
             _say(f"Starting one prefill and two decode engines, logs in {logs}")
             progress = stack.enter_context(LaunchProgress(logs))
-            stack.enter_context(launched(deployment, logs, report=progress.report))
+            stack.enter_context(launched(deployment, logs, report=progress.report, tethered=True))
             progress.finish()
         Console().print(asyncio.run(_compared(deployment, skewed_load(pairs))))
 

@@ -122,7 +122,7 @@ def show_fleet(
     with ExitStack() as stack:
         _say(f"Starting {engines} engines that emulate {machine}, logs in {logs}")
         progress = stack.enter_context(LaunchProgress(logs))
-        stack.enter_context(launched(deployment, logs, report=progress.report))
+        stack.enter_context(launched(deployment, logs, report=progress.report, tethered=True))
         progress.finish()
         asyncio.run(_shown(deployment, vocabulary, clients, record))
 

@@ -149,6 +149,7 @@ def launched(
     serve: bool = False,
     report: Callable[[str, Stage], None] = lambda name, stage: None,
     at_once: int | None = None,
+    tethered: bool = False,
 ) -> Iterator[Launched]:
     """Start a deployment's engines on this machine; they are ready in the body, gone after it.
 
@@ -159,6 +160,7 @@ def launched(
         serve: start the deployment's proxy too.
         report: called with a server's name at each of its stages.
         at_once: how many engines load at the same time; None: all.
+        tethered: end all servers with this process, however it ends.
 
     Raises:
         DeploymentError: a host name does not lead to this machine.
@@ -179,14 +181,15 @@ def launched(
             engine_command(here, instance, model, python),
             instance.url,
             logs / f"{instance.name}.log",
+            tethered,
         )
         for instance in instances
     ]
     if serve:
         file = str(logs / _FILE)
         command = [sys.executable, "-m", "rescheduler", "serve", "--config", file]
-        log = logs / "proxy.log"
-        servers.append(ServerProcess(PROXY, EngineCommand(command, {}), deployment.proxy_url, log))
+        log, url = logs / "proxy.log", deployment.proxy_url
+        servers.append(ServerProcess(PROXY, EngineCommand(command, {}), url, log, tethered))
     running = Launched(deployment, logs, servers, report)
     with ending_signals_raised(), closing(running):
         running.start([instance.name for instance in instances], at_once)

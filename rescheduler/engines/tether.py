@@ -14,12 +14,16 @@ __all__ = ["main"]
 
 
 def main(command: list[str]) -> int:
-    """Run the command; return its exit status, or 128 and the signal that ended it."""
+    """Run the command; return its exit status, or end by the signal that ended it."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # meant for the command, which takes its time
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_input, daemon=True).start()
     status = process.wait()
-    return status if status >= 0 else 128 - status
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def _end_with_input() -> None:

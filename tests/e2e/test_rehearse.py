@@ -73,6 +73,18 @@ def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -
     assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
 
 
+def test_engines_end_with_a_rehearsal_that_is_killed(rehearsed: Any) -> None:
+    running = rehearsed("arrival_s,input_tokens,output_tokens\n0.00,100,10\n")
+    process, servers = psutil.Process(running.pid), list[psutil.Process]()
+    while len(servers) < 4:  # two engines, each with what ties it to the rehearsal
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.1)
+        servers = process.children(recursive=True)
+    process.kill()
+    _, left = psutil.wait_procs(servers, timeout=30)
+    assert left == []
+
+
 def test_a_rehearsal_whose_proxy_dies_ends_and_says_so(rehearsed: Any, tmp_path: Path) -> None:
     rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))
     running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
