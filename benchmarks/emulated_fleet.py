@@ -339,7 +339,10 @@ def figures_of(load: float, runs: Arms) -> dict[str, float]:
 
 
 def draw(found: Mapping[float, Arms], path: Path) -> None:
-    """Draw by how much each arm changes latencies, a panel for each load and latency."""
+    """Draw by how much each arm changes latencies, a panel for each load and latency.
+
+    Arms of one round, which have no interval, are hollow.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -357,7 +360,9 @@ def draw(found: Mapping[float, Arms], path: Path) -> None:
             places = range(len(estimates))
             means = [one.mean for one in estimates.values()]
             halves = [0.0 if np.isnan(one.half) else one.half for one in estimates.values()]
-            axis.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
+            axis.errorbar(means, places, xerr=halves, fmt="none", capsize=3)
+            faces = ["C0" if half else "white" for half in halves]
+            axis.scatter(means, places, c=faces, edgecolors="C0", zorder=3)
             axis.axvline(0.0, color="grey", linewidth=0.8)
             axis.set_yticks(places, list(estimates))
             axis.set_title(f"{title}, {100 * load:.0f}%", fontsize=9)
