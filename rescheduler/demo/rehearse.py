@@ -129,9 +129,7 @@ def rehearse(
     with ExitStack() as stack:
         progress = stack.enter_context(LaunchProgress(logs))
         running = stack.enter_context(
-            launched(
-                rehearsal.deployment, logs, serve=True, report=progress.report, tethered=True
-            )
+            launched(rehearsal.deployment, logs, serve=True, report=progress.report, tethered=True)
         )
         progress.finish()
         served = rehearsal.run(running)
