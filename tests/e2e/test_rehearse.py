@@ -90,8 +90,8 @@ def test_a_rehearsal_whose_proxy_dies_ends_and_says_so(rehearsed: Any, tmp_path:
     running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
     until_served(running, tmp_path)
     servers = psutil.Process(running.pid).children(recursive=True)
-    (served,) = [one for one in servers if "serve" in one.cmdline() and "--config" in one.cmdline()]
-    served.kill()
+    (tether,) = [one for one in servers if "serve" in one.cmdline() and one.ppid() == running.pid]
+    tether.children()[0].kill()
     printed, said = running.communicate(timeout=120)
     assert running.returncode == 1, said
     assert "proxy was killed by SIGKILL" in said and "Traceback" not in said
