@@ -46,7 +46,7 @@ def engines(deployment: Deployment, logs: Path) -> Iterator[Launched]:
     """Run a deployment's engines; show how they start."""
     with (
         LaunchProgress(logs) as progress,
-        launched(deployment, logs, report=progress.report) as servers,
+        launched(deployment, logs, report=progress.report, tethered=True) as servers,
     ):
         progress.finish()
         yield servers
@@ -64,6 +64,7 @@ def proxy_process(
         EngineCommand(command, dict(environment)),
         deployment.proxy_url,
         folder / "proxy.log",
+        tethered=True,
     )
 
 

@@ -231,9 +231,11 @@ class ServerGroup:
         self.start([name])
 
     def take_ended(self) -> list[ServerProcess]:
-        """Return the servers that exited on their own since the last call."""
+        """Return the servers that exited on their own since the last call; kill what they left."""
         ended = [name for name in self._wanted if not self.servers[name].is_running]
         self._wanted.difference_update(ended)
+        for name in ended:
+            self.servers[name].signal(signal.SIGKILL)
         return [self.servers[name] for name in ended]
 
     @property

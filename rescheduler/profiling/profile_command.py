@@ -162,7 +162,7 @@ def profiled_engine(model: str, options: EngineOptions, steps: Path, logs: Path)
     options = replace(options, arguments=[*options.arguments, *flags])
     command = lone_engine_command(options, resolve_model(model), model, url, cpu_interpreter())
     with ending_signals_raised(), LaunchProgress(logs) as progress:
-        server = ServerProcess(_ENGINE, command, url, logs / f"{_ENGINE}.log")
+        server = ServerProcess(_ENGINE, command, url, logs / f"{_ENGINE}.log", tethered=True)
         with closing(ServerGroup([server], progress.report)) as group:
             group.start([_ENGINE])
             progress.finish()

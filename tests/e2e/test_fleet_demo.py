@@ -33,7 +33,7 @@ def test_a_fleet_is_shown_until_ctrl_c(headway_command: list[str], tmp_path: Pat
         assert "failed" not in printed
         assert "/ui#token=" in printed
         engines = psutil.Process(shown.pid).children(recursive=True)
-        assert len(engines) >= 4  # each has a server and a core
+        assert len(engines) >= 6  # each has a tether, a server and a core
     finally:
         shown.send_signal(signal.SIGINT)
         rest, _ = shown.communicate(timeout=120)

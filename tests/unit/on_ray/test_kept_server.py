@@ -1,6 +1,7 @@
 """A server that an actor keeps, and the actors after it; the servers here are small."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -160,3 +161,47 @@ time.sleep(600)
     keeper.kill()
     keeper.communicate()
     until(lambda: not processes_in(group), "ended with its keeper")
+
+
+SLOW_TO_END = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(0.5)
+    print("ended as asked", flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGHUP, lambda *_: None)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def until_printed(process: ServerProcess, words: str) -> None:
+    until(lambda: any(words in line for line in process.last_lines()), words)
+
+
+def test_a_tether_outlives_what_its_server_does(tmp_path: Path) -> None:
+    slow = server(tmp_path, SLOW_TO_END)
+    slow.start()
+    until_printed(slow, "ready")
+    slow.signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert slow.is_running
+    slow.signal(signal.SIGTERM)
+    until_printed(slow, "ended as asked")
+    until(lambda: not slow.is_running, "ended")
+    assert slow.exit_status == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGABRT, signal.SIGKILL])
+def test_a_tether_ends_by_the_signal_that_ended_its_server(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    one = server(tmp_path, "import time; print('ready', flush=True); time.sleep(600)")
+    one.start()
+    until_printed(one, "ready")
+    assert one.pid is not None
+    psutil.Process(one.pid).children()[0].send_signal(number)
+    until(lambda: not one.is_running, "ended")
+    assert one.exit_status == -number
+    assert f"decode-0 was killed by {number.name}" in one.why_it_ended()
