@@ -361,7 +361,7 @@ def draw(found: Mapping[float, Arms], path: Path) -> None:
             means = [one.mean for one in estimates.values()]
             halves = [0.0 if np.isnan(one.half) else one.half for one in estimates.values()]
             axis.errorbar(means, places, xerr=halves, fmt="none", capsize=3)
-            faces = ["C0" if half else "white" for half in halves]
+            faces = ["white" if len(runs[arm]) == 1 else "C0" for arm in estimates]
             axis.scatter(means, places, c=faces, edgecolors="C0", zorder=3)
             axis.axvline(0.0, color="grey", linewidth=0.8)
             axis.set_yticks(places, list(estimates))

@@ -19,7 +19,9 @@ BY_CHANCE = 5.0
     [("90", "jsq_load"), ("105", "jsq_load"), ("105", "max_capacity"), ("130", "reserve")],
 )
 def test_preemptions_and_latencies_are_those_of_vllm(load: str, arm: str) -> None:
-    runs = emulated_runs((FLEET, KEPT))[load, arm]
+    found = emulated_runs((FLEET, KEPT))
+    assert (load, arm) in found, "the kept runs are of other settings: measure them again"
+    runs = found[load, arm]
     dispatch = json.loads(REPORT.read_text())["figures"]["dispatch"]
     compared = comparison(arm, runs[:2], dispatch, SIMULATED)
     for name, one in compared.items():
