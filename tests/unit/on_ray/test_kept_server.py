@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -176,32 +176,39 @@ time.sleep(600)
 """
 
 
+@contextmanager
+def begun(folder: Path, code: str) -> Iterator[ServerProcess]:
+    process = server(folder, code)
+    process.start()
+    try:
+        until_printed(process, "ready")
+        yield process
+    finally:
+        process.kill()
+
+
 def until_printed(process: ServerProcess, words: str) -> None:
     until(lambda: any(words in line for line in process.last_lines()), words)
 
 
 def test_a_tether_outlives_what_its_server_does(tmp_path: Path) -> None:
-    slow = server(tmp_path, SLOW_TO_END)
-    slow.start()
-    until_printed(slow, "ready")
-    slow.signal(signal.SIGHUP)
-    time.sleep(0.2)
-    assert slow.is_running
-    slow.signal(signal.SIGTERM)
-    until_printed(slow, "ended as asked")
-    until(lambda: not slow.is_running, "ended")
-    assert slow.exit_status == 3
+    with begun(tmp_path, SLOW_TO_END) as slow:
+        slow.signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert slow.is_running
+        slow.signal(signal.SIGTERM)
+        until_printed(slow, "ended as asked")
+        until(lambda: not slow.is_running, "ended")
+        assert slow.exit_status == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGABRT, signal.SIGKILL])
 def test_a_tether_ends_by_the_signal_that_ended_its_server(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    one = server(tmp_path, "import time; print('ready', flush=True); time.sleep(600)")
-    one.start()
-    until_printed(one, "ready")
-    assert one.pid is not None
-    psutil.Process(one.pid).children()[0].send_signal(number)
-    until(lambda: not one.is_running, "ended")
-    assert one.exit_status == -number
-    assert f"decode-0 was killed by {number.name}" in one.why_it_ended()
+    with begun(tmp_path, "import time; print('ready', flush=True); time.sleep(600)") as one:
+        assert one.pid is not None
+        psutil.Process(one.pid).children()[0].send_signal(number)
+        until(lambda: not one.is_running, "ended")
+        assert one.exit_status == -number
+        assert f"decode-0 was killed by {number.name}" in one.why_it_ended()
