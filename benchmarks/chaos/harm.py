@@ -174,13 +174,13 @@ class Harm:
                     publisher.send_multipart(self._nonsense(b"headway/1"))
                 if router is not None and router.poll(0):
                     peer = router.recv_multipart()[0]
-                    router.send_multipart([peer, *self._nonsense(b"headway-control/4")])
+                    router.send_multipart([peer, *self._nonsense(b"headway-control/5")])
 
     def _send_garbage(self, instance: Instance) -> None:
         with self._socket(zmq.DEALER, "watcher", instance.control, binds=False) as dealer:
             for _ in range(200):
                 if dealer is not None and dealer.poll(10, zmq.POLLOUT):
-                    dealer.send_multipart(self._nonsense(b"headway-control/4"))
+                    dealer.send_multipart(self._nonsense(b"headway-control/5"))
 
     def _nonsense(self, topic: bytes) -> list[bytes]:
         r = self.random

@@ -27,5 +27,7 @@ def engine_state(**changes: Any) -> EngineState:
         "waiting": 0,
         "frozen": [],
         "failed_loads": 0,
+        "incarnation": "a",
+        "steps": 1,
     }
     return EngineState(**(values | changes))

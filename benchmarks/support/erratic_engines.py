@@ -75,6 +75,8 @@ class _Engine:
     token_seconds: float
     kept: dict[str, None] = field(default_factory=dict)
     running: dict[str, _Running] = field(default_factory=dict)
+    steps: int = 0
+    incarnation: str = field(default_factory=lambda: uuid4().hex)
 
     async def start(self) -> dict[str, str]:
         app = web.Application(client_max_size=_LARGEST_BODY)
@@ -174,6 +176,7 @@ class _Engine:
                     return response
                 token = 1000 + len(running.output) % 2000
                 running.output.append(token)
+                self.steps += 1
                 if running.left is not None:
                     running.left -= 1
                 ended = given >= running.most or running.left == 0
@@ -239,7 +242,17 @@ class _Engine:
                 free_blocks=_BLOCKS - 8 * len(self.running),
                 running=len(self.running),
                 frozen=list(self.kept),
+                incarnation=self.incarnation,
+                steps=self.steps,
             )
+        if isinstance(command, control.Find):
+            statuses = [
+                control.RequestStatus.RUNNING
+                if id in self.running or any(id == one.name for one in self.running.values())
+                else control.RequestStatus.UNKNOWN
+                for id in command.ids
+            ]
+            return control.Found(number=number, statuses=statuses, steps=self.steps)
         if isinstance(command, control.Release):
             done = command.id in self.kept
             self.kept.pop(command.id, None)

@@ -14,6 +14,8 @@ from rescheduler.transfer.control_messages import (
     Command,
     ControlError,
     EngineState,
+    Find,
+    Found,
     Freeze,
     Frozen,
     GetState,
@@ -113,6 +115,15 @@ class ControlClient:
     async def state(self, timeout: float) -> EngineState:
         """Return how full the engine is."""
         return await self._ask(GetState(number=next(self._numbers)), EngineState, timeout)
+
+    async def find(self, ids: list[str], timeout: float) -> Found:
+        """Return which of some requests the engine still has, in their order."""
+        found = await self._ask(Find(number=next(self._numbers), ids=ids), Found, timeout)
+        if len(found.statuses) != len(ids):
+            raise ControlError(
+                f"{self.endpoint}: tells of {len(found.statuses)} requests, not of {len(ids)}"
+            )
+        return found
 
     def close(self) -> None:
         """Close the socket; calls under way raise ControlError."""

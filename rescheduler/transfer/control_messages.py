@@ -7,6 +7,7 @@ Whatever is beyond the bounds below is refused where it is read, so that no sum 
 engines say overflows, and none makes a reader slow.
 """
 
+from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +19,7 @@ __all__ = [
     "LARGEST_REPLY",
     "LONGEST_REASON",
     "MOST_BLOCKS",
+    "MOST_FOUND",
     "MOST_KV_TOKENS",
     "MOST_REQUESTS",
     "MOST_TOKENS",
@@ -25,6 +27,8 @@ __all__ = [
     "Command",
     "ControlError",
     "EngineState",
+    "Find",
+    "Found",
     "Freeze",
     "Frozen",
     "GetState",
@@ -34,6 +38,7 @@ __all__ = [
     "Release",
     "Released",
     "Reply",
+    "RequestStatus",
     "Snapshot",
     "TakeSnapshot",
     "Unfreeze",
@@ -44,7 +49,7 @@ __all__ = [
     "number_of_reply",
 ]
 
-TOPIC = b"headway-control/4"
+TOPIC = b"headway-control/5"
 """The first frame of every message: name and version of the schema."""
 
 LARGEST_COMMAND = 1 << 20  # bytes
@@ -53,6 +58,7 @@ LARGEST_PARAMS = 4 << 20  # coded
 LONGEST_REASON = 1000  # characters that say why something was not done
 MOST_TOKENS = 1 << 21  # of a request
 MOST_REQUESTS = 1 << 20  # that an engine runs, has waiting, or could run at a time
+MOST_FOUND = 1024  # requests that one command may ask after
 MOST_BLOCKS = 1 << 32  # of a KV cache
 MOST_KV_TOKENS = 1 << 40  # in one: more than 10,000 times what any engine has today
 _MOST_KEPT = 1 << 16
@@ -122,6 +128,30 @@ class GetState(_Message, frozen=True, kw_only=True, tag="state"):
     """Ask how full the engine is."""
 
 
+class Find(_Message, frozen=True, kw_only=True, tag="find"):
+    """Ask which requests the engine still has.
+
+    The ``ids`` are migration ids, or what the engine's API calls requests that have none.
+    """
+
+    ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_FOUND)]
+
+
+class RequestStatus(IntEnum):
+    """What an engine has of a request."""
+
+    UNKNOWN = 0
+    WAITING = 1
+    RUNNING = 2
+
+
+class Found(_Message, frozen=True, kw_only=True, tag="found"):
+    """The status of each request that was asked after, and the steps of the engine by then."""
+
+    statuses: Annotated[list[RequestStatus], msgspec.Meta(max_length=MOST_FOUND)]
+    steps: Count
+
+
 class Frozen(_Message, frozen=True, kw_only=True, tag="frozen"):
     """The request has ended here, and another engine may pull its KV cache with ``params``.
 
@@ -179,6 +209,8 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
         frozen: migration ids whose KV cache is kept for another engine.
         failed_loads: reads of another engine's KV cache, since it started, that failed; what they
             were of was computed again.
+        incarnation: another one each time the engine starts.
+        steps: that it has made since it started.
     """
 
     version: Name
@@ -197,6 +229,8 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     waiting: Requests
     frozen: Annotated[list[Id], msgspec.Meta(max_length=_MOST_KEPT)]
     failed_loads: Count
+    incarnation: Name = ""
+    steps: Count = 0
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -225,8 +259,8 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     reason: Reason
 
 
-Command = Freeze | Unfreeze | Release | TakeSnapshot | GetState
-Reply = Frozen | NotFrozen | Unfrozen | Released | Snapshot | EngineState | Refused
+Command = Freeze | Unfreeze | Release | TakeSnapshot | GetState | Find
+Reply = Frozen | NotFrozen | Unfrozen | Released | Snapshot | EngineState | Found | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -6,8 +6,9 @@ name ``NixlConnector``, which vLLM's own checks look for.
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import msgspec
 from vllm import __version__ as vllm_version
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.v1.request import Request
 
-from data_collection.capture.requests import MIGRATION_PARAMS
+from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
 from data_collection.vllm_adapter import requests
 from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler, KeepingWorker
 from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
@@ -26,7 +27,13 @@ from data_collection.vllm_adapter.support import (
 )
 from predictor.live.zmq_sockets import raised_port, shared_secret
 from rescheduler.transfer import control_messages as messages
-from rescheduler.transfer.control_messages import Command, ControlError, NotFrozen, Reply
+from rescheduler.transfer.control_messages import (
+    Command,
+    ControlError,
+    NotFrozen,
+    Reply,
+    RequestStatus,
+)
 from rescheduler.transfer.control_server import Asked, ControlServer
 from rescheduler.transfer.migration_params import MigrationParams, connector_config, is_signed
 
@@ -92,6 +99,8 @@ class MigratingScheduler(KeepingScheduler):
         )
         self._live: dict[str, Request] = {}  # all, by the engine's id
         self._requests: dict[str, Request] = {}  # those that can move, by migration id
+        self._named: Counter[str] = Counter()  # by what the engine's API calls them
+        self._incarnation = uuid4().hex
         self._params: dict[str, MigrationParams] = {}
         self._copies: set[str] = set()
         self._freezes: dict[str, _Freeze] = {}
@@ -128,6 +137,7 @@ class MigratingScheduler(KeepingScheduler):
             request.kv_transfer_params = None
         super().on_new_request(request)
         self._live[name] = request
+        self._named[parse_request_id(name).external_id] += 1
         carried = requests.migration_entry(request)
         if carried is None:
             return
@@ -166,7 +176,8 @@ class MigratingScheduler(KeepingScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep a frozen request's blocks for the engine that takes over; else as usual."""
         name = request.request_id
-        self._live.pop(name, None)
+        if self._live.pop(name, None) is not None:
+            self._forget_name(parse_request_id(name).external_id)
         self._copies.discard(name)
         params = self._params.pop(name, None)
         if params is not None and self._requests.get(params.id) is request:
@@ -200,6 +211,11 @@ class MigratingScheduler(KeepingScheduler):
         )
         self._reply(freeze.asked, frozen)
         return True, None
+
+    def _forget_name(self, name: str) -> None:
+        self._named[name] -= 1
+        if self._named[name] <= 0:
+            del self._named[name]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Restore the requests that start here, carry out commands, then build as usual."""
@@ -250,6 +266,9 @@ class MigratingScheduler(KeepingScheduler):
         number = command.number
         if isinstance(command, messages.GetState):
             return self._state(number)
+        if isinstance(command, messages.Find):
+            statuses = list(map(self._status, command.ids))
+            return messages.Found(number=number, statuses=statuses, steps=self._step)
         if command.id in self._requests:
             return None
         if isinstance(command, messages.Release):
@@ -260,6 +279,14 @@ class MigratingScheduler(KeepingScheduler):
         if isinstance(command, messages.Unfreeze):
             return messages.Unfrozen(number=number, done=False)
         return NotFrozen(number=number, reason=f"no request {command.id} runs here")
+
+    def _status(self, id: str) -> RequestStatus:
+        """Return what this engine has of a request, by its migration id or its name."""
+        request = self._requests.get(id)
+        if request is not None:
+            decodes = requests.is_decoding(request)
+            return RequestStatus.RUNNING if decodes else RequestStatus.WAITING
+        return RequestStatus.RUNNING if id in self._named else RequestStatus.UNKNOWN
 
     def _carry_out(self, asked: Asked) -> Reply | None:
         """Carry out a command in the scheduler's thread; None: the reply comes later."""
@@ -371,6 +398,8 @@ class MigratingScheduler(KeepingScheduler):
             waiting=len(live) - running,
             frozen=list(self._kept),
             failed_loads=self.failed_loads,
+            incarnation=self._incarnation,
+            steps=self._step,
         )
 
     def _reply(self, asked: Asked, reply: Reply) -> None:
