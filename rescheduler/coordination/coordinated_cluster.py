@@ -223,6 +223,11 @@ class CoordinatedCluster(Cluster[LiveRequest]):
         super().failed(instance, certain)
         self.link.failed(instance, certain)
 
+    def lost(self, instance: InstanceState) -> None:
+        """Take an instance out of service, and tell the coordinator."""
+        super().lost(instance)
+        self.link.failed(instance, certain=True)
+
     def _carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:
         self.background(self._move(request, target, why))
 

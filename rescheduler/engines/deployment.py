@@ -128,9 +128,16 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         background: room of requests with ``service_tier: flex``, which wait behind all others for
             as long as their clients do: ``slots``, ``kv``, ``prefill`` and ``pool``.
         connect_seconds: to open a connection to an engine.
-        prefill_seconds: from sending a prompt to its prefill's answer.
-        first_token_seconds: from placing a request on a decode instance to its first token.
-        token_seconds: between two tokens of a running request.
+        prefill_seconds: from sending a prompt to its prefill's answer, of an engine that is not
+            slow. After half of that the proxy asks the engine whether it still has the request,
+            and waits while it has. An engine that cannot be asked has this long, longer by the
+            prompts ahead.
+        first_token_seconds: from placing a request on a decode instance to its first token,
+            likewise.
+        token_seconds: between two tokens of a running request, likewise; and for which an engine
+            that has requests may make no step.
+        silent_seconds: for which an engine may be silent altogether; then it has failed, as one
+            on whose port nothing listens has at once.
         freeze_seconds: from asking for a freeze to the kept blocks.
         control_seconds: any other exchange with a control socket.
         moved_token_seconds: to copy a running request to its target, and from handing it over to
@@ -156,6 +163,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             request waits for it.
         client_write_seconds: for which a client may take none of its answer; then it is
             disconnected.
+        keep_alive_seconds: after which a stream without a byte gets its headers and a comment, and
+            again as often; 0: never. Until then an error has its HTTP status.
         promise_levels: probability with which a request must be expected to finish when it asks to,
             by its ``service_tier``; other tiers take that of ``default``.
         progress_seconds: between two comments of a stream that asks when it will finish.
@@ -180,6 +189,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_seconds: Seconds = 120.0
     first_token_seconds: Seconds = 60.0
     token_seconds: Seconds = 30.0
+    silent_seconds: Seconds = 60.0
     freeze_seconds: Seconds = 5.0
     control_seconds: Seconds = 5.0
     moved_token_seconds: Seconds = 10.0
@@ -198,6 +208,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bodies_mb: Positive = 512
     client_buffer_kb: Positive = 256
     client_write_seconds: Seconds = 60.0
+    keep_alive_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     promise_levels: dict[str, Annotated[float, msgspec.Meta(gt=0, le=0.999)]] = msgspec.field(
         default_factory=lambda: {"default": 0.95}
     )

@@ -72,6 +72,8 @@ class Suspects:
         except (EngineFullError, RequestRefusedError):
             return
         except (UpstreamError, EngineRefusedError) as error:
+            if isinstance(error, UpstreamError) and not (error.answered or error.gone):
+                return  # it is late: its evidence says whether it lives
             if instance.breaker.failed(asyncio.get_running_loop().time(), certain=True):
                 logger.warning("%s; out of service", error)
 

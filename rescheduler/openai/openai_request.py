@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Raw
 
 __all__ = [
+    "ALWAYS_STREAM",
     "CHAT",
     "COMPLETIONS",
     "FORWARDED",
@@ -40,6 +41,8 @@ FORWARDED = (
     "/invocations",
 )
 """Further endpoints of vLLM: one decode instance answers, chosen by the routing policy."""
+ALWAYS_STREAM = (COMPLETIONS, CHAT, "/v1/responses", "/v1/messages")
+"""Endpoints that answer with a stream whenever they are asked for one."""
 NOT_SERVED = {
     "/v1/responses/{id}": "a response is not kept: no instance knows those of the others",
     "/v1/responses/{id}/cancel": "close the connection to cancel a response",
@@ -82,6 +85,7 @@ _KINDS = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    422: "UnprocessableEntityError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
@@ -112,6 +116,7 @@ class ClientRequest:
         request_id: that the client gave it in the body.
         prompt_ids: how many token ids the prompt has; None if it is not a list of token ids.
         stream: the client reads tokens as they come.
+        stream_interval: tokens between two chunks of its stream.
         include_usage: the stream ends with a chunk of token counts.
         keeps_token_ids: the client wants to see token ids.
         max_tokens: most tokens it may generate; None: as many as the model's context holds.
@@ -137,6 +142,7 @@ class ClientRequest:
     stream: bool
     max_tokens: int | None
     prompt_ids: int | None = None
+    stream_interval: int = 1
     include_usage: bool = False
     keeps_token_ids: bool = False
     min_tokens: int = 0

@@ -104,14 +104,22 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 class Signs(msgspec.Struct):
-    """The error that an event of any endpoint's stream reports, or whether it brings output."""
+    """The error that an event of any endpoint's stream reports, or whether it brings output.
+
+    Attributes:
+        ends: it ends an answer of the stream.
+        last: it ends the stream.
+    """
 
     error: dict[str, Any] | None
     output: bool
+    ends: bool = False
+    last: bool = False
 
 
 class _AnyChoice(msgspec.Struct):
     delta: dict[str, msgspec.Raw] | None = None
+    finish_reason: Any = None
 
 
 class _AnyEvent(msgspec.Struct):
@@ -124,6 +132,7 @@ _any_events = msgspec.json.Decoder(_AnyEvent)
 _NOTHING = (b"null", b'""', b"[]")
 _NO_OUTPUT = ("ping", "message_start", "response.created", "response.in_progress")
 """Types of events of `/v1/messages` and `/v1/responses` that come without a token."""
+_LAST = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
 
 def read_signs(data: bytes) -> Signs:
@@ -133,7 +142,7 @@ def read_signs(data: bytes) -> Signs:
         msgspec.DecodeError: it is no JSON object.
     """
     if data == DONE:
-        return Signs(None, False)
+        return Signs(None, False, last=True)
     try:
         read = _any_events.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
@@ -141,8 +150,9 @@ def read_signs(data: bytes) -> Signs:
     if read.error is not None:
         return Signs(read.error if isinstance(read.error, dict) else {"message": read.error}, False)
     if read.choices is None:
-        return Signs(None, read.type not in _NO_OUTPUT)
-    return Signs(None, any(map(_brings_output, read.choices)))
+        return Signs(None, read.type not in _NO_OUTPUT, last=read.type in _LAST)
+    ends = any(choice.finish_reason is not None for choice in read.choices)
+    return Signs(None, any(map(_brings_output, read.choices)), ends)
 
 
 def _brings_output(choice: _AnyChoice) -> bool:
@@ -159,10 +169,17 @@ def event(data: bytes) -> bytes:
 
 
 class EventReader:
-    """Cuts a byte stream into server-sent events, wherever its packets end."""
+    """Cuts a byte stream into server-sent events, wherever its packets end.
+
+    Attributes:
+        comments: that were complete with the last bytes, with their line ends.
+        rest: bytes of an event that is not complete.
+    """
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self.comments: list[bytes] = []
+        self.rest = bytearray()
+        self._after_return = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of the events that are complete by now; comments are none.
@@ -170,9 +187,11 @@ class EventReader:
         Raises:
             msgspec.DecodeError: an event does not end.
         """
-        rest = self._rest
-        if b"\r" in data:  # what stands before an engine may end lines so; JSON escapes it
-            data = data.replace(b"\r", b"")
+        rest = self.rest
+        if self.comments:
+            self.comments = []
+        if self._after_return or b"\r" in data:  # what stands before an engine may end lines so
+            data = self._with_line_feeds(data)
         if rest:
             at = len(rest) - 1
             rest += data
@@ -181,7 +200,7 @@ class EventReader:
                 return []
             data = bytes(rest)
         *whole, left = data.split(b"\n\n")
-        self._rest = bytearray(left)
+        self.rest = bytearray(left)
         self._check_size()
         found = []
         for part in whole:
@@ -189,10 +208,19 @@ class EventReader:
                 found.append(part[len(_DATA) :].removeprefix(b" "))
             elif (at := part.find(b"\n" + _DATA)) >= 0:  # after the name of an event
                 found.append(part[at + 1 + len(_DATA) :].removeprefix(b" "))
+            elif part.startswith(b":"):
+                self.comments.append(part + b"\n\n")
         return found
 
+    def _with_line_feeds(self, data: bytes) -> bytes:
+        """Return lines that end otherwise with line feeds; JSON escapes what else looks so."""
+        if self._after_return:
+            data = data.removeprefix(b"\n")
+        self._after_return = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
     def _check_size(self) -> None:
-        if len(self._rest) > _LARGEST_EVENT:
+        if len(self.rest) > _LARGEST_EVENT:
             raise msgspec.DecodeError(f"an event of more than {_LARGEST_EVENT >> 20} MiB")
 
 

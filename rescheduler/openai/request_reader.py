@@ -87,6 +87,7 @@ class _Read(msgspec.Struct):
     request_id: str | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
+    stream_interval: Integer | None = None
     n: Integer | None = 1
     best_of: Integer | None = 1
     max_tokens: Integer | None = None
@@ -161,6 +162,9 @@ def read_request(
     tier = _ranked(body, read, unread, priority, ranks)
     chat = path == CHAT
     direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
+    interval = read.stream_interval or 1
+    if interval > 1 and not direct and not pinned:
+        del body["stream_interval"]  # the proxy joins the chunks of the engine
     maximum = read.max_tokens
     if chat and read.max_completion_tokens is not None:
         maximum = read.max_completion_tokens
@@ -189,6 +193,7 @@ def read_request(
         progress=progress,
         direct=direct,
         pinned=pinned,
+        stream_interval=max(1, interval),
     )
 
 

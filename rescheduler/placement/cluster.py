@@ -11,6 +11,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.migration import MigrationPolicy
 from rescheduler.ordering import create_order
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.evidence import allowance
 from rescheduler.placement.guarded_policy import (
     PrefillBudgets,
     crowded_view,
@@ -81,7 +82,14 @@ class Cluster(Generic[R]):
         self._stack.push_async_callback(self.upstream.close)
         served = deployment.served_name
         self.prober = Prober(
-            self.upstream, self.dispatcher.wake, options, served, changed=self._say_unlike
+            self.upstream,
+            self.lost,
+            self.dispatcher.wake,
+            options,
+            served,
+            self._last_telemetry,
+            self._longest_step,
+            self._say_unlike,
         )
 
     def _decide_by(self, deployment: Deployment) -> None:
@@ -207,6 +215,21 @@ class Cluster(Generic[R]):
             return
         if instance.breaker.failed(asyncio.get_running_loop().time(), certain):
             logger.warning("%s: out of service", instance.name)
+
+    def lost(self, instance: InstanceState) -> None:
+        """Take an instance out of service that has failed by its evidence."""
+        logger.warning("%s: out of service: %s", instance.name, instance.evidence.why)
+        instance.breaker.failed(asyncio.get_running_loop().time(), certain=True)
+        self.dispatcher.wake()
+
+    def _last_telemetry(self, instance: InstanceState) -> float | None:
+        return None if self.telemetry is None else self.telemetry.heard(instance.name)
+
+    def _longest_step(self, instance: InstanceState) -> float:
+        """Return how long a step of an instance may take, with the prompts it may be computing."""
+        requests = self.placements.on(instance)
+        tokens = sum(request.context_tokens for request in requests if not request.generating)
+        return allowance(self.deployment.proxy.token_seconds, 0, tokens)
 
     def may_leave(self, instance: InstanceState) -> bool:
         """Return whether half of the instances of its role would stay in service without it."""

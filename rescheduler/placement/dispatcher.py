@@ -99,8 +99,9 @@ class Dispatcher(Generic[R]):
         """Decode instances that new requests may go to.
 
         One that drains takes them while all others are out of service: better there than nowhere.
+        So does one that is silent, which may be paused, or overloaded.
         """
-        available = [instance for instance in self._decodes if instance.available]
+        available = _lively([instance for instance in self._decodes if instance.available])
         if available or all(instance.draining for instance in self._decodes):
             return available
         return [instance for instance in self._decodes if instance.breaker.closed]
@@ -221,7 +222,7 @@ class Dispatcher(Generic[R]):
         By the policy, or by least KV load where that may hold requests back. All are on the same
         instance; what cannot read its KV cache is left out.
         """
-        available = [one for one in self._decodes if one.available]
+        available = [one for one in self._decodes if one.available and not one.silent]
         targets = [one for one in available if not source.is_unlike(one)]
         if not targets:
             return [None] * len(requests)
@@ -403,7 +404,7 @@ class Dispatcher(Generic[R]):
     def _grant_prefills(self) -> None:
         ordered = False
         while self._for_prefill:
-            available = [instance for instance in self._prefills if instance.available]
+            available = _lively([instance for instance in self._prefills if instance.available])
             if available:
                 loads = [len(self._placements.on(instance)) for instance in available]
                 least = int(np.argmin(loads))
@@ -435,3 +436,8 @@ class Dispatcher(Generic[R]):
         return RequestRefusedError(
             503, f"no {what} instance had room within {seconds:g} s", retry_after=5
         )
+
+
+def _lively(instances: list[InstanceState]) -> list[InstanceState]:
+    """Return the instances of which something has been heard lately, or all if there are none."""
+    return [instance for instance in instances if not instance.silent] or instances

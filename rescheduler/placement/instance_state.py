@@ -1,11 +1,13 @@
 """What the proxy knows of one instance."""
 
 import logging
+import time
 from collections import Counter
 from enum import Enum
 
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.placement.evidence import EngineEvidence, EngineHealth
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState
 
@@ -89,6 +91,7 @@ class InstanceState:
     """An instance in service, or not.
 
     Attributes:
+        evidence: of whether it lives.
         draining: it gets no new requests.
         engine: as its control socket last reported it; None before, and without one.
         left_out: how many decisions were taken without it, since what is known of it could not be
@@ -100,6 +103,12 @@ class InstanceState:
     ) -> None:
         self.instance, self.control = instance, control
         self.breaker = CircuitBreaker(options.breaker_failures, options.breaker_seconds)
+        self.evidence = EngineEvidence(
+            options.silent_seconds,
+            options.probe_seconds,
+            options.probe_seconds + options.control_seconds,
+            time.monotonic(),
+        )
         self.draining = False
         self.engine: EngineState | None = None
         self.left_out: Counter[str] = Counter()
@@ -113,6 +122,11 @@ class InstanceState:
     def available(self) -> bool:
         """Whether new requests may go there."""
         return self.breaker.closed and not self.draining
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing has been heard of it for a while: others are better."""
+        return self.evidence.health(time.monotonic()) is EngineHealth.SILENT
 
     @property
     def slots(self) -> int:

@@ -75,6 +75,7 @@ class LiveRequest(Placeable):
         hop: number of its placement on decode instances, from 0; -1 before the first.
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
+        engines_lost: engines that ended while they had just begun with it.
     """
 
     def __init__(
@@ -102,6 +103,9 @@ class LiveRequest(Placeable):
         self.hop = -1
         self.client_blocks = False
         self.failed_by: list[InstanceState] = []
+        self.engines_lost: list[str] = []
+        self.incarnation = ""
+        self._generated_before = 0
         self.trace: Span = NO_SPAN
         self._placements = placements
         self._state: RequestState = Waiting()
@@ -109,6 +113,16 @@ class LiveRequest(Placeable):
         self._next_token: asyncio.Future[None] | None = None  # if anyone waits for it
         self._prefills = 0
         self._segment: asyncio.Timeout | None = None  # if it may give way
+
+    @property
+    def id_there(self) -> str:
+        """How the control sockets of engines know it."""
+        return self.external_id if self.client.direct else self.id
+
+    @property
+    def generated_here(self) -> int:
+        """Tokens that its present instance has generated."""
+        return self.generated_tokens - self._generated_before
 
     @property
     def state(self) -> RequestState:
@@ -416,7 +430,10 @@ class LiveRequest(Placeable):
             )
         self.on_its_way = self.on_its_way and isinstance(state, Placed)
         before, self._state = self._state, state
-        self.instance = _instance(state)
+        left, self.instance = self.instance, _instance(state)
+        if self.instance is not None and self.instance is not left:
+            self.incarnation = self.instance.evidence.incarnation
+            self._generated_before = self.generated_tokens
         self.destination = (
             state.move.target if isinstance(state, (Copying, Freezing, Frozen)) else self.instance
         )

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -53,13 +54,22 @@ class UpstreamError(Exception):
     Args:
         unsent: the request never reached it.
         answered: it answered with an error, perhaps because of the request.
+        gone: nothing listens on its port.
     """
 
     def __init__(
-        self, instance: Instance, reason: str, unsent: bool = False, answered: bool = False
+        self,
+        instance: Instance,
+        reason: str,
+        unsent: bool = False,
+        answered: bool = False,
+        gone: bool = False,
     ) -> None:
         super().__init__(f"{instance.name}: {reason}")
-        self.instance, self.unsent, self.answered = instance.name, unsent, answered
+        self.instance = instance.name
+        self.unsent = unsent
+        self.answered = answered
+        self.gone = gone
 
 
 class EngineFullError(UpstreamError):
@@ -96,7 +106,9 @@ class Upstream:
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+            connector=_Connector(
+                limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_kept_alive
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
@@ -148,23 +160,17 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
-        try:
-            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-        except aiohttp.ServerDisconnectedError:
-            # It closed a kept connection in the moment it was used again.
-            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> tuple[dict[str, Any], int]:
         """Prefill a request; return the parameters for its decode instance, and its length."""
-        seconds = self._options.prefill_seconds
         try:
-            with _answering(instance, f"no prefill within {seconds:g} s"):
-                async with asyncio.timeout(seconds):
-                    response = await self.open(instance, path, body, headers)
-                    async with response:
-                        answer = msgspec.json.decode(await self._whole(instance, response))
+            with _answering(instance, "no prefill in time"):
+                response = await self.open(instance, path, body, headers)
+                async with response:
+                    answer = msgspec.json.decode(await self._whole(instance, response))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UpstreamError(instance, f"its answer to a prefill is no JSON: {error}") from error
         try:
@@ -213,7 +219,7 @@ class Upstream:
         if 400 <= response.status < 500:
             raise EngineRefusedError(response.status, answer)
         if response.status != 200:
-            raise UpstreamError(instance, f"{path}: HTTP {response.status}")
+            raise UpstreamError(instance, f"{path}: HTTP {response.status}", answered=True)
         return answer
 
 
@@ -244,6 +250,24 @@ def _as_json(status: int, body: bytes) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return error_body(status, "the engine refuses the request")
     return body
+
+
+def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket whose connection breaks when the other machine is gone.
+
+    The machine of a process that is slow, or stopped, still answers its kernel's questions.
+    """
+    family, kind, protocol, _, _ = address
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds without a byte, seconds between two questions, and questions without an answer."""
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -286,7 +310,10 @@ def _cannot_connect(
         raise RequestRefusedError(
             503, "too many connections are open; try again later", retry_after=1
         ) from error
-    raise UpstreamError(instance, f"cannot connect: {error}", unsent=True) from error
+    gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+        error.os_error, ConnectionRefusedError
+    )
+    raise UpstreamError(instance, f"cannot connect: {error}", unsent=True, gone=gone) from error
 
 
 def engine_key(options: ProxyOptions) -> str | None:

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.chunk_joiner import ChunkJoiner
 from rescheduler.openai.openai_request import ClientRequest, error_body
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import DONE, event
@@ -13,6 +15,7 @@ from rescheduler.openai.openai_stream import DONE, event
 __all__ = ["ClientAnswer", "ClientGoneError"]
 
 _EVENTS = "text/event-stream; charset=utf-8"
+_SIGN_OF_LIFE = b": keep-alive\n\n"
 _POLL_SECONDS = 0.05
 _MARGIN = 16 << 10
 """Bytes that a slow client has to take before its deadline."""
@@ -25,16 +28,19 @@ class ClientGoneError(Exception):
 class ClientAnswer:
     """Writes what a request generates, in the shape that its client asked for.
 
-    Nothing is sent before the first chunk, so that what fails until then still has an HTTP
-    status of its own. A client that reads slowly has ``client_buffer_kb`` of its answer kept for
-    it, and the engine goes on meanwhile; one that takes nothing for ``client_write_seconds`` is
-    disconnected. All that writes raises `ClientGoneError` once nobody reads.
+    Nothing but comments is sent before the first chunk, and no comment for ``keep_alive_seconds``.
+    What fails until then has an HTTP status of its own. A client that reads slowly has
+    ``client_buffer_kb`` of its answer kept for it, and the engine goes on meanwhile; one that takes
+    nothing for ``client_write_seconds`` is disconnected. All that writes raises `ClientGoneError`
+    once nobody reads.
 
     Args:
         expected: returns the further headers of a stream that begins now.
+        generated: returns how many tokens the request has, with the chunks that are taken now.
 
     Attributes:
         headers: of any answer, until it has begun.
+        has_content: the client has got more of it than comments.
     """
 
     def __init__(
@@ -44,8 +50,16 @@ class ClientAnswer:
         headers: Mapping[str, str],
         options: ProxyOptions,
         expected: Callable[[], Mapping[str, str]] = dict,
+        generated: Callable[[], int] = int,
     ) -> None:
-        self._expected = expected
+        self._expected, self._generated = expected, generated
+        self._joiner: ChunkJoiner | None = None
+        if request.stream and request.movable and request.stream_interval > 1:
+            self._joiner = ChunkJoiner(request.stream_interval)
+        self.has_content = False
+        self._streams = request.stream
+        self._clock = asyncio.get_running_loop().time
+        self._written = self._clock()
         self._http, self.headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._events = self._ended = False
@@ -58,7 +72,7 @@ class ClientAnswer:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has got something."""
+        """Whether the client has got something, if only headers and a comment."""
         return self._stream is not None
 
     async def chunks(self, chunks: list[bytes]) -> None:
@@ -66,23 +80,44 @@ class ClientAnswer:
         if self._collector is not None:
             for chunk in chunks:
                 self._collector.add(chunk)
-        elif chunks:
+            return
+        if self._joiner is not None:
+            chunks = self._joiner.take(chunks, self._generated())
+        if chunks:
             await self.write(b"".join(map(event, chunks)))
 
     async def write(self, data: bytes) -> None:
         """Send bytes of a stream of events."""
-        self._events = True
+        self.has_content = True
+        await self._write_events(data)
+
+    async def keep_alive(self, seconds: float) -> None:
+        """Send a comment whenever a stream has been silent for so many seconds, until cancelled.
+
+        Whoever stands between the proxy and a client cuts silent connections after a minute or so.
+        """
+        with suppress(ClientGoneError):  # what writes the answer sees to that
+            while not self._ending:
+                left = self._written + seconds - self._clock()
+                if left <= 0:
+                    await self.comment(_SIGN_OF_LIFE)
+                    left = seconds
+                await asyncio.sleep(left)
+
+    async def _write_events(self, data: bytes) -> None:
+        self._events, self._written = True, self._clock()
         own = {"Content-Type": _EVENTS, "Cache-Control": "no-cache"}
         async with self._writing:
             await self._write(data, own if self.begun else {**self._expected(), **own})
 
     async def comment(self, data: bytes) -> None:
-        """Send a comment between two events, unless an event is being sent, or the end was."""
-        if not self._writing.locked() and not self._ending:
-            await self.write(data)
+        """Send a comment between two events, unless one is being sent, or the end was."""
+        if self._streams and not self._writing.locked() and not self._ending:
+            await self._write_events(data)
 
     async def write_part(self, data: bytes, kind: str) -> None:
         """Send a part of a document, whose end is to follow."""
+        self.has_content = True
         await self._write(data, {"Content-Type": kind})
 
     async def end(self) -> web.StreamResponse:
@@ -106,7 +141,8 @@ class ClientAnswer:
         if self._collector is not None:
             return await self.document(200, self._collector.response())
         self._ending = True
-        await self.write(event(DONE))
+        rest = [] if self._joiner is None else self._joiner.rest()
+        await self.write(b"".join(map(event, [*rest, DONE])))
         return await self.end()
 
     async def fail(
@@ -125,7 +161,8 @@ class ClientAnswer:
                 self._http.transport.abort()
             return self._stream
         self._ending = True
-        await self.write(event(body) + event(DONE))
+        rest = [] if self._joiner is None else self._joiner.rest()
+        await self.write(b"".join(map(event, [*rest, body, DONE])))
         return await self.end()
 
     async def fail_with(self, status: int, message: str) -> web.StreamResponse:

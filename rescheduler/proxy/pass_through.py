@@ -9,11 +9,13 @@ import msgspec
 from aiohttp import web
 
 from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_stream import EventReader, read_signs
+from rescheduler.openai.openai_request import ALWAYS_STREAM
+from rescheduler.openai.openai_stream import EventReader, event, read_signs
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.prober import OutlierDetection
+from rescheduler.placement.stream_watch import StreamWatch, Wait
 from rescheduler.placement.upstream import (
     EngineFullError,
     UpstreamError,
@@ -38,8 +40,8 @@ class PassThrough:
 
     If the instance fails before the client has got anything, the request starts again elsewhere;
     afterwards its client gets the error, since nobody knows where it stood. The client gets
-    nothing before the first event, which tells whether a request is served: the status of a stream
-    does not.
+    comments at most before the first event, which tells whether a request is served: the status of
+    a stream does not.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class PassThrough:
         cluster: Cluster[LiveRequest],
         bodies: EngineBodies,
         outliers: OutlierDetection,
+        watch: StreamWatch,
         flow: RequestFlow,
         seen: SeesTokens | None = None,
     ) -> None:
         self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._bodies, self._outliers, self._flow = bodies, outliers, flow
+        self._bodies, self._outliers, self._watch, self._flow = bodies, outliers, watch, flow
         self._options = cluster.deployment.proxy
 
     async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
@@ -75,9 +78,9 @@ class PassThrough:
                 except EngineFullError as error:
                     self._flow.turned_away(request, instance, error)
                 except UpstreamError as error:
-                    self._outliers.failed(request, instance, error)
+                    await self._flow.note_failure(request, instance, error)
                     failures += 1
-                    if answer.begun or self._flow.gives_up(request, failures):
+                    if answer.has_content or self._flow.gives_up(request, failures):
                         raise
                     self._flow.free(request, request.fail(error.unsent, error.answered))
                     self._dispatcher.wake()
@@ -95,7 +98,7 @@ class PassThrough:
             given = self._stream if request.client.stream else self._whole
             response = await given(request, instance, opening, answer)
         except TimeoutError as error:
-            raise UpstreamError(instance.instance, "no token in time") from error
+            raise UpstreamError(instance.instance, "no end to its answer in time") from error
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
@@ -117,12 +120,14 @@ class PassThrough:
     async def _stream(
         self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer
     ) -> web.StreamResponse:
-        async with asyncio.timeout(self._options.first_token_seconds) as deadline:
-            async with await opening() as response:
-                if response.content_type != _EVENTS:
-                    deadline.reschedule(None)
-                    return await self._document(response, answer)
-                failed = await self._relay(request, instance, response, deadline, answer)
+        patience = self._options.first_token_seconds
+        async with (
+            self._watch.over(request, instance, patience) as wait,
+            await opening() as response,
+        ):
+            if response.content_type != _EVENTS:
+                return await self._document(wait, response, answer)
+            failed = await self._relay(request, instance, response, wait, answer)
         ended = await answer.end()
         if failed:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
@@ -133,26 +138,22 @@ class PassThrough:
         request: LiveRequest,
         instance: InstanceState,
         response: aiohttp.ClientResponse,
-        deadline: asyncio.Timeout,
+        wait: Wait,
         answer: ClientAnswer,
     ) -> bool:
-        """Write a stream to the client as it comes, once its first event has.
-
-        Its deadline moves with what the model generates only.
+        """Write a stream to the client as it comes, and nothing but comments before an event.
 
         Returns:
             Whether it reports an error later.
 
         Raises:
             EngineRefusedError: its first event refuses the request as invalid.
-            UpstreamError: its first event reports another error, or none comes.
+            UpstreamError: its first event reports another error, none comes, or the stream ends
+                without its end.
         """
         loop, reader = asyncio.get_running_loop(), EventReader()
-        held, heard, failed = bytearray(), False, False
+        held, heard, failed, ended = bytearray(), False, False, False
         async for data in response.content.iter_any():
-            due = deadline.when()
-            left = self._options.token_seconds if due is None else due - loop.time()
-            deadline.reschedule(None)  # a slow client is not the engine's fault
             signs = [read_signs(event) for event in reader.feed(data)]
             if not heard:
                 held += data
@@ -161,6 +162,9 @@ class PassThrough:
                 if signs and signs[0].error is not None:
                     request.declined()
                     raise reported_error(instance.instance, signs[0].error)
+                if not signs and reader.comments:
+                    await answer.comment(b"".join(reader.comments))
+                    held = bytearray(reader.rest)
                 heard, data = bool(signs), bytes(held)
             tokens = sum(sign.output for sign in signs)
             if tokens:
@@ -168,38 +172,32 @@ class PassThrough:
                 arrival = request.untracked_tokens(tokens, now)
                 if self._seen is not None:
                     self._seen(request, arrival, tokens, now)
-                left = self._options.token_seconds
+                wait.progressed(now, self._options.token_seconds)
             failed = failed or any(sign.error is not None for sign in signs)
+            ended = ended or any(sign.ends and not request.several for sign in signs)
+            ended = ended or any(sign.last for sign in signs)
             if heard:
-                await answer.write(data)
-            deadline.reschedule(loop.time() + left)
+                with wait.writing():
+                    await answer.write(data)
         if not heard:
             raise UpstreamError(instance.instance, "its stream ended before its first event")
+        if not ended and not failed and request.client.path in ALWAYS_STREAM:
+            raise UpstreamError(instance.instance, "its stream ended before the request")
         return failed
 
     async def _whole(
         self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer
     ) -> web.StreamResponse:
-        """Hand on an answer that comes as a whole.
-
-        It may begin as late as it likes, while its instance is in service.
-        """
-
-        async def copied() -> web.StreamResponse:
-            async with await opening() as response:
-                return await self._document(response, answer)
-
-        copying = asyncio.create_task(copied())
-        try:
-            while not (await asyncio.wait([copying], timeout=self._options.probe_seconds))[0]:
-                if not instance.breaker.closed:
-                    raise UpstreamError(instance.instance, "out of service before its answer")
-            return copying.result()
-        finally:
-            copying.cancel()
+        """Hand on an answer that comes as a whole, as late as it likes while its engine has it."""
+        patience = self._options.first_token_seconds
+        async with (
+            self._watch.over(request, instance, patience, streams=False) as wait,
+            await opening() as response,
+        ):
+            return await self._document(wait, response, answer)
 
     async def _document(
-        self, response: aiohttp.ClientResponse, answer: ClientAnswer
+        self, wait: Wait, response: aiohttp.ClientResponse, answer: ClientAnswer
     ) -> web.StreamResponse:
         """Hand on a document: as a whole if it is not too large to be kept until then.
 
@@ -213,12 +211,18 @@ class PassThrough:
             async with asyncio.timeout(left):
                 part = await anext(reading, None)
             left -= loop.time() - began  # a slow client is not the engine's fault
+            wait.progressed(loop.time(), self._options.token_seconds)
             if part is None:
                 break
             held += part
-            if len(held) > _HELD_BYTES or answer.begun:
-                await answer.write_part(bytes(held), kind)
+            if len(held) > _HELD_BYTES or answer.has_content:
+                with wait.writing():
+                    await answer.write_part(bytes(held), kind)
                 held.clear()
-        if not answer.begun:
+        with wait.writing():
+            if answer.has_content:
+                return await answer.end()
+            if answer.begun:  # comments have begun a stream, which the engine did not give
+                await answer.write(event(bytes(held)))
+                return await answer.end()
             return await answer.document(200, bytes(held), kind)
-        return await answer.end()

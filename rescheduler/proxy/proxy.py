@@ -16,6 +16,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.placement.prober import OutlierDetection
+from rescheduler.placement.stream_watch import StreamWatch
 from rescheduler.proxy.expected_length import expected_lengths
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
@@ -61,13 +62,19 @@ class Proxy:
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
         self.metrics = ProxyMetrics(cluster, others)
         self.migrator = Migrator(cluster, bodies, self.metrics)
-        outliers = OutlierDetection(cluster.failed, self.metrics.failures)
+        refused = cluster.prober.refused
+        outliers = OutlierDetection(cluster.failed, refused, self.metrics.failures)
+        self.watch = StreamWatch(
+            cluster.placements, cluster.upstream, options.control_seconds, cluster.background
+        )
         self.reports: FinishReports | None = None
         if not isinstance(cluster, CoordinatedCluster):
             self.reports = FinishReports(cluster, self.metrics)
         seen = None if self.reports is None else self.reports.token
-        self.flow = RequestFlow(cluster, bodies, outliers, self.migrator, self.metrics, seen)
-        self.pass_through = PassThrough(cluster, bodies, outliers, self.flow, seen)
+        self.flow = RequestFlow(
+            cluster, bodies, outliers, self.watch, self.migrator, self.metrics, seen
+        )
+        self.pass_through = PassThrough(cluster, bodies, outliers, self.watch, self.flow, seen)
         self.drainer: Drainer[LiveRequest] | None = None
         if isinstance(cluster, CoordinatedCluster):
             cluster.mover = self.migrator.move
@@ -83,6 +90,7 @@ class Proxy:
         """Ask every instance how it is, and begin to watch, plan and drain."""
         await self.cluster.start()
         self.cluster.forever(watch_loop(self.metrics))
+        self.cluster.forever(self.watch.run())
         if self.reports is not None:
             await asyncio.to_thread(compile_load_ahead)
             self.cluster.forever(self.reports.run())

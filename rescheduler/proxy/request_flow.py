@@ -13,7 +13,9 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.prober import OutlierDetection
+from rescheduler.placement.quarantine import MOST_LOST, TRUSTED_TOKENS, Quarantine
 from rescheduler.placement.request_state import Kept, Landing, Placed, Returned, Waiting
+from rescheduler.placement.stream_watch import LateError, StreamWatch
 from rescheduler.placement.upstream import (
     EngineFullError,
     EngineRefusedError,
@@ -21,7 +23,7 @@ from rescheduler.placement.upstream import (
 )
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import EngineStream, SeesTokens, Send, TokenRelay
+from rescheduler.proxy.token_relay import Comment, EngineStream, SeesTokens, Send, TokenRelay
 from rescheduler.tracing.span import Span
 
 __all__ = ["RequestFlow"]
@@ -39,28 +41,30 @@ class RequestFlow:
         cluster: Cluster[LiveRequest],
         bodies: EngineBodies,
         outliers: OutlierDetection,
+        watch: StreamWatch,
         migrator: Migrator,
         metrics: ProxyMetrics,
         seen: SeesTokens | None = None,
     ) -> None:
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._bodies, self._outliers = bodies, outliers
+        self._bodies, self._outliers, self._watch = bodies, outliers, watch
+        self._prober, self._quarantine = cluster.prober, Quarantine(lambda: self._dispatcher.usable)
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
-        self._ranks = cluster.deployment.schedules_by_priority
         self._random = random.Random()
 
-    async def run(self, request: LiveRequest, send: Send) -> None:
+    async def run(self, request: LiveRequest, send: Send, comment: Comment | None = None) -> None:
         """Generate a request to its end; cancel it when the client leaves.
 
         Raises:
             EngineRefusedError: an engine refuses the request as invalid.
-            RequestRefusedError: no instance had room in time, or all turned it away.
+            RequestRefusedError: no instance had room in time, or all turned it away; or two
+                engines were lost while they had just begun with it.
             UpstreamError: too many attempts failed.
         """
         try:
             await self.prefill(request)
-            await self._decode(request, send)
+            await self._decode(request, send, comment)
         finally:
             self.leave(request)
 
@@ -79,16 +83,17 @@ class RequestFlow:
             if instance is None:
                 return
             body = self._bodies.prefill(request.client, request.id, request.prefill_hop)
-            path = request.client.path
+            path, patience = request.client.path, self._options.prefill_seconds
             try:
                 with request.trace.call("prefill", instance=instance.name) as span:
-                    params, tokens = await self._upstream.prefill(
-                        instance.instance, path, body, span.headers(request.headers)
-                    )
+                    async with self._watch.over(request, instance, patience):
+                        params, tokens = await self._upstream.prefill(
+                            instance.instance, path, body, span.headers(request.headers)
+                        )
             except UpstreamError as error:
-                self._outliers.failed(request, instance, error)
+                await self.note_failure(request, instance, error)
                 self.free(request, request.prefill_failed())
-                if error.answered:
+                if error.answered or request.engines_lost:
                     return
             except EngineRefusedError:
                 request.prefill_failed()
@@ -103,6 +108,8 @@ class RequestFlow:
 
     async def place(self, request: LiveRequest) -> InstanceState:
         """Wait for a place on a decode instance, or refuse the request in time."""
+        if request.engines_lost:
+            await self._quarantine.enter(request, self._options.pool_seconds)
         with request.trace.span("wait", stage="decode"):
             instance = await self._dispatcher.place(request)
         if request.hop == 0:
@@ -121,6 +128,7 @@ class RequestFlow:
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""
+        self._quarantine.leave(request)
         self.free(request, request.finish())
         self._dispatcher.wake()
 
@@ -128,6 +136,35 @@ class RequestFlow:
         """Free, in the background, what an instance keeps in vain."""
         if kept is not None:
             self._migrator.release(kept, request.id)
+
+    async def note_failure(
+        self, request: LiveRequest, instance: InstanceState, error: UpstreamError
+    ) -> None:
+        """Note that a request failed on an instance, and whether the engine was lost by that.
+
+        Raises:
+            RequestRefusedError: 422, two engines were lost while they had just begun with it.
+        """
+        begun = request.generated_here <= TRUSTED_TOKENS
+        self._outliers.failed(request, instance, error)
+        self._quarantine.leave(request)
+        if error.unsent or isinstance(error, LateError) or not begun:
+            return
+        if await self._prober.has_died(instance, request.incarnation):
+            request.engines_lost.append(instance.name)
+        if len(request.engines_lost) >= MOST_LOST:
+            names = " and ".join(request.engines_lost)
+            logger.error(
+                "request %s (%s), %d tokens: refused: %s were lost while they had just begun with "
+                "it",
+                request.id,
+                request.name,
+                request.context_tokens,
+                names,
+            )
+            raise RequestRefusedError(
+                422, "the engines ended while they served this request; it is not tried again"
+            )
 
     def gives_up(self, request: LiveRequest, failures: int) -> bool:
         """Return whether a request that has failed so often in a row is not tried again.
@@ -159,7 +196,7 @@ class RequestFlow:
         seconds = min(longest, self._options.backoff_most_seconds)
         await asyncio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
-    async def _decode(self, request: LiveRequest, send: Send) -> None:
+    async def _decode(self, request: LiveRequest, send: Send, comment: Comment | None) -> None:
         failures, ended = 0, False
         while not ended:
             if isinstance(request.state, Waiting):
@@ -168,15 +205,16 @@ class RequestFlow:
             assert instance is not None
             try:
                 async with request.may_give_way():
-                    ended = await self._traced_segment(request, instance, send)
+                    ended = await self._traced_segment(request, instance, send, comment)
             except TimeoutError:
                 self._give_way(request, instance)
             except UpstreamError as error:
                 if isinstance(error, EngineFullError) and not request.generated_tokens:
                     self.turned_away(request, instance, error)
                     continue
-                self._outliers.failed(request, instance, error)
-                failures = 1 if request.generated_tokens > before else failures + 1
+                await self.note_failure(request, instance, error)
+                goes_on = request.generated_tokens > before + TRUSTED_TOKENS
+                failures = 1 if goes_on else failures + 1
                 if self.gives_up(request, failures):
                     raise
                 await self._after_failure(request, error, failures)
@@ -203,35 +241,43 @@ class RequestFlow:
         await self.back_off(failures)
 
     async def _traced_segment(
-        self, request: LiveRequest, instance: InstanceState, send: Send
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        send: Send,
+        comment: Comment | None,
     ) -> bool:
         with request.trace.call("decode", instance=instance.name, hop=request.hop) as span:
-            return await self._segment(request, instance, send, span)
+            return await self._segment(request, instance, send, comment, span)
 
     async def _segment(
-        self, request: LiveRequest, instance: InstanceState, send: Send, span: Span
+        self,
+        request: LiveRequest,
+        instance: InstanceState,
+        send: Send,
+        comment: Comment | None,
+        span: Span,
     ) -> bool:
         """Decode on one instance; return whether the request has ended, or else it goes on.
 
         Raises:
-            UpstreamError: the instance failed or stalled.
+            UpstreamError: the instance failed, or has the request no more.
             TimeoutError: the instance serves all others before a background request.
             EngineRefusedError: the instance refuses the request as invalid.
         """
         options, body = self._options, self._body(request)
-        # A source may hang, too, so that going back there is no reason for more patience.
-        moved = isinstance(request.state, (Landing, Returned))
-        first = options.moved_token_seconds if moved else options.first_token_seconds
+        lands = isinstance(request.state, Landing)
+        patience = options.moved_token_seconds if lands else options.first_token_seconds
         stream: EngineStream | None = None
         try:
-            async with asyncio.timeout(first) as deadline:
+            async with self._watch.over(request, instance, patience, lands) as wait:
                 response = await self._upstream.open(
                     instance.instance, request.client.path, body, span.headers(request.headers)
                 )
                 request.accepted()
                 try:
-                    stream = EngineStream(request, instance, deadline, response, span)
-                    return await self._relay.relay(stream, send)
+                    stream = EngineStream(request, instance, wait, response, span)
+                    return await self._relay.relay(stream, send, comment)
                 finally:
                     response.close()
         except EngineRefusedError as error:
@@ -239,13 +285,10 @@ class RequestFlow:
                 raise
             reason = f"refuses to go on: {error}"
             raise UpstreamError(instance.instance, reason, answered=True) from error
-        except TimeoutError as error:
+        except LateError:
             if stream is not None and stream.finished:
                 return True
-            if request.background and self._ranks:
-                raise
-            what = "token" if request.generating else "first token"
-            raise UpstreamError(instance.instance, f"no {what} in time") from error
+            raise
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             if stream is not None and stream.finished:
                 return True  # only the end of the events is missing

@@ -13,12 +13,13 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.request_state import Frozen, Kept, Unanswered
+from rescheduler.placement.stream_watch import Wait
 from rescheduler.placement.upstream import UpstreamError, reported_error
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.tracing.span import Span
 
-__all__ = ["EngineStream", "SeesTokens", "Send", "TokenRelay"]
+__all__ = ["Comment", "EngineStream", "SeesTokens", "Send", "TokenRelay"]
 
 logger = logging.getLogger("headway.serve")
 
@@ -27,6 +28,8 @@ _SLOW_SECONDS = 0.25
 
 Send = Callable[[list[bytes]], Awaitable[None]]
 """Hands chunks, as JSON, to the client."""
+Comment = Callable[[bytes], Awaitable[None]]
+"""Hands comments of a stream to the client."""
 SeesTokens = Callable[[LiveRequest, TokenArrival, int, float], None]
 """Is told of tokens of a request as they come, how many, and when."""
 
@@ -36,7 +39,7 @@ class EngineStream:
     """An engine's answer while it is read.
 
     Attributes:
-        deadline: of the next token.
+        wait: for its next token.
         heard: an event has come that is no error.
         finished: the request's last token has come.
         progress: tokens that have come, or texts without them.
@@ -44,7 +47,7 @@ class EngineStream:
 
     request: LiveRequest
     instance: InstanceState
-    deadline: asyncio.Timeout
+    wait: Wait
     response: aiohttp.ClientResponse
     span: Span
     heard: bool = False
@@ -71,10 +74,10 @@ class TokenRelay:
         self._cluster, self._outliers, self._migrator = cluster, outliers, migrator
         self._metrics, self._options = metrics, cluster.deployment.proxy
 
-    async def relay(self, stream: EngineStream, send: Send) -> bool:
+    async def relay(self, stream: EngineStream, send: Send, comment: Comment | None = None) -> bool:
         """Hand a stream on; return whether the request has ended, or else goes on elsewhere.
 
-        Its deadline moves with tokens only: comments and empty events keep no engine in service.
+        Comments and empty events are no progress. Comments are handed on all the same.
 
         Raises:
             UpstreamError: the engine failed.
@@ -82,9 +85,6 @@ class TokenRelay:
         """
         loop, reader = asyncio.get_running_loop(), EventReader()
         async for data in stream.response.content.iter_any():
-            due = stream.deadline.when()
-            left = self._options.token_seconds if due is None else due - loop.time()
-            stream.deadline.reschedule(None)  # a slow client is not the engine's fault
             passed: list[bytes] = []
             progress, finished = stream.progress, stream.finished
             try:
@@ -104,15 +104,18 @@ class TokenRelay:
             finally:
                 # Also before an error: what is counted as generated must have been sent.
                 if passed:
-                    stream.request.client_blocks = True  # while this waits
+                    stream.request.client_blocks = stream.wait.paused = True  # while this waits
                     began = loop.time()
                     await send(passed)
-                    stream.request.client_blocks = False
-                    if loop.time() - began > _SLOW_SECONDS:
+                    stream.request.client_blocks = stream.wait.paused = False
+                    took = loop.time() - began
+                    stream.wait.evidence.held(took)
+                    if took > _SLOW_SECONDS:
                         stream.request.slow_client = True
+            if reader.comments and comment is not None:
+                await comment(b"".join(reader.comments))
             if stream.progress > progress or stream.finished > finished:
-                left = self._options.token_seconds
-            stream.deadline.reschedule(loop.time() + left)
+                stream.wait.progressed(loop.time(), self._options.token_seconds)
         if not stream.finished:
             raise UpstreamError(stream.instance.instance, "its stream ended before the request")
         return True

@@ -14,6 +14,7 @@ from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.body_memory import BodyMemory, KeptBody, client_of
 from rescheduler.openai.engine_body import given_name
 from rescheduler.openai.openai_request import (
+    ALWAYS_STREAM,
     CHAT,
     COMPLETIONS,
     FORWARDED,
@@ -129,6 +130,10 @@ def _refused(error: RequestRefusedError) -> str:
     return "refused" if error.status == 400 else f"rejected_{error.status}"
 
 
+def _generated_tokens(request: LiveRequest) -> int:
+    return request.generated_tokens
+
+
 def _is_unknown(found: web.UrlMappingMatchInfo) -> bool:
     return isinstance(found.http_exception, web.HTTPNotFound)
 
@@ -172,12 +177,18 @@ class _Endpoints:
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         request, reports = self._proxy.new_request(client, name, headers), self._proxy.reports
         told = dict if reports is None else partial(reports.headers, request)
-        answer = ClientAnswer(http, client, {"X-Request-Id": request.name}, self._options, told)
-        outcome = "client_gone"
+        headers = {"X-Request-Id": request.name}
+        generated = partial(_generated_tokens, request)
+        answer = ClientAnswer(http, client, headers, self._options, told, generated)
+        outcome, alive, seconds = "client_gone", None, self._options.keep_alive_seconds
+        if seconds and client.stream and client.path in ALWAYS_STREAM:
+            alive = asyncio.create_task(answer.keep_alive(seconds))
         try:
             response, outcome = await self._generated(request, answer)
             return response
         finally:
+            if alive is not None:
+                alive.cancel()
             self._proxy.request_ended(request, outcome)
 
     @asynccontextmanager
@@ -220,7 +231,7 @@ class _Endpoints:
         try:
             async with self._followed(request, answer):
                 if request.client.movable:
-                    await self._proxy.flow.run(request, answer.chunks)
+                    await self._proxy.flow.run(request, answer.chunks, answer.comment)
                     return await answer.finish(), "ok"
                 return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:

@@ -93,6 +93,13 @@ class TelemetrySubscriber:
         with self.lock:
             return self.view.take_batches()
 
+    def heard(self, name: str) -> float | None:
+        """Return when an engine's last message came, in seconds on the monotonic clock."""
+        with self.lock:
+            instances = self.view.instances.items()
+            times = [view.received for key, view in instances if key.name == name]
+        return max(times, default=None)
+
     def keep_history(self, keep: bool) -> None:
         """Keep the forecasts of running requests from now on, or no longer.
 

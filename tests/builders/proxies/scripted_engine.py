@@ -26,6 +26,8 @@ from benchmarks.support.engine_states import engine_state
 from rescheduler.engines.deployment import Instance
 from rescheduler.openai.openai_request import FORWARDED
 from rescheduler.transfer.control_messages import (
+    Find,
+    Found,
     Freeze,
     Frozen,
     GetState,
@@ -33,6 +35,7 @@ from rescheduler.transfer.control_messages import (
     Release,
     Released,
     Reply,
+    RequestStatus,
     Snapshot,
     TakeSnapshot,
     Unfreeze,
@@ -95,6 +98,14 @@ class ScriptedEngine:
         lies: reports a token more than it gave, when it freezes.
         answers_late: gives no answer to a prefill that is done.
         poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
+        queue_seconds: before a request's first token, while it makes steps for others.
+        comment_seconds: between two comments of a stream meanwhile; 0: it sends none.
+        holds_from: total tokens of a request from which chunks come at its end only; 0: none.
+        kills: prompts with this word end it, and it starts again; empty: none does.
+        kills_at: with which token of such a prompt it ends.
+        lives: how often it has started.
+        cuts_the_end: its streams close before their last token's chunk.
+        metrics: it has ``/metrics``.
         key: API key that requests must have; empty: none.
         padding: bytes added to every chunk.
         longest: tokens of a chat that sets no limit.
@@ -125,6 +136,14 @@ class ScriptedEngine:
     lies: bool = False
     answers_late: bool = False
     poisoned: str = ""
+    queue_seconds: float = 0.0
+    comment_seconds: float = 0.0
+    holds_from: int = 0
+    kills: str = ""
+    kills_at: int = 0
+    lives: int = 0
+    cuts_the_end: bool = False
+    metrics: bool = True
     key: str = ""
     padding: int = 0
     longest: int = 100_000
@@ -141,6 +160,10 @@ class ScriptedEngine:
     port: int = 0
     endpoint: str = "tcp://127.0.0.1:*"
     most_running: int = 0
+    steps: int = 0
+    incarnation: str = ""
+    prefilling: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
 
     async def start_http(self) -> None:
         """Answer HTTP."""
@@ -152,15 +175,23 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         self.port = self.port or free_port()  # it may come back there
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await self._site.start()
+
+    async def stop_listening(self) -> None:
+        """Take no connections any more; those that are open stay."""
+        assert self._site._server is not None
+        self._site._server.close()
 
     async def start(self) -> Instance:
         """Serve; return what a deployment says of it."""
         await self.start_http()
+        self.incarnation = uuid4().hex
+        self.lives += 1
         self.engines[self.name] = self
         self._control: ControlServer | None = ControlServer(self.endpoint, None, self._answer)
         self.endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
@@ -188,6 +219,17 @@ class ScriptedEngine:
             await asyncio.sleep(60)
         return web.Response(status=self.fails if self.fails >= 500 else 200)
 
+    async def _metrics(self, http: web.Request) -> web.Response:
+        if not self.metrics:
+            raise web.HTTPNotFound
+        labels = 'engine="0",model_name="m"'
+        return web.Response(
+            text=f"vllm:generation_tokens_total{{{labels}}} {self.steps}.0\n"
+            f"vllm:prompt_tokens_total{{{labels}}} 12.0\n"
+            f"vllm:num_requests_running{{{labels}}} {len(self.running)}.0\n"
+            f"vllm:num_requests_waiting{{{labels}}} 0.0\n"
+        )
+
     async def _models(self, http: web.Request) -> web.Response:
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -209,6 +251,7 @@ class ScriptedEngine:
         for number in range(3):
             await response.write(f'event: a.delta\ndata: {{"n": {number}}}\n\n'.encode())
             await asyncio.sleep(self.token_seconds)
+        await response.write(b'event: end\ndata: {"type": "response.completed"}\n\n')
         return response
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
@@ -231,7 +274,11 @@ class ScriptedEngine:
         chat = http.path.endswith("chat/completions")
         context = self._context(body, params, chat)
         if params.get("do_remote_decode"):
-            return await self._prefill(context, headway)
+            self.prefilling.add(headway["id"])
+            try:
+                return await self._prefill(context, headway)
+            finally:
+                self.prefilling.discard(headway["id"])
         if copies:
             return await self._copy(context, params)
         if params.get("do_remote_prefill"):
@@ -242,6 +289,8 @@ class ScriptedEngine:
         generated = headway.get("generated", 0)
         running = Running(headway["id"], headway["hop"], context, len(context) - generated)
         self.running[running.id] = running
+        kind = "chatcmpl" if chat else "cmpl"
+        self.names[running.id] = f"{kind}-{http.headers.get('X-Request-Id')}"
         self.most_running = max(self.most_running, len(self.running))
         try:
             if not body.get("stream"):
@@ -249,6 +298,7 @@ class ScriptedEngine:
                 return web.json_response(self._whole(running, http, body, chat))
             return await self._stream(running, http, body, chat)
         finally:
+            self.names.pop(running.id, None)
             if self.running.get(running.id) is running:
                 del self.running[running.id]
             if running.freezing is not None:
@@ -294,6 +344,7 @@ class ScriptedEngine:
         token = next_token(running.context)
         running.context.append(token)
         running.given += 1
+        self.steps += 1
         return token
 
     async def _all(self, running: Running, body: dict[str, Any], chat: bool) -> None:
@@ -321,12 +372,20 @@ class ScriptedEngine:
         most = self.longest if most is None and chat else int(most or 16)
         while self.hangs:
             await asyncio.sleep(0.01)
+        await self._kill(http, body, 0)
         await response.prepare(http)
+        held = bytearray()
 
         async def write(chunk: dict[str, Any], more: bytes = b"") -> None:
             padding = {"padding": "x" * self.padding} if self.padding else {}
             data = json.dumps({**head, **chunk, **padding}, separators=(",", ":"))
-            await response.write(f"data: {data}\n\n".encode() + more)
+            held.extend(f"data: {data}\n\n".encode() + more)
+            finished = any(choice.get("finish_reason") for choice in chunk["choices"])
+            if finished or not 0 < self.holds_from <= len(running.output):
+                await response.write(bytes(held))
+                held.clear()
+
+        await self._queue(response)
 
         if chat:
             delta = {"role": "assistant", "content": ""}
@@ -334,6 +393,7 @@ class ScriptedEngine:
             await write({"choices": [role], "prompt_token_ids": prompt})
         while True:
             token = await self._next(running)
+            await self._kill(http, body, running.given)
             if self.breaks_at and len(running.output) >= self.breaks_at:
                 http.transport.abort()  # type: ignore[union-attr]
                 return response
@@ -349,6 +409,8 @@ class ScriptedEngine:
                 choice["prompt_token_ids"] = prompt if running.given == 1 else None
             if ended:
                 self._end(running, frozen=running.given < most)
+            if ended and self.cuts_the_end:
+                break
             if self.errs_at and len(running.output) >= self.errs_at:
                 error = b'data: {"error": {"message": "scripted", "code": 500}}\n\n'
                 await write({"choices": [choice]}, error)
@@ -356,6 +418,8 @@ class ScriptedEngine:
             await write({"choices": [choice]})
             if ended:
                 break
+        if self.cuts_the_end:
+            return response
         if self.breaks_after_the_end:
             await asyncio.sleep(0.05)
             http.transport.abort()  # type: ignore[union-attr]
@@ -366,6 +430,29 @@ class ScriptedEngine:
             await write({"choices": [], "usage": {**counts, "total_tokens": total}})
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _queue(self, response: web.StreamResponse) -> None:
+        """Wait as a request does whose engine serves others first."""
+        loop = asyncio.get_running_loop()
+        until = said = loop.time()
+        until += self.queue_seconds
+        while loop.time() < until:
+            await asyncio.sleep(0.01)
+            self.steps += 1
+            if self.comment_seconds and loop.time() - said >= self.comment_seconds:
+                await response.write(b": engine\n\n")
+                said = loop.time()
+
+    async def _kill(self, http: web.Request, body: dict[str, Any], given: int) -> None:
+        """End, and start again, if a prompt is one that the engine does not survive."""
+        if self.kills and given == self.kills_at and self.kills in json.dumps(body["prompt"]):
+            asyncio.get_running_loop().create_task(self._restart())
+            await asyncio.sleep(60)
+
+    async def _restart(self) -> None:
+        await self.stop()
+        await asyncio.sleep(0.1)
+        await self.start()
 
     def _end(self, running: Running, frozen: bool) -> None:
         del self.running[running.id]
@@ -385,7 +472,16 @@ class ScriptedEngine:
         self._reply(asked, Frozen(number=0, output_token_ids=output, params=params))
 
     def _answer(self, command: Any) -> Reply | None:
-        if not isinstance(command, GetState) or self.deaf:
+        if self.deaf:
+            return None
+        if isinstance(command, Find):
+            known = {*self.running, *self.prefilling, *self.names.values()}
+            statuses = [
+                RequestStatus.RUNNING if id in known else RequestStatus.UNKNOWN
+                for id in command.ids
+            ]
+            return Found(number=command.number, statuses=statuses, steps=self.steps)
+        if not isinstance(command, GetState):
             return None
         state = engine_state(
             number=command.number,
@@ -397,6 +493,8 @@ class ScriptedEngine:
             free_blocks=0 if self.full else _BLOCKS - len(self.running),
             running=len(self.running),
             frozen=list(self.kept),
+            incarnation=self.incarnation,
+            steps=self.steps,
         )
         return structs.replace(state, **self.says)
 

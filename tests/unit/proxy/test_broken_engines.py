@@ -307,7 +307,8 @@ async def test_an_engine_that_does_not_stop_is_left(tokenizer: Tokenizer) -> Non
 
 async def test_a_stream_whose_lines_end_otherwise_is_read(tokenizer: Tokenizer) -> None:
     token = b'{"choices":[{"index":0,"text":"a"}]}'
-    for sent in (b"data: " + token + b"\r\n\r\n", b"data:" + token + b"\n\n"):
+    for line, end in ((b"data: ", b"\r\n\r\n"), (b"data:", b"\n\n")):
+        sent = line + token + end + line + b"[DONE]" + end
         async with broken(tokenizer, events(sent)) as (it, engine):
             status, body = await ask(it, KINDS["direct, streamed"])
             assert (status, body, engine.asked) == (200, sent, 1)

@@ -442,13 +442,22 @@ async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
         assert (await it.post(BODY))[0] == 200
 
 
-async def test_a_prefill_that_takes_too_long_is_released_and_tried_again(
+async def test_a_prefill_that_its_engine_has_lost_is_released_and_tried_again(
     tokenizer: Tokenizer,
 ) -> None:
     async with cluster(tokenizer, prefill_seconds=1.0) as it:
         prefill = it.engines["prefill-0"]
         prefill.answers_late = True
+
+        async def lose() -> None:
+            for attempt in (1, 2):
+                await until(lambda n=attempt: len(prefill.bodies) == n)
+                await asyncio.sleep(1.0)  # it is known there first
+                prefill.prefilling.clear()
+
+        losing = asyncio.create_task(lose())
         await it.answered(5)
+        await losing
         hops = [body["kv_transfer_params"]["headway"]["hop"] for body in prefill.bodies]
         assert hops == [0, 1], "a release of the first attempt spares the second"
         await until(lambda: not prefill.kept)

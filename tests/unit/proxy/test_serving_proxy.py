@@ -427,10 +427,10 @@ async def test_what_cannot_move_is_handed_to_one_instance_as_it_is(
         assert it.engines["prefill-0"].bodies == []
 
 
-async def test_a_whole_answer_is_waited_for_as_long_as_its_instance_is_in_service(
+async def test_a_whole_answer_is_waited_for_as_long_as_its_engine_makes_steps(
     tokenizer: Tokenizer,
 ) -> None:
-    async with cluster(tokenizer, control_seconds=0.5) as it:
+    async with cluster(tokenizer, control_seconds=0.5, token_seconds=1.0) as it:
         for engine in it.decodes:
             engine.hangs = True
         body = {"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 3}
@@ -555,6 +555,7 @@ async def test_other_endpoints_are_one_instances_and_come_back_byte_for_byte(
         async with it.session.post(it.url + "/v1/responses", json=asked | {"stream": True}) as got:
             assert got.content_type == "text/event-stream"
             events = "".join(f'event: a.delta\ndata: {{"n": {n}}}\n\n' for n in range(3))
+            events += 'event: end\ndata: {"type": "response.completed"}\n\n'
             assert (await got.read()).decode() == events
         status, answer, _ = await it.post({"prompt": "a"}, "/tokenize")
         assert (status, answer["asked"]) == (200, {"prompt": "a"})
