@@ -33,6 +33,12 @@ most tasks.
 """
 
 _SAMPLING = ("temperature", "top_p", "max_tokens")
+_LONGEST_SHOWN = 80
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_SAID_OTHERWISE = {"tool_calls", "function_call", "reasoning_content", "refusal"}
+"""Fields of a message that may have no content."""
+_OURS = {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+"""Arguments of a chat template that are the same for all prompts."""
 _JSONL = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 
 
@@ -46,14 +52,29 @@ class Prompt:
 
     Attributes:
         id: unique within the source; a resumed collection knows done prompts by it.
+        messages: with all their fields; ``content`` is a text.
         sampling: the settings of `Sampling` that this request has of its own.
+        template: further arguments of the chat template: ``tools``, and those of
+            ``chat_template_kwargs``.
+        where: file and line, or row.
     """
 
     id: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     source: str
     task: str
     sampling: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """Tools, contents and tool calls, a line each, without a chat template."""
+        said: list[Any] = list(self.template.get("tools", []))
+        for message in self.messages:
+            said += [message["content"], *message.get("tool_calls", [])]
+        texts = (one if isinstance(one, str) else json.dumps(one, default=str) for one in said)
+        return "\n".join(texts)
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
@@ -61,9 +82,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Args:
         source: ``starter`` (bundled), a JSONL file (``.jsonl``, also gzipped) whose lines have
-            ``prompt`` or ``messages`` and optionally ``id``, ``source``, ``task``,
-            ``temperature``, ``top_p`` and ``max_tokens``, or the id of a Hugging Face dataset
-            with such columns, optionally ``OWNER/NAME:SPLIT``.
+            ``prompt`` or ``messages`` and optionally ``tools``, ``chat_template_kwargs``, ``id``,
+            ``source``, ``task``, ``temperature``, ``top_p`` and ``max_tokens``, or the id of a
+            Hugging Face dataset with such columns, optionally ``OWNER/NAME:SPLIT``.
         limit: keep only so many.
 
     Raises:
@@ -83,7 +104,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: set[str] = set()
     for where, record in records:
-        prompt = parse_prompt(where, record, len(prompts), default_source=Path(source).name)
+        prompt = parse_prompt(where, record, default_source=Path(source).name)
+        if not prompt.id:
+            prompt = replace(prompt, id=str(len(prompts)))
         if prompt.id in seen:
             raise PromptError(f"{where}: the id {prompt.id!r} appeared before")
         seen.add(prompt.id)
@@ -95,8 +118,8 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def parse_prompt(where: str, record: Any, index: int, default_source: str) -> Prompt:
-    """Return the prompt of a record; its number is its id where it has none.
+def parse_prompt(where: str, record: Any, default_source: str) -> Prompt:
+    """Return the prompt of a record; its id is empty where it has none.
 
     Raises:
         PromptError: it is malformed; names its place.
@@ -107,19 +130,123 @@ def parse_prompt(where: str, record: Any, index: int, default_source: str) -> Pr
     text = record.get("prompt")
     if messages is None and isinstance(text, str) and text.strip():
         messages = [{"role": "user", "content": text}]
-    if not _is_conversation(messages):
+    if not isinstance(messages, list) or not messages:
         raise PromptError(
             f"{where}: needs 'prompt' (a text that is not empty) or 'messages' "
             "(a list of objects with 'role' and 'content'); it has "
             f"{', '.join(map(repr, record)) or 'nothing'}"
         )
     return Prompt(
-        id=_text(record, "id", str(index)),
-        messages=[{"role": m["role"], "content": m["content"]} for m in messages or []],
+        id=_text(record, "id", ""),
+        messages=[_message(f"{where}: messages[{i}]", one) for i, one in enumerate(messages)],
         source=_text(record, "source", default_source),
         task=_text(record, "task", ""),
         sampling=_sampling(where, record),
+        template=_template_arguments(where, record),
+        where=where,
     )
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    """Return a message in the form that chat templates read, as vLLM's server makes it.
+
+    Fields that are null are left out: tables have all of them in every row. The content becomes
+    a text, and the arguments of tool calls objects.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(f"{where}: expected an object with 'role', a text, and 'content'")
+    kept = {name: value for name, value in message.items() if value is not None}
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
+    else:
+        kept.pop("tool_calls", None)
+    if "reasoning" in kept:
+        kept.setdefault("reasoning_content", kept["reasoning"])
+    content = kept.get("content")
+    if content is None and not _SAID_OTHERWISE.isdisjoint(kept):
+        content = ""
+    elif isinstance(content, list):
+        content = "\n".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise PromptError(
+            f"{where}.content: expected a text or a list of text parts (null only beside "
+            f"{', '.join(sorted(_SAID_OTHERWISE))}), found {_shown(content)}"
+        )
+    return kept | {"content": content}
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) else None
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        raise PromptError(
+            f"{where}: expected a part of text, {{'type': 'text', 'text': ...}}, found "
+            f"{_shown(part)}; images and sound are not collected"
+        )
+    return text
+
+
+def _tool_calls(where: str, given: Any) -> list[dict[str, Any]]:
+    calls = _objects(where, given)
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise PromptError(f"{where}[{i}]: expected an object with 'function', which has a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _decoded(f"{where}[{i}].function.arguments", arguments)
+        if not isinstance(arguments, dict):
+            raise PromptError(
+                f"{where}[{i}].function.arguments: expected an object, or the text of one, found "
+                f"{_shown(arguments)}"
+            )
+        kept = {name: value for name, value in call.items() if value is not None}
+        calls[i] = kept | {"function": function | {"arguments": arguments}}
+    return calls
+
+
+def _template_arguments(where: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Return what a chat template reads in addition to the messages."""
+    given: dict[str, Any] = record.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise PromptError(f"{where}: chat_template_kwargs: expected an object")
+    if wrong := _OURS.intersection(given):
+        raise PromptError(f"{where}: chat_template_kwargs: leave out {', '.join(sorted(wrong))}")
+    if tools := record.get("tools"):
+        given = given | {"tools": _objects(f"{where}: tools", tools)}
+    if record.get("functions"):
+        raise PromptError(f"{where}: functions: OpenAI's old form; give them as 'tools'")
+    return given
+
+
+def _objects(where: str, value: Any) -> list[dict[str, Any]]:
+    """Return a list of objects; tables often have it, or each of them, as a text of JSON."""
+    if isinstance(value, str):
+        value = _decoded(where, value)
+    if isinstance(value, list):
+        objects: list[dict[str, Any]] = [
+            _decoded(where, one) if isinstance(one, str) else one for one in value
+        ]
+        if all(isinstance(one, dict) for one in objects):
+            return objects
+    raise PromptError(f"{where}: expected a list of objects, found {_shown(value)}")
+
+
+def _decoded(where: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where}: not JSON: {error}") from error
+    if "\\u" in text:
+        _refuse_half_characters(where, value)
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _sampling(where: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -141,14 +268,6 @@ def _text(record: dict[str, Any], key: str, default: str) -> str:
     return default if value is None else str(value)
 
 
-def _is_conversation(messages: Any) -> bool:
-    if not isinstance(messages, list) or not messages:
-        return False
-    said = [one for one in messages if isinstance(one, dict)]
-    texts = [one.get(key) for one in said for key in ("role", "content")]
-    return len(said) == len(messages) and all(isinstance(text, str) for text in texts)
-
-
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the place and the value of every line.
 
@@ -162,7 +281,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 hint = "JSON Lines have one object a line, as `jq -c` writes them; "
                 hint = hint if line.strip() in ("[", "{") else ""
                 raise PromptError(f"{where}: {hint}not JSON: {error}") from error
@@ -210,6 +329,8 @@ class Transcript:
         id: the client's name of the request; splits keep what shares it together.
         sample_index: which of the answers to this prompt it is.
         answer: token ids, the end-of-sequence token included where the model ended it; or text.
+        template: further arguments of the chat template, as of `Prompt`.
+        where: file and line, or row.
         finish_reason: ``stop``, ``length`` (the cap was reached), ``repetition`` or ``abort`` (the
             client left); all but ``stop`` make censored rows.
         max_tokens: the cap the request asked for; 0 when unknown.
@@ -217,7 +338,7 @@ class Transcript:
 
     id: str
     sample_index: int
-    prompt: list[int] | list[dict[str, str]]
+    prompt: list[int] | list[dict[str, Any]]
     answer: list[int] | str
     finish_reason: str
     max_tokens: int
@@ -225,6 +346,8 @@ class Transcript:
     top_p: float | None
     source: str
     task: str
+    template: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     @property
     def request_id(self) -> str:
@@ -252,8 +375,8 @@ def load_transcripts(path: Path, limit: int | None = None) -> TranscriptFile:
         path: what ``headway dataset transcripts`` wrote (``.parquet``), or JSON Lines (also
             gzipped) with ``prompt``, ``messages`` or ``prompt_token_ids``; ``answer`` (text) or
             ``output_token_ids``; ``finish_reason`` (``stop`` unless given); and optionally
-            ``id``, ``sample_index``, ``max_tokens``, ``temperature``, ``top_p``, ``source``,
-            ``task``.
+            ``tools``, ``chat_template_kwargs``, ``id``, ``sample_index``, ``max_tokens``,
+            ``temperature``, ``top_p``, ``source``, ``task``.
         limit: keep only so many, from the first.
 
     Raises:
@@ -269,7 +392,9 @@ def load_transcripts(path: Path, limit: int | None = None) -> TranscriptFile:
     transcripts: list[Transcript] = []
     seen: set[str] = set()
     for where, record in records[:limit]:
-        transcript = _parse(where, record, len(transcripts), path.name)
+        transcript = _parse(where, record, path.name)
+        if not transcript.id:
+            transcript = replace(transcript, id=str(len(transcripts)))
         if transcript.request_id in seen:
             raise PromptError(
                 f"{where}: answer {transcript.sample_index} to {transcript.id!r} appeared before; "
@@ -302,15 +427,15 @@ def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
     return described, [(f"{path}, row {i}", row) for i, row in enumerate(rows)]
 
 
-def _parse(where: str, record: Any, index: int, default_source: str) -> Transcript:
+def _parse(where: str, record: Any, default_source: str) -> Transcript:
     if not isinstance(record, dict):
         raise PromptError(f"{where}: expected a JSON object, found {type(record).__name__}")
     record = record | {"max_tokens": record.get("max_tokens") or None}
-    prompt: list[int] | list[dict[str, str]] = []
+    prompt: list[int] | list[dict[str, Any]] = []
     if record.get("prompt_token_ids") is not None:
         prompt = _token_ids(where, record, "prompt_token_ids")
         record = record | {"prompt": "(token ids)", "messages": None}
-    described = parse_prompt(where, record, index, default_source)
+    described = parse_prompt(where, record, default_source)
     answer: list[int] | str
     if record.get("output_token_ids") is not None:
         answer = _token_ids(where, record, "output_token_ids")
@@ -340,6 +465,8 @@ def _parse(where: str, record: Any, index: int, default_source: str) -> Transcri
         top_p=described.sampling.get("top_p"),
         source=described.source,
         task=described.task,
+        template=described.template,
+        where=where,
     )
 
 

@@ -142,7 +142,7 @@ def load_answered_prompts(
         of_prompt = [asked[names[i]] for i in here.request]
         tasks = [prompt.task or "other" for prompt in of_prompt]
         answered = Prompts(
-            ["\n".join(m["content"] for m in prompt.messages) for prompt in of_prompt],
+            [prompt.text for prompt in of_prompt],
             [task_names.get(task, task.replace("_", " ")) for task in tasks],
             here.prompt_tokens,
             here.generated_tokens + here.tokens_left(),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_collection.workload.prompts import PromptError, load_prompts
+from data_collection.workload.prompts import PromptError, load_prompts, load_transcripts
 
 
 def write(path: Path, *lines: object) -> str:
@@ -40,20 +40,50 @@ def test_jsonl_is_read_in_order_with_defaults(tmp_path: Path, name: str) -> None
         {"id": None, "prompt": "Bye", "task": None},
     )
     first, second, third = load_prompts(source)
+    assert len({first.id, second.id, third.id}) == 3
     assert (first.id, first.source, first.task) == ("x", "me", "greet")
     assert first.messages == [{"role": "user", "content": "Hello"}]
-    assert (second.id, second.source, second.task) == ("1", name, "")
+    assert (second.source, second.task) == (name, "")
     assert second.messages[0]["content"] == "Grüß dich"
-    assert (third.id, third.task) == ("2", "")
+    assert third.task == ""
 
 
-def test_conversations_keep_roles_and_contents_only(tmp_path: Path) -> None:
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_conversations_keep_all_that_a_chat_template_reads(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     messages = [
-        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, "brief."], "name": None},
         {"role": "user", "content": "Hi", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "Hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "Two.", "tool_calls": []},
     ]
-    (prompt,) = load_prompts(write(tmp_path / "mine.jsonl", {"messages": messages}))
-    assert prompt.messages == [messages[0], {"role": "user", "content": "Hi"}]
+    line = {"messages": messages, "tools": tools, "chat_template_kwargs": {"date": "today"}}
+    (prompt,) = load_prompts(write(tmp_path / "mine.jsonl", line))
+    call = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
+    assert prompt.messages == [
+        {"role": "system", "content": "Be\nbrief."},
+        messages[1],
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call],
+            "reasoning": "Hm",
+            "reasoning_content": "Hm",
+        },
+        messages[3],
+        {"role": "assistant", "content": "Two."},
+    ]
+    assert prompt.template == {"tools": tools, "date": "today"}
+    assert prompt.text.splitlines()[1:] == ["Be", "brief.", "Hi", "", json.dumps(call), "2", "Two."]
+    for packed in (json.dumps(tools), [json.dumps(tools[0])]):  # as tables have it
+        (other,) = load_prompts(write(tmp_path / "packed.jsonl", line | {"tools": packed}))
+        assert other.template == prompt.template
+    transcript = {"answer": "Yes"} | line
+    (read,) = load_transcripts(Path(write(tmp_path / "t.jsonl", transcript))).transcripts
+    assert (read.prompt, read.template) == (prompt.messages, prompt.template)
 
 
 def test_a_limit_reads_no_further(tmp_path: Path) -> None:
@@ -72,11 +102,46 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ({"prompt": "  "}, "needs 'prompt'"),
         ({"prompt": 3}, "needs 'prompt'"),
         ({"messages": []}, "needs 'prompt'"),
-        ({"messages": [{"role": "user"}]}, "needs 'prompt'"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content: expected a text or a list"),
+        ({"messages": [{"role": "user", "content": None}]}, r"\.content: .* found null"),
+        ({"messages": ["Hi"]}, r"messages\[0\]: expected an object with 'role'"),
+        ({"messages": [{"content": "Hi"}]}, r"messages\[0\]: expected an object with 'role'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            r"messages\[0\]\.content\[0\]: expected a part of text.* found {'type': 'image_url'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
+            r"messages\[0\]\.tool_calls\[0\]: expected an object with 'function'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": "add"}]},
+            r"messages\[0\]\.tool_calls: not JSON",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": '}}],
+                    }
+                ]
+            },
+            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: not JSON",
+        ),
+        ({"prompt": "a", "tools": {"name": "f"}}, "tools: expected a list of objects, found {"),
+        ({"prompt": "a", "tools": '["\\ud800"]'}, "tools: not text: half of a surrogate pair"),
+        ({"prompt": "a", "functions": [{"name": "f"}]}, "give them as 'tools'"),
+        ({"prompt": "a", "chat_template_kwargs": [1]}, "chat_template_kwargs: expected an object"),
+        (
+            {"prompt": "a", "chat_template_kwargs": {"tokenize": False}},
+            "chat_template_kwargs: leave out tokenize",
+        ),
+        ("[" * 100_000, "not JSON"),
         ({}, "it has nothing"),
         ('{"prompt": "a\\ud800"}', "half of a surrogate pair"),
         ('{"prompt": "a", "id": "\\udc00"}', "half of a surrogate pair"),
-        ({"prompt": "a", "id": "0"}, "the id '0' appeared before"),
+        ({"prompt": "a", "id": "first"}, "the id 'first' appeared before"),
         ({"prompt": "a", "max_tokens": 1 << 31}, "max_tokens: 2147483648 is invalid"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens: 1.5 is invalid; expected a whole number"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens: True is invalid; expected a whole"),
@@ -87,7 +152,7 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: object, message: str) -> None:
-    source = write(tmp_path / "mine.jsonl", {"prompt": "fine"}, "", line)
+    source = write(tmp_path / "mine.jsonl", {"prompt": "fine", "id": "first"}, "", line)
     with pytest.raises(PromptError, match=rf"mine\.jsonl, line 3: .*{message}"):
         load_prompts(source)
 
