@@ -1,7 +1,9 @@
 """What is driven: prompts to be answered, and transcripts, which are prompts with answers."""
 
+import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from data_collection.text_file import text_lines
 from data_collection.workload.engine_options import LARGEST, Sampling
 
 __all__ = [
+    "DIGEST",
     "Prompt",
     "PromptError",
     "Transcript",
@@ -32,7 +35,11 @@ Length is what a predictor learns, so the set mixes kinds of answers: any stretc
 most tasks.
 """
 
+DIGEST = "sha256-"
+"""What the id of a prompt that has none starts with; a digest of what is sent follows."""
+
 _SAMPLING = ("temperature", "top_p", "max_tokens")
+_DIGITS = 20
 _LONGEST_SHOWN = 80
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _SAID_OTHERWISE = {"tool_calls", "function_call", "reasoning_content", "refusal"}
@@ -87,6 +94,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
             Hugging Face dataset with such columns, optionally ``OWNER/NAME:SPLIT``.
         limit: keep only so many.
 
+    A prompt without an id gets a digest of what is sent, and the number of its occurrence where
+    equal ones came before. So it keeps its id when lines are inserted or reordered.
+
     Raises:
         PromptError: the source does not exist, is empty, or has a malformed line, or an id
             appears twice.
@@ -103,10 +113,12 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
         records = _hub_records(source)
     prompts: list[Prompt] = []
     seen: set[str] = set()
+    digests: Counter[str] = Counter()
     for where, record in records:
         prompt = parse_prompt(where, record, default_source=Path(source).name)
         if not prompt.id:
-            prompt = replace(prompt, id=str(len(prompts)))
+            content = [prompt.messages, prompt.template, prompt.sampling]
+            prompt = replace(prompt, id=_content_id(content, digests))
         if prompt.id in seen:
             raise PromptError(f"{where}: the id {prompt.id!r} appeared before")
         seen.add(prompt.id)
@@ -145,6 +157,14 @@ def parse_prompt(where: str, record: Any, default_source: str) -> Prompt:
         template=_template_arguments(where, record),
         where=where,
     )
+
+
+def _content_id(content: Any, digests: Counter[str]) -> str:
+    """Return a digest of what is sent, with its occurrence number from the second one on."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+    digest = DIGEST + hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    digests[digest] += 1
+    return digest if digests[digest] == 1 else f"{digest}-{digests[digest]}"
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -391,10 +411,11 @@ def load_transcripts(path: Path, limit: int | None = None) -> TranscriptFile:
         records = list(read_json_lines(path))
     transcripts: list[Transcript] = []
     seen: set[str] = set()
+    digests: Counter[str] = Counter()
     for where, record in records[:limit]:
         transcript = _parse(where, record, path.name)
         if not transcript.id:
-            transcript = replace(transcript, id=str(len(transcripts)))
+            transcript = replace(transcript, id=_content_id(_content(transcript), digests))
         if transcript.request_id in seen:
             raise PromptError(
                 f"{where}: answer {transcript.sample_index} to {transcript.id!r} appeared before; "
@@ -425,6 +446,12 @@ def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
         for key, value in (table.schema.metadata or {}).items()
     }
     return described, [(f"{path}, row {i}", row) for i, row in enumerate(rows)]
+
+
+def _content(transcript: Transcript) -> list[Any]:
+    one = transcript
+    settings = [one.finish_reason, one.max_tokens, one.temperature, one.top_p]
+    return [one.prompt, one.template, one.answer, one.sample_index, *settings]
 
 
 def _parse(where: str, record: Any, default_source: str) -> Transcript:

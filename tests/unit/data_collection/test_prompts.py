@@ -48,6 +48,64 @@ def test_jsonl_is_read_in_order_with_defaults(tmp_path: Path, name: str) -> None
     assert third.task == ""
 
 
+def names(source: str) -> dict[str, str]:
+    """The id of every prompt, by what is asked."""
+    prompts = load_prompts(source)
+    named = {prompt.messages[0]["content"]: prompt.id for prompt in prompts}
+    assert len(named) == len(prompts) == len({prompt.id for prompt in prompts})
+    return named
+
+
+def test_prompts_without_an_id_keep_theirs_when_lines_are_inserted_or_moved(
+    tmp_path: Path,
+) -> None:
+    lines = [{"prompt": f"Number {i}"} for i in range(20)]
+    before = names(write(tmp_path / "mine.jsonl", *lines))
+    changed = [{"prompt": "New"}, *reversed(lines[5:])]
+    after = names(write(tmp_path / "mine.jsonl", *changed))
+    assert {text: before[text] for text in after if text != "New"} == {
+        text: name for text, name in after.items() if text != "New"
+    }
+    assert after["New"] not in before.values()
+
+
+def test_equal_prompts_each_have_an_id(tmp_path: Path) -> None:
+    same = {"prompt": "Again"}
+    source = write(tmp_path / "mine.jsonl", same, {"prompt": "b"}, same, same)
+    ids = [prompt.id for prompt in load_prompts(source)]
+    assert len(set(ids)) == 4
+    more = [p.id for p in load_prompts(write(tmp_path / "more.jsonl", same, same, same, same))]
+    assert more[:3] == [ids[0], ids[2], ids[3]], "by occurrence, wherever they stand"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 5},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [{"role": "system", "content": "a"}]},
+    ],
+)
+def test_whatever_changes_the_answer_changes_the_id(tmp_path: Path, change: object) -> None:
+    assert isinstance(change, dict)
+    source = write(tmp_path / "mine.jsonl", {"prompt": "a"}, {"prompt": "a"} | change)
+    first, second = load_prompts(source)
+    assert second.id != f"{first.id}-2"
+
+
+def test_transcripts_without_an_id_keep_theirs_when_lines_are_moved(tmp_path: Path) -> None:
+    lines = [{"prompt": "Same", "answer": f"Number {i}"} for i in range(5)]
+
+    def ids(*lines: object) -> dict[str, str]:
+        path = Path(write(tmp_path / "mine.jsonl", *lines))
+        return {str(one.answer): one.request_id for one in load_transcripts(path).transcripts}
+
+    before = ids(*lines)
+    assert len(set(before.values())) == 5
+    assert ids(*reversed(lines)) == before
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
