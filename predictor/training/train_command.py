@@ -1,14 +1,16 @@
 """`headway train`: Lightning's command line around the predictor's training."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from data_collection.atomic_file import write_text_atomically
@@ -21,6 +23,46 @@ from predictor.training.rows_data_module import RowsDataModule
 from predictor.training.survival_training import SurvivalTraining
 
 __all__ = ["TRAININGS", "ExportCheckpoint", "train"]
+
+
+class _KeptEpochs(ModelCheckpoint):
+    """The best epoch and the last one, in a folder that may be moved.
+
+    Lightning writes absolute paths into checkpoints. It forgets the best epoch where they differ
+    from the folder's, or looks for it where it was. Here the best epoch is beside the checkpoint
+    that training goes on from, wherever that is.
+    """
+
+    @property
+    def state_key(self) -> str:
+        """The name of the state in checkpoints: that of Lightning's class, as it always was."""
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__name__, 1)
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let the paths in a checkpoint be those of this folder, with the best epoch in it."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is None or self.dirpath is None or trainer.ckpt_path is None:
+            return
+        resumed, folder = Path(trainer.ckpt_path).resolve(), Path(self.dirpath)
+        best = resumed.parent / Path(state["best_model_path"]).name
+        state |= {"dirpath": self.dirpath, "last_model_path": str(folder / "last.ckpt")}
+        if not best.is_file():
+            print(
+                f"{best}: the best epoch until now is missing: the best from {resumed.name} on is "
+                "taken",
+                file=sys.stderr,
+            )
+            state |= {"best_model_path": str(resumed), "best_model_score": None}
+            state |= {"best_k_models": {}, "kth_best_model_path": "", "kth_value": self.kth_value}
+            return
+        kept = folder / best.name
+        if kept != best:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(best, kept)
+        state |= {"best_model_path": str(kept), "kth_best_model_path": str(kept)}
+        state["best_k_models"] = {str(kept): state["best_model_score"]}
 
 
 class ExportCheckpoint(Callback):
@@ -85,6 +127,20 @@ TRAININGS = (SurvivalTraining, RemainingLengthTraining)
 class _TrainCLI(LightningCLI):
     """Adds the output folder, the patience, and the logs of every training."""
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Refuse a checkpoint that cannot be read by its name, before Lightning reads it."""
+        super().parse_arguments(parser, args)
+        chosen = self.config.get(self.config.get("subcommand") or "") or {}
+        path = chosen.get("ckpt_path")
+        if path and Path(path).is_file():
+            message = f"--ckpt-path {path}: not a whole checkpoint such as OUT/training/last.ckpt"
+            try:
+                whole = "loops" in torch.load(path, weights_only=True, map_location="cpu")
+            except (RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
+                raise ValueError(message) from error
+            if not whole:
+                raise ValueError(message)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the arguments that belong to neither model, data nor trainer."""
         parser.add_argument(
@@ -103,7 +159,12 @@ class _TrainCLI(LightningCLI):
         out: Path = chosen["out"]
         callbacks = [
             EarlyStopping(self.model.monitor, patience=chosen["patience"]),
-            ModelCheckpoint(out / "training", monitor=self.model.monitor, save_last=True),
+            _KeptEpochs(
+                out / "training",
+                monitor=self.model.monitor,
+                save_last=True,
+                enable_version_counter=False,  # last.ckpt is the newest
+            ),
             ExportCheckpoint(out),
         ]
         kwargs["callbacks"] = callbacks + list(kwargs.get("callbacks") or [])
