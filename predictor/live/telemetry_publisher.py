@@ -30,7 +30,13 @@ from predictor.live.telemetry_messages import (
     encode_message,
     encode_survival,
 )
-from predictor.live.zmq_sockets import apply_curve, raised_port, refuse_open_endpoint
+from predictor.live.zmq_sockets import (
+    apply_curve,
+    bind_socket,
+    connect_socket,
+    raised_port,
+    refuse_open_endpoint,
+)
 
 __all__ = ["TelemetryPublisher"]
 
@@ -249,14 +255,14 @@ class TelemetryPublisher:
         bound = raised_port(config.bind, self._rank)
         if bound:
             try:
-                publisher.bind(bound)
+                bind_socket(publisher, bound)
             except zmq.ZMQError as error:
                 raise TelemetryError(
                     f"telemetry cannot bind {bound}: {error.strerror}. Give another "
                     "forecast.telemetry.bind in --additional-config, or stop what uses it"
                 ) from error
         for endpoint in config.connect:
-            publisher.connect(endpoint)
+            connect_socket(publisher, endpoint)
         last = publisher.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(last, bytes)
         return publisher, last.rstrip(b"\0").decode()

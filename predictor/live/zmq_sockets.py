@@ -2,6 +2,8 @@
 
 import hashlib
 import ipaddress
+import socket as sockets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +18,17 @@ from predictor.live.telemetry_messages import TelemetryError
 
 __all__ = [
     "apply_curve",
+    "bind_socket",
+    "connect_socket",
     "create_keys",
     "is_loopback",
     "keys",
+    "needs_ipv6",
     "notice_lost_peers",
     "raised_port",
     "refuse_open_endpoint",
     "shared_secret",
+    "tcp_endpoint",
 ]
 
 Side = Literal["engine", "watcher"]
@@ -30,6 +36,7 @@ Side = Literal["engine", "watcher"]
 _OTHER: dict[Side, Side] = {"engine": "watcher", "watcher": "engine"}
 _DOMAIN = "headway"
 _IPV4_LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
+_IPV6_LOOPBACK = ipaddress.IPv6Address("::1")
 
 
 def keys(folder: Path) -> None:
@@ -73,12 +80,13 @@ def is_loopback(endpoint: str) -> bool:
     host = address.rpartition(":")[0]  # of `source;destination` neither parses
     if scheme != "tcp" or not host:
         return False
-    if host == "localhost" or host == "[::1]":
+    if host == "localhost":
         return True
-    try:
+    with suppress(ValueError):
+        if host.startswith("[") and host.endswith("]"):
+            return ipaddress.IPv6Address(host[1:-1]) == _IPV6_LOOPBACK
         return ipaddress.IPv4Address(host) in _IPV4_LOOPBACK
-    except ValueError:
-        return False
+    return False
 
 
 def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
@@ -93,6 +101,42 @@ def refuse_open_endpoint(endpoint: str, keys: Path | str | None) -> None:
             "`headway keys DIR` and give DIR as keys to both sides, or use an endpoint on "
             "127.0.0.1"
         )
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    """Return a TCP endpoint, an IPv6 address in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def needs_ipv6(endpoint: str) -> bool:
+    """Return whether a ZMQ socket reaches an endpoint by IPv6.
+
+    A name with addresses of both kinds is reached by IPv4, since an engine binds that one. With
+    IPv6 ZMQ also takes an IPv4 address that a name gets later: a name without any is for IPv6.
+    """
+    scheme, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0]
+    if scheme != "tcp" or not host or ";" in host:
+        return False
+    if host.startswith("["):
+        return True
+    try:
+        sockets.getaddrinfo(host, None, sockets.AF_INET, sockets.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return True
+    return False
+
+
+def connect_socket(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Connect a socket by IPv4 or IPv6; raises as `zmq.Socket.connect`."""
+    socket.setsockopt(zmq.IPV6, int(needs_ipv6(endpoint)))
+    socket.connect(endpoint)
+
+
+def bind_socket(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Bind a socket to an IPv4 or IPv6 address; raises as `zmq.Socket.bind`."""
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))  # no name: ZMQ binds none
+    socket.bind(endpoint)
 
 
 def apply_curve(

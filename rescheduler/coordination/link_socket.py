@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from predictor.live.zmq_sockets import apply_curve, is_loopback, refuse_open_endpoint
+from predictor.live.zmq_sockets import (
+    apply_curve,
+    bind_socket,
+    connect_socket,
+    is_loopback,
+    needs_ipv6,
+    refuse_open_endpoint,
+)
 from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import Link
 from rescheduler.coordination.messages import (
@@ -80,10 +87,10 @@ class LinkSockets:
         self._due, self._publish_due = asyncio.Event(), asyncio.Event()
         self._authenticator = None
         self._contexts = [zmq.asyncio.Context() for _ in range(2)]  # one serves with keys
-        (connecting, serving), ipv6 = self._contexts, "[" in endpoint
-        self._dealer = message_socket(connecting, zmq.DEALER, ipv6)
-        self._peers = PeerSockets(connecting, keys, ipv6, self._heard, refused)
-        self._publisher = message_socket(serving, zmq.PUB, ipv6)
+        connecting, serving = self._contexts
+        self._dealer = message_socket(connecting, zmq.DEALER)
+        self._peers = PeerSockets(connecting, keys, self._heard, refused)
+        self._publisher = message_socket(serving, zmq.PUB)
         try:
             # Nothing is kept for a coordinator that is away: reports say how things are.
             self._dealer.setsockopt(zmq.IMMEDIATE, 1)
@@ -97,7 +104,7 @@ class LinkSockets:
                 self._authenticator = apply_curve(
                     self._publisher, keys, "watcher", serves=True, peer="watcher"
                 )
-            self._dealer.connect(endpoint)
+            connect_socket(self._dealer, endpoint)
             link.listening = self._bind(endpoint)
         except BaseException:
             self.close()
@@ -195,20 +202,22 @@ class LinkSockets:
         """Bind the publisher to the address by which this machine reaches the coordinator."""
         try:
             address = _own_address(coordinator)
-            port = self._publisher.bind_to_random_port(f"tcp://{address}")
+            bind_socket(self._publisher, f"tcp://{address}:*")
         except (OSError, zmq.ZMQError) as error:
             raise CoordinationError(
                 f"coordinator.endpoint: {coordinator}: no way there from this machine ({error}): "
                 "is the name or address right?"
             ) from error
-        return f"tcp://{address}:{port}"
+        bound = self._publisher.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return bound.rstrip(b"\0").decode()
 
 
 def _own_address(endpoint: str) -> str:
     """Return this machine's address on the way to an endpoint, as ZMQ writes it."""
     parts = urlsplit(endpoint)
     host, port = parts.hostname or "", parts.port or 0
-    wanted = socket.AF_INET6 if "[" in endpoint else socket.AF_INET  # as ZMQ looks names up
+    wanted = socket.AF_INET6 if needs_ipv6(endpoint) else socket.AF_INET  # as ZMQ does
     found = socket.getaddrinfo(host, port, wanted, socket.SOCK_DGRAM)
     family, kind, _, _, address = found[0]
     with socket.socket(family, kind) as probe:

@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.zmq_sockets import apply_curve
+from predictor.live.zmq_sockets import apply_curve, connect_socket
 from rescheduler.coordination.messages import (
     LARGEST_MESSAGE,
     MOST_UNREAD,
@@ -29,7 +29,7 @@ _UNREAD = 4
 
 
 def message_socket(
-    context: zmq.asyncio.Context, kind: int, ipv6: bool, unread: int = MOST_UNREAD
+    context: zmq.asyncio.Context, kind: int, unread: int = MOST_UNREAD
 ) -> zmq.asyncio.Socket:
     """Return a socket that keeps so many messages, and none when it is closed."""
     made = context.socket(kind)
@@ -37,7 +37,6 @@ def message_socket(
     made.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
     made.setsockopt(zmq.SNDHWM, unread)
     made.setsockopt(zmq.RCVHWM, unread)
-    made.setsockopt(zmq.IPV6, int(ipv6))
     return made
 
 
@@ -54,11 +53,10 @@ class PeerSockets:
         self,
         context: zmq.asyncio.Context,
         keys: Path | None,
-        ipv6: bool,
         heard: Callable[[int, Load], None],
         refused: RefusedMessages,
     ) -> None:
-        self._context, self._keys, self._ipv6 = context, keys, ipv6
+        self._context, self._keys = context, keys
         self._heard, self._refused = heard, refused
         self._numbers: dict[str, int] = {}
         self._hearing: dict[str, tuple[zmq.asyncio.Socket, asyncio.Task[None]]] = {}
@@ -71,7 +69,7 @@ class PeerSockets:
             task.cancel()
             socket.close(linger=0)
         for endpoint in numbers.keys() - self._hearing.keys():
-            socket = message_socket(self._context, zmq.SUB, self._ipv6, _UNREAD)
+            socket = message_socket(self._context, zmq.SUB, _UNREAD)
             try:
                 self._open(socket, endpoint)
             except zmq.ZMQError as error:
@@ -93,7 +91,7 @@ class PeerSockets:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         if self._keys is not None:
             apply_curve(socket, self._keys, "watcher", serves=False, peer="watcher")
-        socket.connect(endpoint)
+        connect_socket(socket, endpoint)
 
     async def _hear(self, endpoint: str, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -16,7 +16,12 @@ from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.serving.admin_app import AdminListener
-from rescheduler.serving.connection import cannot_listen, monitoring_routes, operators_server
+from rescheduler.serving.connection import (
+    cannot_listen,
+    listening_at,
+    monitoring_routes,
+    operators_server,
+)
 
 __all__ = ["coordinator"]
 
@@ -57,9 +62,9 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
         await coordinator.start()
         app = web.Application()
         app.add_routes(monitoring_routes(lambda: coordinator.ready, coordinator.metrics.text))
-        server = operators_server(app, host=options.host, port=options.port)
         try:
-            await stack.enter_async_context(server)
+            where = listening_at(options.host, options.port)
+            await stack.enter_async_context(operators_server(app, **where))
         except OSError as error:
             raise cannot_listen("coordinator.port", options.host, options.port, error) from error
         settled = asyncio.create_task(coordinator.settled())

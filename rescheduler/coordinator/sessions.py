@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, bind_socket, refuse_open_endpoint
 from rescheduler.coordination.link_socket import beats
 from rescheduler.coordination.messages import (
     MOST_SESSIONS,
@@ -210,7 +210,7 @@ class Reception:
         self._sessions, self._refused, self._due = sessions, refused, due
         self._authenticator = None
         self._context = zmq.asyncio.Context()
-        self._router = message_socket(self._context, zmq.ROUTER, "[" in endpoint)
+        self._router = message_socket(self._context, zmq.ROUTER)
         try:
             # Sessions belong to connections: no peer may take one over by its routing id, and
             # one that is gone has to be noticed.
@@ -223,7 +223,7 @@ class Reception:
                     self._router, keys, "watcher", serves=True, peer="watcher"
                 )
             try:
-                self._router.bind(endpoint)
+                bind_socket(self._router, endpoint)
             except zmq.ZMQError as error:
                 reason = zmq.strerror(error.errno or 0)
                 raise CoordinationError(

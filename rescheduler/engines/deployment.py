@@ -116,7 +116,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How the proxy listens, how long it waits, and how often it tries.
 
     Attributes:
-        host: address it listens on; by default this machine only.
+        host: address it listens on; by default this machine only. ``::`` is every address, of IPv4
+            and IPv6.
         port: 0 takes a free one.
         admin_port: of this machine, on which `headway drain` reaches the proxy; 0 takes a free one.
         pool: requests that wait for a prefill or a decode instance, at most; beyond it clients

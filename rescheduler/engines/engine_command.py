@@ -20,7 +20,7 @@ from data_collection.versions import (
     vllm_release,
     vllm_version,
 )
-from predictor.live.zmq_sockets import is_loopback
+from predictor.live.zmq_sockets import is_loopback, tcp_endpoint
 from rescheduler.emulation.emulate_options import EMULATE_SECTION
 from rescheduler.engines import emulated_deployment
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
@@ -245,7 +245,7 @@ def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> di
     }
     if on_cpu:
         environment |= _cpu_environment(options)
-        if all(is_loopback(f"tcp://{other.host}:1") for other in deployment.instances):
+        if all(is_loopback(tcp_endpoint(other.host, 1)) for other in deployment.instances):
             environment |= {"UCX_TLS": "tcp,shm,self,cma", "UCX_NET_DEVICES": "lo"}
     elif instance.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.devices))

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from predictor.live.zmq_sockets import is_loopback
+from predictor.live.zmq_sockets import is_loopback, tcp_endpoint
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 from rescheduler.engines.emulated_deployment import emulated, in_real_time, model_to_load
@@ -61,7 +61,7 @@ def with_bound_addresses(deployment: Deployment, instances: Sequence[Instance]) 
     behind which an address may change. Names of other instances are not looked up.
 
     Raises:
-        DeploymentError: a name has no IPv4 address here, or one that other machines cannot reach.
+        DeploymentError: a name has no address here, or one that other machines cannot reach.
     """
     return replace(
         deployment,
@@ -87,6 +87,7 @@ def _bound(instance: Instance, where: str) -> Instance:
 def bound_address(endpoint: str, where: str) -> str:
     """Return an endpoint with the address of its host; one without a host name as it is.
 
+    An IPv4 address goes before an IPv6 one, as for whoever connects.
     Raises as `with_bound_addresses` does; ``where`` is the deployment's field.
     """
     named = _NAMED.fullmatch(endpoint)
@@ -94,15 +95,14 @@ def bound_address(endpoint: str, where: str) -> str:
         return endpoint
     scheme, host, rest = named.groups()
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = _addresses(host)
     except (OSError, UnicodeError) as error:
         raise DeploymentError(
-            f"{where}: {host} has no IPv4 address on this machine ({error}): is the name right? "
+            f"{where}: {host} has no address on this machine ({error}): is the name right? "
             "Of instances, start only this machine's, with --only NAME"
         ) from error
-    addresses = [str(address[0]) for *_, address in found]
-    reached = [one for one in addresses if not is_loopback(f"tcp://{one}:1")]
-    if is_loopback(f"tcp://{host}:1"):
+    reached = [one for one in addresses if not is_loopback(tcp_endpoint(one, 1))]
+    if is_loopback(tcp_endpoint(host, 1)):
         reached = addresses
     if not reached:
         raise DeploymentError(
@@ -110,7 +110,17 @@ def bound_address(endpoint: str, where: str) -> str:
             "change its line in /etc/hosts, give an address, or use localhost if only this machine "
             "is to reach it"
         )
-    return f"{scheme}{reached[0]}{rest}"
+    address = f"[{reached[0]}]" if ":" in reached[0] else reached[0]
+    return f"{scheme}{address}{rest}"
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the IPv4 addresses of a host, or if it has none, its IPv6 addresses."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        found = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
 
 
 PROXY = "proxy"

@@ -68,7 +68,7 @@ def _refuse_silent(ray: Any, address: str) -> None:
     try:  # as Ray understands it: auto, and the loopback, mean something else
         found = ray._private.services.canonicalize_bootstrap_address(address)
         host, _, port = found.rpartition(":")
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except (OSError, ValueError, AttributeError) as error:
         raise LaunchError(
             f"no Ray cluster at {address!r}: {error}; `ray start --head` starts one: run this on "

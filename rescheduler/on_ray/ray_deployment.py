@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from predictor.live.zmq_sockets import tcp_endpoint
 from rescheduler.engines.deployment import (
     CoordinatorOptions,
     Deployment,
@@ -209,7 +210,7 @@ def compose(
     ports = iter(free)
     given = deployment.coordinator or CoordinatorOptions(endpoint="")
     coordinator = msgspec.structs.replace(
-        given, endpoint=f"tcp://{here}:{next(ports)}", host=here, port=next(ports)
+        given, endpoint=tcp_endpoint(here, next(ports)), host=here, port=next(ports)
     )
     admin_port = deployment.proxy.admin_port or next(ports)
     engine = deployment.engine
@@ -243,7 +244,7 @@ def _instance(place: Place, address: str, ports: Iterator[int], forecasts: bool)
         "name": place.name,
         "role": place.role,
         "url": url_of(address, next(ports)),
-        "control": f"tcp://{address}:{next(ports)}",
-        "telemetry": f"tcp://{address}:{next(ports)}" if forecasts else None,
+        "control": tcp_endpoint(address, next(ports)),
+        "telemetry": tcp_endpoint(address, next(ports)) if forecasts else None,
         "arguments": list(place.arguments),
     }

@@ -200,6 +200,6 @@ def _command(server: Server, deployment: Deployment, file: Path) -> EngineComman
     verb = "coordinator" if server.role == "coordinator" else "serve"
     arguments = [sys.executable, "-m", "rescheduler", verb, "--config", str(file)]
     if server.role == "proxy":
-        host, _, port = server.url.removeprefix("http://").rpartition(":")
-        arguments += ["--proxy.host", host, "--proxy.port", port]
+        port = server.url.rpartition(":")[2]
+        arguments += ["--proxy.host", server.address, "--proxy.port", port]
     return EngineCommand(arguments, {})

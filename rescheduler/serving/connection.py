@@ -22,6 +22,7 @@ __all__ = [
     "answer_errors",
     "cannot_listen",
     "connections",
+    "listening_at",
     "monitoring_routes",
     "operators_server",
     "token_check",
@@ -49,9 +50,26 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def listening_at(host: str, port: int) -> dict[str, Any]:
+    """Return where a server listens, as `asyncio.loop.create_server` takes it.
+
+    ``::`` is every address of the machine: asyncio alone would leave out those of IPv4.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    if host != "::":
+        return {"host": host, "port": port}
+    if not socket.has_dualstack_ipv6():
+        return {"host": "0.0.0.0", "port": port}
+    listening = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return {"sock": listening}
+
+
 def cannot_listen(option: str, host: str, port: int, error: OSError) -> DeploymentError:
     """Return the error of an address that cannot be listened on."""
-    return DeploymentError(f"{option}: cannot listen on {host}:{port}: {error.strerror or error}")
+    address = url_of(host, port).removeprefix("http://")
+    return DeploymentError(f"{option}: cannot listen on {address}: {error.strerror or error}")
 
 
 _Open = Callable[[web.Request], Awaitable[web.StreamResponse]]

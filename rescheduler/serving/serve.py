@@ -23,7 +23,13 @@ from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import AdminListener
-from rescheduler.serving.connection import CLEANUP_SECONDS, cannot_listen, connections, url_of
+from rescheduler.serving.connection import (
+    CLEANUP_SECONDS,
+    cannot_listen,
+    connections,
+    listening_at,
+    url_of,
+)
 from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 
 __all__ = ["Listeners", "load_tokenizer", "proxy_running", "serve"]
@@ -79,7 +85,8 @@ class Listeners:
         host, port = self._options.host, self._options.port
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(accept, host, port, backlog=_BACKLOG)
+            where = listening_at(host, port)
+            self._server = await loop.create_server(accept, **where, backlog=_BACKLOG)
         except OSError as error:
             raise cannot_listen("proxy.port", host, port, error) from error
         self.url = url_of(host, self._server.sockets[0].getsockname()[1])

@@ -12,7 +12,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from predictor.live.telemetry_messages import LARGEST_MESSAGE, TOPIC, TelemetryError
-from predictor.live.zmq_sockets import apply_curve, notice_lost_peers, refuse_open_endpoint
+from predictor.live.zmq_sockets import (
+    apply_curve,
+    bind_socket,
+    connect_socket,
+    notice_lost_peers,
+    refuse_open_endpoint,
+)
 from rescheduler.telemetry.forecast_batch import ForecastBatch
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
 
@@ -130,11 +136,10 @@ class TelemetrySubscriber:
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
         notice_lost_peers(socket)
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         if keys is not None:
             self._authenticator = apply_curve(socket, keys, "watcher", self._binds)
         try:
-            (socket.bind if self._binds else socket.connect)(endpoint)
+            (bind_socket if self._binds else connect_socket)(socket, endpoint)
         except zmq.ZMQError as error:
             why = _WHY.get(error.errno or 0) or error.strerror or error
             raise TelemetryError(f"{endpoint}: {why}") from error

@@ -8,7 +8,12 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from predictor.live.zmq_sockets import apply_curve, notice_lost_peers, refuse_open_endpoint
+from predictor.live.zmq_sockets import (
+    apply_curve,
+    connect_socket,
+    notice_lost_peers,
+    refuse_open_endpoint,
+)
 from rescheduler.transfer.control_messages import (
     LARGEST_REPLY,
     Command,
@@ -75,7 +80,7 @@ class ControlClient:
             notice_lost_peers(self._socket)
             if keys is not None:
                 apply_curve(self._socket, keys, "watcher", serves=False)
-            self._socket.connect(endpoint)
+            connect_socket(self._socket, endpoint)
         except BaseException:
             self.close()
             raise

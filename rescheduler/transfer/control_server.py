@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
-from predictor.live.zmq_sockets import apply_curve, refuse_open_endpoint
+from predictor.live.zmq_sockets import apply_curve, bind_socket, refuse_open_endpoint
 from rescheduler.transfer.control_messages import (
     LARGEST_COMMAND,
     LONGEST_REASON,
@@ -73,7 +73,7 @@ class ControlServer:
             self._replies.bind("inproc://replies")
             self._scheduler_end.connect("inproc://replies")
             try:
-                self._socket.bind(endpoint)
+                bind_socket(self._socket, endpoint)
             except zmq.ZMQError as error:
                 raise ControlError(
                     f"control socket {endpoint}: {error.strerror}; is the port in use?"

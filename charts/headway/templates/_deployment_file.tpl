@@ -36,7 +36,7 @@ telemetry: 8102
 {{- end -}}
 {{- $set := printf "%s-coordinator" (include "headway.name" .) -}}
 {{- $host := printf "%s-0.%s.%s.svc.%s" $set $set .Release.Namespace .Values.clusterDomain -}}
-{{- merge (dict "endpoint" (printf "tcp://%s:5700" $host) "host" "0.0.0.0" "port" 8002) .Values.coordinator.options | toYaml -}}
+{{- merge (dict "endpoint" (printf "tcp://%s:5700" $host) "host" "::" "port" 8002) .Values.coordinator.options | toYaml -}}
 {{- end -}}
 {{- end -}}
 
@@ -89,6 +89,6 @@ telemetry: 8102
 {{- with include "headway.coordinator" . -}}
 {{- $_ := set $file "coordinator" (fromYaml .) -}}
 {{- end -}}
-{{- $_ := set $file "proxy" (merge (dict "host" "0.0.0.0" "port" 8000) .Values.proxy.options) -}}
+{{- $_ := set $file "proxy" (merge (dict "host" "::" "port" 8000) .Values.proxy.options) -}}
 {{- toYaml $file -}}
 {{- end -}}

@@ -10,6 +10,7 @@ from scripted_cluster import Cluster, names, scripted, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
+from predictor.live.zmq_sockets import tcp_endpoint
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
@@ -105,7 +106,7 @@ async def coordinated_cluster(
     **options: Any,
 ) -> AsyncIterator[Coordinated]:
     """Run proxies and a coordinator on a port before engines; options are of `scripted`."""
-    endpoint = f"tcp://127.0.0.1:{port}"
+    endpoint = tcp_endpoint(options.get("host", "127.0.0.1"), port)
     coordinated = CoordinatorOptions(
         endpoint=endpoint,
         settle_seconds=0.5,

@@ -236,6 +236,7 @@ async def scripted(
     for name in names:
         engine = kind(name, name.partition("-")[0], tokenizer, engines)
         engine.prefix_caching = prefix_caching
+        engine.host = options.get("host", engine.host)
         instance = await engine.start()
         changes: dict[str, Any] = {"telemetry": (telemetry or {}).get(name)}
         if keys:

@@ -23,8 +23,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from benchmarks.support.engine_states import engine_state
+from predictor.live.zmq_sockets import tcp_endpoint
 from rescheduler.engines.deployment import Instance
 from rescheduler.openai.openai_request import FORWARDED
+from rescheduler.serving.connection import url_of
 from rescheduler.transfer.control_messages import (
     Find,
     Found,
@@ -158,7 +160,8 @@ class ScriptedEngine:
     prefix_caching: bool = True
     recomputed: int = 0
     port: int = 0
-    endpoint: str = "tcp://127.0.0.1:*"
+    host: str = "127.0.0.1"
+    endpoint: str = ""
     most_running: int = 0
     steps: int = 0
     incarnation: str = ""
@@ -179,7 +182,7 @@ class ScriptedEngine:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         self.port = self.port or free_port()  # it may come back there
-        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        self._site = web.TCPSite(self._runner, self.host, self.port)
         await self._site.start()
 
     async def stop_listening(self) -> None:
@@ -193,10 +196,11 @@ class ScriptedEngine:
         self.incarnation = uuid4().hex
         self.lives += 1
         self.engines[self.name] = self
-        self._control: ControlServer | None = ControlServer(self.endpoint, None, self._answer)
+        endpoint = self.endpoint or tcp_endpoint(self.host, 0)
+        self._control: ControlServer | None = ControlServer(endpoint, None, self._answer)
         self.endpoint = self._control._socket.getsockopt_string(32)  # zmq.LAST_ENDPOINT
         self._commands = asyncio.get_running_loop().create_task(self._obey())
-        return Instance(self.name, self.role, f"http://127.0.0.1:{self.port}", self.endpoint)
+        return Instance(self.name, self.role, url_of(self.host, self.port), self.endpoint)
 
     async def stop(self) -> None:
         """Vanish, connections and all."""

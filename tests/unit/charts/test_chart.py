@@ -89,7 +89,7 @@ def test_options_reach_the_deployment_file() -> None:
     assert deployment.routing == {"name": "headroom"}, "and nothing of the default"
     assert deployment.migration == VALUES["everything"]["migration"]
     assert deployment.engine == msgspec.convert(VALUES["everything"]["engine"], EngineOptions)
-    assert deployment.proxy == ProxyOptions(host="0.0.0.0", shutdown_seconds=60.5, pool=64)
+    assert deployment.proxy == ProxyOptions(host="::", shutdown_seconds=60.5, pool=64)
     defaults = rendered("defaults").deployment
     assert (defaults.migration, defaults.served_name) == (None, "me/mine")
 
@@ -168,7 +168,7 @@ def test_an_engine_may_load_as_long_as_it_is_given(seconds: int) -> None:
 def test_the_proxy_is_reached_and_has_time_to_end_its_streams(release: Rendered) -> None:
     proxy, options = release.workloads["proxy"], release.deployment.proxy
     assert proxy["spec"]["replicas"] == (3 if release.deployment.coordinator else 1)
-    assert options.host == "0.0.0.0"
+    assert options.host == "::", "pods may have addresses of IPv6 alone"
     assert container_ports(release.container("proxy")) == {"http": options.port}
     service = release.of_kind("Service")["headway"]["spec"]
     assert release.selected({"matchLabels": service["selector"]}) == {"proxy"}
@@ -186,7 +186,7 @@ def test_several_proxies_find_their_coordinator() -> None:
     release = rendered("proxies")
     options = release.deployment.coordinator
     assert options is not None
-    assert (options.host, options.silent_seconds, options.lost_seconds) == ("0.0.0.0", 3, 10)
+    assert (options.host, options.silent_seconds, options.lost_seconds) == ("::", 3, 10)
     workload = release.workloads["coordinator"]
     assert (workload["kind"], workload["spec"]["replicas"]) == ("StatefulSet", 1)
     service = workload["spec"]["serviceName"]

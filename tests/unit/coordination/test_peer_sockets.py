@@ -28,7 +28,7 @@ class Publishers:
             self.endpoints.append(one.getsockopt_string(zmq.LAST_ENDPOINT))
         self.heard: dict[int, Load] = {}
         self.refused = RefusedMessages("refused", "proxy", "coordinator")
-        self.hearing = PeerSockets(context, None, False, self._hear, self.refused)
+        self.hearing = PeerSockets(context, None, self._hear, self.refused)
 
     def _hear(self, proxy: int, load: Load) -> None:
         self.heard[proxy] = load

@@ -8,6 +8,7 @@ import pytest
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.on_ray.launch_on_ray import Survey, survey, versions_differ
 from rescheduler.on_ray.ray_deployment import RayDeployment, compose, places, ports_needed
+from rescheduler.on_ray.server_actor import _command
 
 TWO = [{"role": "prefill"}, {"role": "decode", "replicas": 2, "num_gpus": 2}]
 
@@ -47,6 +48,16 @@ def test_replicas_are_named_by_their_role_and_listen_on_their_nodes() -> None:
     *proxies, coordinator = (server.url for server in servers[4:])
     assert proxies == ["http://127.0.0.2:8000", "http://127.0.0.2:8010"]
     assert coordinator == f"http://127.0.0.1:{deployment.coordinator.port}"
+
+
+def test_nodes_of_ipv6_have_their_addresses_in_brackets() -> None:
+    deployment, servers = composed(described(engine={"checkpoint": "there"}), *["::1"] * 5)
+    endpoints = [e for i in deployment.instances for e in (i.url, i.control, i.telemetry)]
+    endpoints += [deployment.coordinator.endpoint, *(server.url for server in servers)]
+    assert all("://[::1]:" in endpoint for endpoint in endpoints)
+    assert [server.address for server in servers] == ["::1"] * 6
+    proxy = _command(servers[3], deployment, Path("deployment.yaml")).arguments
+    assert proxy[proxy.index("--proxy.host") :] == ["--proxy.host", "::1", "--proxy.port", "8000"]
 
 
 def test_no_two_servers_share_a_port_wherever_they_are() -> None:
