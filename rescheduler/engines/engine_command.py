@@ -3,11 +3,14 @@
 import errno
 import importlib.util
 import json
+import os
+import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,6 +71,10 @@ _PROCESSES = (
 )
 """Flags that choose an executor, or may need one with several processes."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_SHOWN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_ROCR = "ROCR_VISIBLE_DEVICES"
+"""Hides devices below HIP, which counts those that are left."""
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 _KEPT_SECONDS = 15.0
 """Seconds for which an engine keeps the blocks of a frozen request that is not fetched."""
 
@@ -102,6 +109,9 @@ def engine_command(
         model: what vLLM loads, see `emulated_deployment.model_to_load`.
         python: interpreter whose vLLM is the CPU build; None: vLLM runs on GPUs, where its own
             command starts it. (The CPU build's does not find its version.)
+
+    Raises:
+        LaunchError: one of its devices is not visible here.
     """
     options = deployment.engine
     emulate = options.emulate
@@ -247,8 +257,6 @@ def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> di
         environment |= _cpu_environment(options)
         if all(is_loopback(tcp_endpoint(other.host, 1)) for other in deployment.instances):
             environment |= {"UCX_TLS": "tcp,shm,self,cma", "UCX_NET_DEVICES": "lo"}
-    elif instance.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.devices))
     if deployment.proxy.traces is not None:
         environment |= {
             "OTEL_SERVICE_NAME": instance.name,
@@ -256,7 +264,49 @@ def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> di
             # What the proxy records: no probe, and nothing that came past the proxy.
             "OTEL_TRACES_SAMPLER": "parentbased_always_off",
         }
-    return environment | options.environment
+    environment |= options.environment
+    if instance.devices is not None and not on_cpu:
+        environment |= _visible_devices(instance.name, instance.devices, os.environ | environment)
+    return environment
+
+
+def _visible_devices(
+    name: str, devices: Sequence[int | str], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that show an engine its devices, of those that are visible here.
+
+    A number counts the visible ones, as in an engine: whoever set the variable for the launcher,
+    such as SLURM, gave it no others. On ROCm vLLM requires that both variables say the same.
+
+    Raises:
+        LaunchError: a device is not visible here.
+    """
+    source = next((variable for variable in (*_SHOWN, _ROCR) if variable in given), None)
+    visible = [] if source is None else [one.strip() for one in given[source].split(",")]
+    # The driver heeds nothing that comes after an entry that is no device.
+    visible = list(takewhile(_DEVICE.fullmatch, visible))
+    chosen = []
+    for device in map(str, devices):
+        is_number = device.isdecimal()
+        if source is None:
+            chosen.append(device)
+        elif is_number and int(device) < len(visible):
+            chosen.append(device if source == _ROCR else visible[int(device)])
+        elif device.startswith(("GPU-", "MIG-")) and any(_may_be(device, one) for one in visible):
+            chosen.append(device)
+        else:
+            shows = f"shows {len(visible)} ({given[source]})" if visible else "shows none"
+            raise LaunchError(
+                f"{name}'s devices: no device {device} is visible: {source} {shows}. Devices are "
+                "counted among the visible ones, from 0: change the variable or the devices"
+            )
+    others = [variable for variable in _SHOWN[1:] if given.get(variable)]
+    return dict.fromkeys([_SHOWN[0], *others], ",".join(chosen))
+
+
+def _may_be(name: str, visible: str) -> bool:
+    """Return whether a device may be a visible one: names may be cut, and numbers do not say."""
+    return visible.isdecimal() or visible.startswith(name) or name.startswith(visible)
 
 
 def _cpu_environment(options: EngineOptions) -> dict[str, str]:

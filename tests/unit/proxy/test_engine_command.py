@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rescheduler.engines.deployment import (
 from rescheduler.engines.engine_command import (
     IN_PROCESS,
     EngineCommand,
+    LaunchError,
     engine_command,
     lone_engine_command,
 )
@@ -140,7 +142,86 @@ def test_a_cpu_engine_runs_its_model_itself_unless_a_flag_may_need_more(flags: l
     assert IN_PROCESS not in engine_command(deployment(), DECODE, "m", None).arguments
 
 
-def test_on_gpus_nothing_of_the_cpu_remains() -> None:
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+
+
+def shown_devices(devices: list[int | str], **further: str) -> dict[str, str]:
+    """What an engine sees that is given these devices."""
+    decode = replace(DECODE, devices=devices)
+    made = deployment(PREFILL, decode, engine=EngineOptions(environment=further))
+    environment = engine_command(made, decode, "m", None).environment
+    return {name: value for name, value in environment.items() if name in (CUDA, HIP, ROCR)}
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what the launcher sees."""
+
+    def show(**variables: str) -> None:
+        for name in (CUDA, HIP, ROCR):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "shown"),
+    [
+        ({}, [2, 3], {CUDA: "2,3"}),
+        ({}, ["GPU-8932f937"], {CUDA: "GPU-8932f937"}),
+        ({CUDA: "4,5"}, [0], {CUDA: "4"}),
+        ({CUDA: "4, 5,"}, ["1", 0], {CUDA: "5,4"}),
+        ({CUDA: "GPU-aa11,MIG-bb22"}, [1], {CUDA: "MIG-bb22"}),
+        ({CUDA: "GPU-aa11,MIG-bb22"}, ["GPU-aa11"], {CUDA: "GPU-aa11"}),
+        ({CUDA: "GPU-aa11,MIG-bb22"}, ["GPU-aa"], {CUDA: "GPU-aa"}),
+        ({CUDA: "GPU-aa"}, ["GPU-aa11"], {CUDA: "GPU-aa11"}),
+        ({CUDA: "4,5"}, ["GPU-aa11"], {CUDA: "GPU-aa11"}),
+        ({HIP: "4,5"}, [1], {CUDA: "5", HIP: "5"}),
+        ({HIP: "4,5", CUDA: "4,5"}, [1], {CUDA: "5", HIP: "5"}),
+        ({ROCR: "4,5"}, [1], {CUDA: "1"}),
+        ({ROCR: "4,5,6", HIP: "1,2"}, [0], {CUDA: "1", HIP: "1"}),
+    ],
+)
+def test_devices_are_counted_among_the_visible_ones(
+    visible: Callable[..., None],
+    variables: dict[str, str],
+    devices: list[int | str],
+    shown: dict[str, str],
+) -> None:
+    visible(**variables)
+    assert shown_devices(devices) == shown
+
+
+def test_devices_are_counted_among_those_that_the_file_shows(visible: Callable[..., None]) -> None:
+    visible(**{CUDA: "0,1,2,3"})
+    assert shown_devices([1], **{CUDA: "2,3"}) == {CUDA: "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "device", "said"),
+    [
+        ({CUDA: "4,5"}, 2, r"decode-0's devices: no device 2 .* shows 2 \(4,5\)"),
+        ({CUDA: ""}, 0, "CUDA_VISIBLE_DEVICES shows none"),
+        ({CUDA: "NoDevFiles"}, 0, "CUDA_VISIBLE_DEVICES shows none"),
+        ({CUDA: "4,-1,5"}, 1, "shows 1"),
+        ({CUDA: "4,5"}, -1, "no device -1"),
+        ({CUDA: "GPU-aa11"}, "GPU-bb22", "no device GPU-bb22"),
+        ({HIP: "4"}, 1, "HIP_VISIBLE_DEVICES shows 1"),
+        ({ROCR: "4"}, 1, "ROCR_VISIBLE_DEVICES shows 1"),
+    ],
+)
+def test_a_device_that_is_not_visible_is_refused(
+    visible: Callable[..., None], variables: dict[str, str], device: int | str, said: str
+) -> None:
+    visible(**variables)
+    with pytest.raises(LaunchError, match=said):
+        shown_devices([device])
+
+
+def test_on_gpus_nothing_of_the_cpu_remains(visible: Callable[..., None]) -> None:
+    visible()
     decode = replace(DECODE, devices=[2, 3], arguments=["--tensor-parallel-size", "2"])
     engine = EngineOptions(arguments=["--enable-prefix-caching"], environment={"UCX_TLS": "all"})
     command = engine_command(deployment(PREFILL, decode, engine=engine), decode, "me/model", None)
