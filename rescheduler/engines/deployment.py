@@ -1,5 +1,7 @@
 """A deployment of prefill and decode instances, as one YAML file describes it."""
 
+import ipaddress
+import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -71,7 +73,8 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             never moved away alive, and a prefill instance keeps the blocks of clients that have
             left until their lease ends.
         telemetry: ZMQ endpoint of its forecasts; None if it publishes none.
-        devices: GPUs that `headway launch` gives it, as in ``CUDA_VISIBLE_DEVICES``; None: all.
+        devices: GPUs that `headway launch` gives it: their numbers among those that are visible to
+            it, or their names, as in ``CUDA_VISIBLE_DEVICES``; None: all.
         data_parallel_rank: its rank in its data-parallel group, where each rank is an instance.
         arguments: further flags for its vLLM, after those of ``engine``.
     """
@@ -419,6 +422,7 @@ def _check_addresses(deployment: Deployment) -> None:
             raise DeploymentError(
                 f"{where}.url: {instance.url!r} is not like http://127.0.0.1:8100"
             )
+        _refuse_every_address(f"{where}.url", instance.url)
         for field in ("control", "telemetry"):
             endpoint = getattr(instance, field)
             if endpoint is not None:
@@ -448,7 +452,9 @@ def check_policies(deployment: Deployment) -> None:
 
 
 def _check_endpoint(deployment: Deployment, where: str, endpoint: str) -> None:
-    if "://" not in endpoint:
+    _refuse_every_address(where, endpoint)
+    is_tcp, parts = endpoint.startswith("tcp://"), _parts(endpoint)
+    if "://" not in endpoint or (is_tcp and (parts is None or not parts.port)):
         raise DeploymentError(
             f"{where}: {endpoint!r} is not a ZMQ endpoint such as tcp://127.0.0.1:5557"
         )
@@ -461,6 +467,7 @@ def _check_endpoint(deployment: Deployment, where: str, endpoint: str) -> None:
 
 def _check_coordinator(deployment: Deployment, coordinator: CoordinatorOptions) -> None:
     where, parts = "coordinator.endpoint", _parts(coordinator.endpoint)
+    _refuse_every_address(where, coordinator.endpoint)
     if parts is None or parts.scheme != "tcp" or not parts.port or parts.path or _rest(parts):
         raise DeploymentError(f"{where}: {coordinator.endpoint!r} is not like tcp://127.0.0.1:5700")
     _check_endpoint(deployment, where, coordinator.endpoint)
@@ -474,6 +481,7 @@ def _check_traces(deployment: Deployment, traces: TraceOptions) -> None:
             f"{where}: {traces.endpoint!r} is not like http://127.0.0.1:4317, or "
             "http://127.0.0.1:4318/v1/traces for OTLP over HTTP"
         )
+    _refuse_every_address(where, traces.endpoint)
     if parts.username is not None:
         raise DeploymentError(
             f"{where}: must not hold a name or a password, which logs and process lists would "
@@ -559,6 +567,34 @@ def _parts(url: str) -> SplitResult | None:
         return parts if parts.hostname and parts.port != -1 else None
     except ValueError:  # its port is no number
         return None
+
+
+def _refuse_every_address(where: str, endpoint: str) -> None:
+    """Refuse what a server may bind and nobody can connect to: the deployment is for both."""
+    try:
+        parts = urlsplit(endpoint)
+    except ValueError:  # no address, which others say better
+        return
+    host = parts.hostname if parts.scheme in ("http", "https", "tcp") else None
+    if host is not None and (host == "*" or _is_unspecified(host)):
+        raise DeploymentError(
+            f"{where}: {endpoint}: others connect there, and {host} is no machine's address: "
+            "write the address or the name by which they reach it, such as 127.0.0.1 if all are "
+            "on one machine"
+        )
+
+
+def _is_unspecified(host: str) -> bool:
+    if ":" not in host:
+        try:
+            return not any(socket.inet_aton(host))  # 0, too
+        except OSError:
+            return False
+    try:
+        address = ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return (address.ipv4_mapped or address).is_unspecified
 
 
 def _rest(url: SplitResult) -> str:

@@ -1,10 +1,11 @@
 """Deployment files: what they say, and what is wrong with one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rescheduler.engines.deployment import DeploymentError, read_deployment
+from rescheduler.engines.deployment import Deployment, DeploymentError, read_deployment
 
 LOCAL = Path(__file__).parents[3] / "configs" / "serve" / "local-pd.yaml"
 
@@ -109,6 +110,47 @@ def test_a_wrong_file_is_refused_with_its_name_and_field(
         read_deployment(write(tmp_path, text))
     assert "deployment.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "*", "[::]", "[0::0]", "[::ffff:0.0.0.0]"])
+@pytest.mark.parametrize(
+    ("field", "endpoint"),
+    [
+        (r"instances\[0\].url", "http://{}:8100"),
+        (r"instances\[0\].url", "http://{}"),
+        (r"instances\[0\].control", "tcp://{}:8101"),
+        (r"instances\[0\].telemetry", "tcp://{}:8102"),
+        ("coordinator.endpoint", "tcp://{}:5700"),
+        ("proxy.traces.endpoint", "http://{}:4317"),
+    ],
+)
+def test_an_address_that_only_a_server_may_name_is_refused(
+    field: str, endpoint: str, host: str
+) -> None:
+    instance = {"name": "d", "role": "decode", "url": "http://127.0.0.1:2"}
+    values: dict[str, Any] = {"model": "m", "keys": "keys", "instances": [instance]}
+    wrong = endpoint.format(host)
+    if field.startswith("instances"):
+        instance[field.rpartition(".")[2]] = wrong
+    elif field.startswith("coordinator"):
+        values["coordinator"] = {"endpoint": wrong}
+    else:
+        values["proxy"] = {"traces": {"endpoint": wrong}}
+    with pytest.raises(DeploymentError, match=f"^{field}: .*write the address .* such as 127"):
+        Deployment.from_values(values)
+
+
+@pytest.mark.parametrize("port", ["*", "0", "", "99999"])
+def test_an_endpoint_whose_port_nobody_knows_is_refused(tmp_path: Path, port: str) -> None:
+    text = ALONE.replace("role: decode", f"role: decode, control: 'tcp://127.0.0.1:{port}'")
+    with pytest.raises(DeploymentError, match=r"instances\[0\].control: .* tcp://127.0.0.1:5557"):
+        read_deployment(write(tmp_path, text))
+
+
+def test_the_proxy_may_listen_everywhere(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "'::'"):
+        deployment = read_deployment(write(tmp_path, f"{ALONE}proxy: {{host: {host}}}"))
+        assert deployment.proxy_url == "http://127.0.0.1:8000"
 
 
 def test_a_missing_file_is_reported() -> None:
