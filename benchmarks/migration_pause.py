@@ -134,7 +134,9 @@ async def _measure(deployment: Deployment, requests: int) -> dict[str, float]:
 def _prompts(deployment: Deployment, count: int) -> list[list[int]]:
     generator = random.Random(1)
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(_DOCS.glob("*.md")))
-    ids = load_tokenizer(deployment.model).encode(pages).ids
+    tokenizer = load_tokenizer(deployment.model)
+    assert tokenizer is not None
+    ids = tokenizer.encode(pages).ids
     lengths = np.geomspace(_SHORTEST, _LONGEST, count).astype(int).tolist()
     starts = [generator.randrange(len(ids) - length) for length in lengths]
     prompts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]

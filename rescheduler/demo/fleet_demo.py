@@ -118,7 +118,9 @@ def show_fleet(
     if record is not None:
         refuse_log(record)
     deployment = emulated_fleet(machine, engines, clients)
-    vocabulary = load_tokenizer(deployment.model).get_vocab_size()
+    tokenizer = load_tokenizer(deployment.model)
+    assert tokenizer is not None  # emulated engines have one
+    vocabulary = tokenizer.get_vocab_size()
     with ExitStack() as stack:
         _say(f"Starting {engines} engines that emulate {machine}, logs in {logs}")
         progress = stack.enter_context(LaunchProgress(logs))

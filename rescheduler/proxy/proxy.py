@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -48,7 +49,7 @@ class Proxy:
             checkpoint that cannot be used.
     """
 
-    def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
+    def __init__(self, deployment: Deployment, tokenizer: Tokenizer | None) -> None:
         options, keys = deployment.proxy, deployment.keys_folder
         self.deployment, self._tokenizer = deployment, tokenizer
         self.running = 0
@@ -109,7 +110,12 @@ class Proxy:
     def new_request(
         self, client: ClientRequest, name: str | None, headers: dict[str, str]
     ) -> LiveRequest:
-        """Return a request that has just arrived."""
+        """Return a request that has just arrived.
+
+        Without a tokenizer it is handed through: nobody could go on with its text.
+        """
+        if self._tokenizer is None:
+            client = replace(client, pinned=client.pinned or "tokenizer")
         id = uuid.uuid4().hex
         name = name or id
         headers, trace = {**headers, "X-Request-Id": name}, NO_SPAN

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aiohttp import web
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
@@ -40,6 +41,7 @@ logger = logging.getLogger("headway.serve")
 _BACKLOG = 1024
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
+_LONGEST_REASON = 300
 
 
 class Listeners:
@@ -144,23 +146,70 @@ def serve(
     run_server(_serve(in_real_time(config), tokenizer, record))
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """Return the tokenizer of a model, in the form that decodes token by token.
+def load_tokenizer(model: str) -> Tokenizer | None:
+    """Return the tokenizer of a model, in the form that decodes token by token, as vLLM does.
+
+    A log line says why there is none: requests are placed then, and never moved or resumed.
 
     Raises:
-        DeploymentError: the model has no ``tokenizer.json``.
+        DeploymentError: there is no such model, or its tokenizer cannot be read.
+        ValueError: the model is unknown, see `data_collection.models.resolve_model`.
     """
     folder = Path(resolve_model(model))
     try:
-        file = folder / "tokenizer.json"
-        if not folder.is_dir():
-            file = Path(hf_hub_download(model, "tokenizer.json"))
-        return Tokenizer.from_file(str(file))
+        file = _tokenizer_file(folder, model, "tokenizer.json")
+        if file is not None:
+            return Tokenizer.from_file(str(file))
+        is_mistral = _tokenizer_file(folder, model, "tekken.json") is not None
     except Exception as error:  # tokenizers and the hub raise many kinds
         raise DeploymentError(
             f"model: {model}: the proxy needs its tokenizer.json, to go on with a text after a "
             f"move: {error}"
         ) from error
+    why = "vLLM decodes with Mistral's own tokenizer"
+    if not is_mistral:
+        try:
+            return _converted_tokenizer(str(folder))
+        except Exception as error:  # transformers raises many kinds
+            why = " ".join(str(error).partition(". ")[0].split())[:_LONGEST_REASON]
+    logger.warning(
+        "model: %s has no tokenizer.json, and none can be made of its files (%s): requests are "
+        "placed, but none is moved to another engine, or resumed when its engine dies",
+        model,
+        why,
+    )
+    return None
+
+
+def _tokenizer_file(folder: Path, model: str, name: str) -> Path | None:
+    """Return a file of a model, from the hub where there is no folder; None: it has no such file.
+
+    Raises:
+        Exception: of many kinds, as the hub raises: it cannot be asked, or knows no such model.
+    """
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        return Path(hf_hub_download(model, name))
+    except LocalEntryNotFoundError:  # the hub cannot be reached
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def _converted_tokenizer(model: str) -> Tokenizer:
+    """Return the tokenizer that transformers makes of other files, for vLLM too.
+
+    Raises:
+        Exception: of many kinds, as transformers raises: none is made of them.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    made = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    # With --trust-remote-code vLLM would decode with the model's own code.
+    if not isinstance(made, PreTrainedTokenizerFast) or "auto_map" in made.init_kwargs:
+        raise ValueError("vLLM decodes with code of the model's own")
+    return made.backend_tokenizer
 
 
 @asynccontextmanager
@@ -184,7 +233,7 @@ async def proxy_running(
         yield proxy
 
 
-async def _serve(deployment: Deployment, tokenizer: Tokenizer, record: Path | None) -> None:
+async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Path | None) -> None:
     proxy = Proxy(deployment, tokenizer)
     ended = asyncio.Event()
     end_when_asked(ended)

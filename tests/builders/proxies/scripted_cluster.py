@@ -263,7 +263,7 @@ def names(decodes: int) -> list[str]:
 
 @asynccontextmanager
 async def served(
-    deployment: Deployment, tokenizer: Tokenizer
+    deployment: Deployment, tokenizer: Tokenizer | None
 ) -> AsyncIterator[tuple[Proxy, Listeners]]:
     """Run a proxy before engines that run."""
     async with AsyncExitStack() as stack:
