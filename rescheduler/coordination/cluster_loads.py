@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rescheduler.coordination.messages import MOST, MOST_REQUESTS, Load
+from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Counted, PlacedRequests
 
@@ -15,8 +16,9 @@ class ClusterLoads:
     """The requests on each instance: this proxy's own, and what its peers have there.
 
     Peers are believed in so far as this proxy is left its share: of P proxies, the others fill at
-    most (P - 1)/P of an instance's slots and of its KV cache, whatever they say. So no peer can
-    keep this proxy from placing requests, and what peers say costs as much time as slots at most.
+    most (P - 1)/P of an instance's slots and of its KV cache, whatever they say. Of a prefill
+    instance the slots are the prefills that the options allow. So no peer can keep this proxy from
+    placing requests, and what peers say costs as much time as slots at most.
 
     Args:
         lost_seconds: after which a peer from which nothing comes is taken to be gone.
@@ -26,10 +28,15 @@ class ClusterLoads:
         self,
         own: PlacedRequests[Counted],
         instances: Sequence[InstanceState],
+        options: ProxyOptions,
         lost_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._own, self._instances = own, instances
+        prefills = sum(one.instance.role == "prefill" for one in instances)
+        # So many on each prefill instance that all together leave room for others, too.
+        each = options.ahead // max(1, prefills)
+        self._prefills_at_a_time = min(options.prefill_concurrency, max(1, each))
         self._lost_seconds, self._clock = lost_seconds, clock
         self._peers: dict[int, Load] = {}
         self._heard_at: dict[int, float] = {}
@@ -78,7 +85,10 @@ class ClusterLoads:
     def _of_peers(self, instance: InstanceState) -> Sequence[Counted]:
         """Return as many requests as peers have on an instance, with as many tokens in all."""
         g, proxies = self._instances.index(instance), len(self._peers) + 1
-        slots = instance.slots if instance.engine else proxies * _MOST_ELSEWHERE
+        if instance.instance.role == "prefill":
+            slots = self._prefills_at_a_time
+        else:
+            slots = instance.slots if instance.engine else proxies * _MOST_ELSEWHERE
         n = min(
             sum(load.requests[g] for load in self._peers.values()),
             slots - _share(slots, proxies),

@@ -186,7 +186,9 @@ class CoordinatedCluster(Cluster[LiveRequest]):
             lambda: self._sockets.wake(),
         )
         self.placements = WatchedPlacements(self.link.changed)
-        self.loads = ClusterLoads(self.placements, self.all, options.lost_seconds, clock)
+        self.loads = ClusterLoads(
+            self.placements, self.all, deployment.proxy, options.lost_seconds, clock
+        )
         self.refused = RefusedMessages("headway_proxy_refused_messages", "coordinator", "proxy")
         self._sockets = LinkSockets(
             options.endpoint, deployment.keys_folder, self.link, self.loads, self.refused

@@ -76,7 +76,7 @@ class Proxy:
         self.placer = CoordinatedDispatcher(
             self.link,
             lambda: None,
-            ClusterLoads(self.placements, self.instances, LOST, model.clock),
+            ClusterLoads(self.placements, self.instances, OPTIONS, LOST, model.clock),
             self.instances,
             OPTIONS,
             step,

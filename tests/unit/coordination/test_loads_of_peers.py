@@ -24,7 +24,7 @@ class Clock:
 def loads(clock: Clock) -> tuple[ClusterLoads, InstanceState]:
     instance = InstanceState(Instance("decode-0", "decode", "http://a:1"), ProxyOptions(), None)
     own = Placements[LiveRequest]()
-    return ClusterLoads(own, [instance], LOST, clock), instance
+    return ClusterLoads(own, [instance], ProxyOptions(), LOST, clock), instance
 
 
 def test_requests_of_peers_count_as_long_as_they_are_on_average() -> None:
@@ -71,6 +71,24 @@ def test_whatever_peers_say_a_proxy_is_left_its_share_of_an_instance(
     held = sum(request.context_tokens for request in there)
     if there:
         assert held == min(tokens, instance.kv_capacity - instance.kv_capacity // proxies)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, MOST_REQUESTS), min_size=3, max_size=3), min_size=1),
+    st.integers(1, 8),
+    st.integers(1, 40),
+)
+def test_whatever_peers_say_a_proxy_is_left_its_share_of_the_prefills(
+    said: list[list[int]], concurrency: int, ahead: int
+) -> None:
+    options = ProxyOptions(prefill_concurrency=concurrency, ahead=ahead)
+    named = [Instance(f"prefill-{i}", "prefill", f"http://a:{i}") for i in range(3)]
+    instances = [InstanceState(one, options, None) for one in named]
+    counted = ClusterLoads(Placements[LiveRequest](), instances, options, LOST, Clock())
+    counted.peers({i: Load(requests, [0] * 3) for i, requests in enumerate(said)})
+    there = [len(counted.on(instance)) for instance in instances]
+    assert max(there) < concurrency
+    assert sum(there) < ahead
 
 
 def test_a_load_on_other_instances_is_left_out() -> None:

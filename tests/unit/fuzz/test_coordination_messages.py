@@ -147,7 +147,7 @@ async def test_a_proxy_hears_the_next_view_whatever_came_before(notices: list[No
 @given(st.lists(st.tuples(NUMBERS, LOADS), max_size=4))
 def test_loads_are_few_requests_whatever_peers_say(said: list[tuple[int, Load]]) -> None:
     states = instances()
-    loads = ClusterLoads(Placements[LiveRequest](), states, 10.0, lambda: 0.0)
+    loads = ClusterLoads(Placements[LiveRequest](), states, ProxyOptions(), 10.0, lambda: 0.0)
     for proxy, load in said:
         loads.peer(proxy, decode(encode(load), Load))
     for instance in states:

@@ -18,6 +18,7 @@ from rescheduler.coordination.coordinated_cluster import instances_digest
 from rescheduler.coordination.messages import (
     MOST_REQUESTS,
     Failure,
+    Load,
     Notice,
     Report,
     decode,
@@ -211,6 +212,38 @@ async def test_the_word_of_a_proxy_leaves_half_of_the_instances_in_service(
         decodes = [it.coordinator.cluster.instances[name] for name in ("decode-0", "decode-1")]
         await until(lambda: not decodes[0].breaker.closed)
         assert decodes[1].breaker.closed
+
+
+async def test_the_word_of_a_peer_stops_no_prefills_while_there_is_no_coordinator(
+    coordinated: Make,
+) -> None:
+    async with coordinated(proxies=1, lost_seconds=60.0) as it, peer(it) as liar:
+        (honest,) = it.proxies
+        context = zmq.asyncio.Context()
+        speaker = context.socket(zmq.PUB)
+        speaker.linger = 0
+        port = speaker.bind_to_random_port("tcp://127.0.0.1")
+        await liar.says(1, whole=True, listening=f"tcp://127.0.0.1:{port}")
+        await until(lambda: any(str(port) in one.listening for one in link_of(honest).view.proxies))
+        await it.stop_coordinator()
+        loads, prefill = honest.proxy.cluster.loads, honest.proxy.cluster.all[0]  # type: ignore[attr-defined]
+
+        async def lie() -> None:
+            while True:
+                await speaker.send_multipart(encode(Load([4, 0, 0], [4, 0, 0])))
+                await asyncio.sleep(0.1)
+
+        lying = asyncio.create_task(lie())
+        try:
+            await until(lambda: len(loads.on(prefill)) > 0)
+            async with asyncio.timeout(30):
+                await asyncio.gather(*(honest.answered(5) for _ in range(8)))
+            assert len(loads.on(prefill)) > 0, "the peer is still heard"
+        finally:
+            lying.cancel()
+            speaker.close()
+            context.term()
+        await it.start_coordinator()
 
 
 CANNOT_BE: list[dict[str, Any]] = [
