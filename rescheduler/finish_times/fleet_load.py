@@ -10,6 +10,7 @@ import numpy as np
 from rescheduler.finish_times.lengths import LatelyEnded
 from rescheduler.finish_times.load_ahead import ANYWHERE, STEPS, LoadAhead, Queue, load_ahead
 from rescheduler.finish_times.pace import Arrivals, Pace
+from rescheduler.placement.cluster_state import longest_prompt
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, PlacedRequests
@@ -19,6 +20,7 @@ __all__ = ["FleetLoad", "PoolLoad", "Start", "has_started"]
 logger = logging.getLogger("headway.serve")
 
 _LONGEST_LINE = 2_000
+_MOST_GENERATED = 2**30
 _FRESH_SECONDS, _STALE_SECONDS = 0.1, 2.0
 _SHARE = 0.05
 """Of the processor's time that the load ahead may take."""
@@ -96,20 +98,21 @@ class FleetLoad:
         self._joined: set[Placeable] = set()  # since the load ahead was computed
         self._due = -np.inf
         self._failed = False
+        self._longest = longest_prompt(decodes)
 
     def came(self, request: Placeable) -> None:
         """Count a request's arrival."""
-        self._arrivals.came(request.prompt_tokens, self._clock())
+        self._arrivals.came(self._prompt(request), self._clock())
 
     def join(self, request: Placeable) -> None:
         """Count a new request in the load ahead, since others may come before it is seen anew."""
         if self._ahead is None or request in self._line:
             return
         curve = self.lengths.curves([request], self._forecasts, STEPS)[0]
-        self._ahead = self._ahead.with_one_more(curve, request.context_tokens)
+        self._ahead = self._ahead.with_one_more(curve, self._context(request))
         self._line[request] = len(self._line)
         self._joined.add(request)
-        self._prompts += request.prompt_tokens / self._computing
+        self._prompts += self._prompt(request) / self._computing
 
     def began(self, request: Placeable) -> None:
         """Note that a request waits no more."""
@@ -126,13 +129,13 @@ class FleetLoad:
             return None
         at = self._line.get(request)
         if at is None:  # after all others, of which not all were looked at
-            steps = ahead.next_start(request.context_tokens)
+            steps = ahead.next_start(self._context(request))
             steps *= 1.0 + self._further / max(1, len(self._line))
         else:
             steps = float(ahead.start[at])
         if not np.isfinite(steps):
             return None
-        own = request.prompt_tokens if request.instance is None else 0
+        own = self._prompt(request) if request.instance is None else 0
         place = int((ahead.start < steps).sum())
         return Start(steps, place, self._prompts + own, steps > 0 or self._queues(request))
 
@@ -202,6 +205,17 @@ class FleetLoad:
         waiting = self._waiting + len(self._joined)
         return waiting > 0 or bool((self._queued > 0).all())
 
+    def _prompt(self, request: Placeable) -> int:
+        """Return the tokens of a request's prompt: as many as an engine takes, whatever one says.
+
+        Otherwise a single request could fill the whole load ahead.
+        """
+        return min(request.prompt_tokens, self._longest)
+
+    def _context(self, request: Placeable) -> int:
+        """Return the tokens that a request holds, likewise."""
+        return self._prompt(request) + min(request.generated_tokens, _MOST_GENERATED)
+
     def _look(self) -> None:
         """Compute the load ahead anew, unless that was done just now."""
         if self._clock() < self._due:
@@ -231,9 +245,10 @@ class FleetLoad:
                 else:
                     queue.append(request)
                     queued_at.append(g)
-        prefilled = sum(one.prompt_tokens for one in queue)
+        self._longest = longest_prompt(self._decodes)
+        prefilled = sum(map(self._prompt, queue))
         for instance in self._prefills:
-            prefilled += sum(one.prompt_tokens for one in self._placements.on(instance))
+            prefilled += sum(map(self._prompt, self._placements.on(instance)))
         line = list(self._in_line())
         self._further = max(0, len(line) - _LONGEST_LINE)
         del line[_LONGEST_LINE:]
@@ -243,12 +258,12 @@ class FleetLoad:
         self._ahead = load_ahead(
             self._forecasts.forecast(running),
             np.array(where, dtype=np.int64),
-            np.array([one.context_tokens for one in running], dtype=np.int64),
+            np.array(list(map(self._context, running)), dtype=np.int64),
             np.array(slots, dtype=np.int64),
             np.array([one.kv_capacity for one in self._decodes], dtype=np.int64),
             Queue(
                 self.lengths.curves(queue, self._forecasts, STEPS),
-                np.array([one.context_tokens for one in queue], dtype=np.int64),
+                np.array(list(map(self._context, queue)), dtype=np.int64),
                 np.array(queued_at, dtype=np.int64),
             ),
             np.array([one in usable for one in self._decodes], dtype=bool),

@@ -34,13 +34,14 @@ _KEPT_SECONDS = 3.0  # vLLM closes idle connections after 5
 _LARGEST_ANSWER = 8 << 20
 """Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
 _LONGEST_RETRY = 3600
+_MOST_TOKENS = 1 << 24  # of a prompt: no model reads as many
 _FULL = 429
 _RETRIED = (408, 425)  # the engine's own trouble, not the request's
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -99,6 +99,7 @@ class ScriptedEngine:
         says: what it says of its state instead of the truth.
         lies: reports a token more than it gave, when it freezes.
         answers_late: gives no answer to a prefill that is done.
+        counts: what it says that a prefilled prompt has, instead of its tokens.
         poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
         queue_seconds: before a request's first token, while it makes steps for others.
         comment_seconds: between two comments of a stream meanwhile; 0: it sends none.
@@ -137,6 +138,7 @@ class ScriptedEngine:
     says: dict[str, Any] = field(default_factory=dict)
     lies: bool = False
     answers_late: bool = False
+    counts: int | None = None
     poisoned: str = ""
     queue_seconds: float = 0.0
     comment_seconds: float = 0.0
@@ -330,7 +332,8 @@ class ScriptedEngine:
             "remote_engine_id": self.name,
             "remote_request_id": id,
         }
-        usage = {"prompt_tokens": len(context), "completion_tokens": 1}
+        counted = len(context) if self.counts is None else self.counts
+        usage = {"prompt_tokens": counted, "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
 
     async def _copy(self, context: list[int], params: dict[str, Any]) -> web.Response:

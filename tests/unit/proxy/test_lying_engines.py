@@ -100,6 +100,33 @@ async def test_a_request_that_fits_nowhere_is_refused_at_once(tokenizer: Tokeniz
         assert "can hold" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("tokens", [2**24, 2**31, 2**62, 2**63, 2**64, 10**30])
+async def test_a_prompt_that_no_engine_takes_leaves_finish_times_to_all_others(
+    tokenizer: Tokenizer, tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tokenizer, decodes=1, progress_seconds=0.1) as it:
+        for _ in range(60):
+            await it.answered(5)
+        engine = it.decodes[0]
+        engine.says = {"max_model_len": 10_000}
+        state = it.proxy.cluster.instances["decode-0"]
+        await until(lambda: state.engine is not None and state.engine.max_model_len == 10_000)
+        engine.hangs = True
+        it.engines["prefill-0"].counts = tokens
+        odd = asyncio.create_task(it.answered(5))
+        await until(lambda: len(engine.running) == 1)
+        it.engines["prefill-0"].counts = None
+        shown = {**BODY, "stream": True, "stream_options": {"headway": True}}
+        async with it.session.post(it.url + "/v1/completions", json=shown) as response:
+            async with asyncio.timeout(20):
+                for _ in range(25):  # what is expected is computed anew every 2 s at least
+                    assert (await response.content.readuntil(b"\n\n")).startswith(b": headway ")
+            engine.hangs = False
+            await response.read()
+        await odd
+        assert "cannot be told" not in caplog.text
+
+
 def absurd_messages(n: int) -> list[list[bytes]]:
     """What no engine should publish of itself."""
     engine = Engine(epoch=2**62, instance="decode-1")
