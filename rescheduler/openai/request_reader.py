@@ -5,6 +5,7 @@ bytes that came, so that no body keeps the event loop busy for long.
 """
 
 import json
+import time
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +28,8 @@ _MOST_MESSAGES_BYTES = 1 << 20
 _PLACEHOLDER = 4  # bytes of null
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 16 << 10
+_DAY = 86_400.0
+"""Seconds within which an answer can be promised: a longer time is one in another unit."""
 _BACKGROUND = "flex"  # of OpenAI's service tiers
 _LAST = Raw(b"%d" % (2**31 - 1))
 """The ``priority`` that vLLM serves after all others."""
@@ -237,7 +240,7 @@ def _promise(body: dict[str, Raw]) -> _Promise:
     """Take when an answer must be finished out of a body.
 
     Raises:
-        RequestRefusedError: 400, no number, or out of range.
+        RequestRefusedError: 400, no number, out of range, or in another unit.
     """
     given = _some(body, _Promise)
     for name in _Promise.__struct_fields__:
@@ -252,7 +255,29 @@ def _promise(body: dict[str, Raw]) -> _Promise:
     if promise.finish_level is not None and promise.finish_in_s is promise.finish_by:
         message = "`finish_level` needs `finish_in_s` or `finish_by`"
         raise RequestRefusedError(400, message, "finish_level")
+    _refuse_other_units(promise)
     return promise
+
+
+def _refuse_other_units(promise: _Promise) -> None:
+    """Refuse times that are no seconds: clocks of JavaScript and Java count milliseconds.
+
+    Raises:
+        RequestRefusedError: 400, in the past, or more than a day ahead.
+    """
+    if promise.finish_in_s is not None and promise.finish_in_s > _DAY:
+        message = f"`finish_in_s` is in seconds: {promise.finish_in_s:.15g} are more than a day"
+        raise RequestRefusedError(400, message, "finish_in_s")
+    if promise.finish_by is None:
+        return
+    now = time.time()
+    if not now < promise.finish_by <= now + _DAY:
+        where = "in the past" if promise.finish_by <= now else "more than a day from now"
+        message = (
+            f"`finish_by` is in seconds since 1970: {promise.finish_by:.15g} is {where}; it is "
+            f"{now:.0f} now"
+        )
+        raise RequestRefusedError(400, message, "finish_by")
 
 
 def _takes_progress(body: dict[str, Raw]) -> bool:

@@ -151,6 +151,29 @@ async def test_invalid_promises_are_refused_by_name(
         assert body["error"]["param"].startswith("finish_")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"finish_by": 1795857882443}, "seconds since 1970"),
+        ({"finish_by": 1e300}, "seconds since 1970"),
+        ({"finish_by": 1_000_000_000}, "in the past"),
+        ({"finish_by": 60}, "seconds since 1970"),
+        ({"finish_in_s": 90_000}, "in seconds"),
+        ({"finish_in_s": 1795857882443}, "in seconds"),
+    ],
+)
+async def test_times_in_another_unit_are_refused_with_the_right_one(
+    tokenizer: Tokenizer, fields: dict[str, Any], said: str
+) -> None:
+    async with cluster(tokenizer) as it:
+        status, body, _ = await it.post({**ASKED, **fields})
+        assert status == 400
+        assert said in body["error"]["message"]
+        assert body["error"]["param"] == next(iter(fields))
+        status, _, _ = await it.post({**ASKED, "stream": False, "finish_in_s": 86_400})
+        assert status == 200
+
+
 async def test_nothing_is_promised_to_several_answers(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
         status, body, _ = await it.post({**ASKED, "n": 2, "finish_in_s": 60, "stream": False})
