@@ -30,6 +30,9 @@ _encode = msgspec.json.encode
 _DATA = b"data:"
 _LARGEST_EVENT = 16 << 20
 """Bytes of an engine's event: the first one may hold a million ids of a prompt's tokens."""
+_LARGEST_CHUNK = 1 << 20
+"""Bytes of a chunk without the prompt's tokens: the event loop waits while it is read."""
+_BYTES_PER_ID = 12
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -171,21 +174,30 @@ def event(data: bytes) -> bytes:
 class EventReader:
     """Cuts a byte stream into server-sent events, wherever its packets end.
 
+    Args:
+        longest_prompt: tokens of which the first event may hold the ids, and no later one; None:
+            any event may be large.
+
     Attributes:
         comments: that were complete with the last bytes, with their line ends.
         rest: bytes of an event that is not complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_prompt: int | None = None) -> None:
         self.comments: list[bytes] = []
         self.rest = bytearray()
         self._after_return = False
+        self._largest = self._largest_later = _LARGEST_EVENT
+        if longest_prompt is not None:
+            first = _LARGEST_CHUNK + _BYTES_PER_ID * longest_prompt
+            self._largest = min(first, _LARGEST_EVENT)
+            self._largest_later = _LARGEST_CHUNK
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of the events that are complete by now; comments are none.
 
         Raises:
-            msgspec.DecodeError: an event does not end.
+            msgspec.DecodeError: an event is too large, or does not end.
         """
         rest = self.rest
         if self.comments:
@@ -196,12 +208,11 @@ class EventReader:
             at = len(rest) - 1
             rest += data
             if rest.find(b"\n\n", at) < 0:
-                self._check_size()
+                self._check_size(len(rest))
                 return []
             data = bytes(rest)
         *whole, left = data.split(b"\n\n")
         self.rest = bytearray(left)
-        self._check_size()
         found = []
         for part in whole:
             if part.startswith(_DATA):
@@ -210,6 +221,10 @@ class EventReader:
                 found.append(part[at + 1 + len(_DATA) :].removeprefix(b" "))
             elif part.startswith(b":"):
                 self.comments.append(part + b"\n\n")
+        for event in found:
+            self._check_size(len(event))
+            self._largest = self._largest_later
+        self._check_size(len(left))
         return found
 
     def _with_line_feeds(self, data: bytes) -> bytes:
@@ -219,9 +234,9 @@ class EventReader:
         self._after_return = data.endswith(b"\r")
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
-    def _check_size(self) -> None:
-        if len(self.rest) > _LARGEST_EVENT:
-            raise msgspec.DecodeError(f"an event of more than {_LARGEST_EVENT >> 20} MiB")
+    def _check_size(self, size: int) -> None:
+        if size > self._largest:
+            raise msgspec.DecodeError(f"an event of more than {self._largest >> 20} MiB")
 
 
 async def read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:

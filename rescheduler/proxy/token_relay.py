@@ -9,6 +9,7 @@ import aiohttp
 
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, read_chunk
 from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.cluster_state import longest_prompt
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.placement.prober import OutlierDetection
@@ -83,7 +84,7 @@ class TokenRelay:
             UpstreamError: the engine failed.
             EngineRefusedError: the engine refuses the request as invalid.
         """
-        loop, reader = asyncio.get_running_loop(), EventReader()
+        loop, reader = asyncio.get_running_loop(), EventReader(longest_prompt([stream.instance]))
         async for data in stream.response.content.iter_any():
             passed: list[bytes] = []
             progress, finished = stream.progress, stream.finished

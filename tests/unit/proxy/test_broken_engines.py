@@ -210,6 +210,17 @@ def test_an_event_without_an_end_is_refused() -> None:
     assert fed < 17 << 20
 
 
+@pytest.mark.parametrize(("padding", "size"), [(2 << 20, "1 MiB"), (4 << 20, "2 MiB")])
+async def test_events_that_are_larger_than_a_request_can_hold_are_not_read(
+    tokenizer: Tokenizer, padding: int, size: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tokenizer) as it:
+        it.engines["decode-1"].padding = padding
+        answers = await asyncio.gather(*(it.post(BODY) for _ in range(4)))
+        assert [status for status, _, _ in answers] == [200] * 4
+    assert f"decode-1: its stream broke: DecodeError: an event of more than {size}" in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stream_without_an_end_to_its_event_is_left(
     tokenizer: Tokenizer, kind: str
