@@ -7,15 +7,17 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.chaos.harm import Harm
+from benchmarks.chaos.harm import SETTING, Harm, Setting
 from benchmarks.chaos.honest import HonestClients
 from benchmarks.chaos.ledger import Ledger
+from benchmarks.chaos.lives import ServiceWatch
+from benchmarks.chaos.metrics import ProxyCounters
 from benchmarks.chaos.rude import RudeClients
 from benchmarks.support.deployments import proxy_process
 from rescheduler.engines.deployment import Deployment
@@ -24,10 +26,13 @@ from rescheduler.serving.admin_client import TOKEN_VARIABLE
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError
 
-KINDS = ("fill", "garbage", "stop", "restart", "kill_decode", "kill_prefill")
+STOP = "stop"
+KINDS = (STOP, "fill", "garbage", "restart", "kill_decode", "kill_prefill")
+SLOW, OVERLOAD, KILLER = "slow", "overload", "killer"
+"""Further kinds."""
 _QUESTIONS = 40
 _RUDE_SECONDS = 3.0
-_SCRAPE_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 _IDLE_SECONDS = 120.0
 
 
@@ -40,6 +45,7 @@ async def chaos(
     at_once: int = 12,
     seed: int = 1,
     at_least: Mapping[str, int] = MappingProxyType({}),
+    setting: Setting = SETTING,
 ) -> Ledger:
     """Cause chaos for a while, then wait until all is idle, and look for what is left.
 
@@ -50,8 +56,8 @@ async def chaos(
     dilation = 1.0 if emulate is None else emulate.dilation  # what happens is not dilated
     options = msgspec.structs.replace(
         deployment.proxy,
-        first_token_seconds=120.0 / dilation,
-        token_seconds=20.0 / dilation,
+        first_token_seconds=setting.first_token / dilation,
+        token_seconds=setting.token / dilation,
         shutdown_seconds=3.0 / dilation,
         client_write_seconds=10.0 / dilation,
     )
@@ -63,7 +69,7 @@ async def chaos(
             await asyncio.sleep(0.2)
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            harm = Harm(engines, proxy, deployment, ledger, generator, session, token)
+            harm = Harm(engines, proxy, deployment, ledger, generator, session, token, setting)
             await harm.all_in_service()
             await _under_load(harm, seconds, kinds, questions, at_once, at_least)
         await _look(deployment, ledger)
@@ -84,33 +90,46 @@ async def _under_load(
 ) -> None:
     """Learn the answers, then ask among chaos for a while, and let what runs end."""
     ledger, name, url = harm.ledger, harm.deployment.served_name, harm.deployment.proxy_url
-    scripted = harm.deployment.engine.emulate is not None
-    honest = HonestClients(url, name, questions, ledger, scripted)
+    scripted, setting = harm.deployment.engine.emulate is not None, harm.setting
+    honest = HonestClients(url, name, questions, ledger, scripted, setting.silent_tokens)
     rude = RudeClients("127.0.0.1", harm.deployment.proxy.port, name, ledger, harm.random)
-    ending, metrics = asyncio.Event(), _Metrics(ledger)
+    ending, counters = asyncio.Event(), ProxyCounters(harm.lives, ledger)
+    watch = ServiceWatch(harm.lives, ledger)
     try:
         await honest.learn(at_once)
         print(f"{questions} answers learnt; chaos for {seconds:.0f} s", flush=True)
-        harming = asyncio.create_task(harm.run(kinds, ending))
-        asking = asyncio.create_task(honest.run(at_once, ending, harm.random))
+        generator, streams = harm.random, setting.silent_streams
+        burst = partial(honest.burst, generator=generator)
+        ending_by_themselves = [
+            asyncio.create_task(harm.run(kinds, ending, burst)),
+            asyncio.create_task(honest.run(at_once, ending, generator)),
+            asyncio.create_task(honest.run_silent(streams, ending, setting.silent)),
+        ]
         tasks = [
-            harming,
-            asking,
-            asyncio.create_task(metrics.watch(url, harm.session)),
+            *ending_by_themselves,
+            asyncio.create_task(counters.watch(url, harm.session)),
+            asyncio.create_task(watch.watch(harm.breakers, lambda: harm.proxy.pid)),
             asyncio.create_task(rude.run(_RUDE_SECONDS)),
             asyncio.create_task(harm.drain_in_turns()),
         ]
         try:
             await _wait(seconds, at_least, ledger, tasks)
             ending.set()
-            await asyncio.gather(harming, asking)
+            await asyncio.gather(*ending_by_themselves)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await metrics.read(url, harm.session)
+        await counters.read(url, harm.session)
     finally:
         await honest.close()
+    counts = ledger.counts
+    if not counters.tells_of_prompts:
+        counts["prompts_computed_twice"] = counts["prompts_computed_twice_in_overloads"]
+        ledger.notes.append("prompts_computed_twice: as decode engines count, in overloads")
+    asked = sum(log.asked for log in harm.step_logs)
+    taken = sum(log.taken for log in harm.step_logs)
+    counts["slow_steps_times"] = round(taken / asked) if asked else 0
 
 
 async def _wait(
@@ -123,51 +142,14 @@ async def _wait(
     ):
         done, _ = await asyncio.wait(
             tasks,
-            timeout=min(60.0, left) if left > 0 else _SCRAPE_SECONDS,
+            timeout=min(60.0, left) if left > 0 else _LOOK_SECONDS,
             return_when=asyncio.FIRST_COMPLETED,
         )
         for task in done:
             task.result()
         line = ", ".join(f"{key} {value}" for key, value in sorted(ledger.counts.items()))
-        print(f"{time.monotonic() - began:5.0f} s: {line}", flush=True)
-
-
-class _Metrics:
-    """Adds up the proxy's counters over its restarts."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._last: dict[str, float] = {}
-
-    async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
-        while True:
-            await self.read(url, session)
-            await asyncio.sleep(_SCRAPE_SECONDS)
-
-    async def read(self, url: str, session: aiohttp.ClientSession) -> None:
-        """Read once; nothing if the proxy does not answer."""
-        try:
-            async with session.get(f"{url}/metrics") as response:
-                text = await response.text()
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return
-        now: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "headway_proxy_migrations_total":
-                    moved = sample.labels["outcome"] == "moved"
-                    name = "moves" if moved else f"moves_{sample.labels['outcome']}"
-                    now[name] = now.get(name, 0) + sample.value
-                elif sample.name == "headway_proxy_recomputed_requests_total":
-                    now["resumed_elsewhere"] = now.get("resumed_elsewhere", 0) + sample.value
-                elif sample.name == "headway_proxy_event_loop_max_stall_seconds":
-                    stall = round(1e3 * sample.value)
-                    counts = self._ledger.counts
-                    counts["loop_stall_ms"] = max(counts["loop_stall_ms"], stall)
-        for name, value in now.items():
-            before = self._last.get(name, 0)
-            self._ledger.counts[name] += round(value - before if value >= before else value)
-        self._last = now
+        counted = f"{time.monotonic() - began:5.0f} s: {line}"
+        print(*ledger.new_notes(), counted, sep="\n", flush=True)
 
 
 async def _look(deployment: Deployment, ledger: Ledger) -> None:

@@ -4,30 +4,73 @@ import asyncio
 import json
 import random
 import signal
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import zmq
 
+from benchmarks.chaos.killers import Killers
 from benchmarks.chaos.ledger import Ledger
+from benchmarks.chaos.lives import Lives
+from benchmarks.chaos.metrics import prompt_tokens
+from benchmarks.chaos.slow import StepLog, engine_core, slow_steps
 from predictor.live.zmq_sockets import Side, apply_curve
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess
 
-_PAUSE_SECONDS = (5.0, 20.0)
-_STOPPED_SECONDS = (5.0, 40.0)
 _GARBAGE_SECONDS = 4.0
-_DRAIN_SECONDS = (3.0, 6.0)
 _LONG_PROMPT = "and then " * 180  # about 360 tokens
+_BLOCKS_OF_FILLER = 22
+_FILLERS = 5
+_OVERLOAD = 1.3
+_STOPS = 3
+"""Of which the last may be one of a prefill instance."""
+
+
+class Setting(NamedTuple):
+    """For how long things last, in seconds; of two numbers, the least and the most.
+
+    Attributes:
+        pause: between two kinds of harm.
+        drained: each decode instance in its turn.
+        stopped: by SIGSTOP.
+        slowed: one instance, whose steps take ten times as long.
+        overloaded: all decode instances, while their steps do; leases of prefills are shorter.
+        first_token: that the proxy waits for a first token.
+        token: that it waits for any other.
+        silent_streams: that are under way at a time.
+        silent_tokens: of the answer of each.
+        silent: for which the client of such a stream waits for its end.
+    """
+
+    pause: tuple[float, float] = (5.0, 20.0)
+    drained: tuple[float, float] = (3.0, 6.0)
+    stopped: tuple[float, float] = (5.0, 40.0)
+    slowed: tuple[float, float] = (20.0, 60.0)
+    overloaded: tuple[float, float] = (40.0, 60.0)
+    first_token: float = 120.0
+    token: float = 20.0
+    silent_streams: int = 0
+    silent_tokens: int = 0
+    silent: float = 400.0
+
+
+SETTING = Setting()
 
 
 @dataclass
 class Harm:
-    """Does to a deployment what may happen to one, never to all decode instances at a time."""
+    """Does to a deployment what may happen to one.
+
+    Only a request that kills, and an overload, harm all decode instances at a time.
+    """
 
     engines: Launched
     proxy: ServerProcess
@@ -36,15 +79,35 @@ class Harm:
     random: random.Random
     session: aiohttp.ClientSession
     token: str
+    setting: Setting = SETTING
+
+    def __post_init__(self) -> None:
+        self.lives = Lives(lambda name: self.engines.servers[name].is_running)
+        self._drains = asyncio.Lock()
+        self._restarts: list[asyncio.Task[None]] = []
+        self.step_logs: list[StepLog] = []
+        self._killers = Killers(
+            self.deployment.proxy_url,
+            self.deployment.served_name,
+            self.session,
+            self.ledger,
+            {one.name: self.engines.servers[one.name].log for one in self.deployment.instances},
+            frozenset(instance.name for instance in self.deployment.decode),
+            lambda name: asyncio.shield(self._kill_and_restart(name)),
+            self.lives.is_dead,
+        )
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"}
 
-    async def run(self, kinds: tuple[str, ...], until: asyncio.Event) -> None:
+    async def run(
+        self, kinds: tuple[str, ...], until: asyncio.Event, burst: Callable[[int], Awaitable[None]]
+    ) -> None:
         """Do one thing after the other until an event is set; then all is in service again.
 
-        In the given order at first, then at random, each once before any is done again.
+        In the given order at first, then at random, each once before any is done again. ``burst``
+        asks so many honest requests at once, and waits for their ends.
         """
         actions: dict[str, Callable[[], Awaitable[None]]] = {
             "kill_decode": lambda: self._kill("decode"),
@@ -53,6 +116,9 @@ class Harm:
             "fill": self._fill,
             "garbage": self._garbage,
             "restart": self._restart_proxy,
+            "slow": self._slow,
+            "overload": lambda: self._overload(burst),
+            "killer": self._killer,
         }
         waiting = [*reversed(kinds)]
         while not until.is_set():
@@ -61,7 +127,7 @@ class Harm:
             await self.all_in_service()
             await actions[waiting.pop()]()
             with suppress(TimeoutError):
-                await asyncio.wait_for(until.wait(), self.random.uniform(*_PAUSE_SECONDS))
+                await asyncio.wait_for(until.wait(), self.random.uniform(*self.setting.pause))
         await self.all_in_service()
 
     async def drain_in_turns(self) -> None:
@@ -71,28 +137,36 @@ class Harm:
                 if await self._is_up(instance) != {True}:
                     await asyncio.sleep(1)
                     continue
-                try:
-                    await self._admin("drain", instance)
-                    await asyncio.sleep(self.random.uniform(*_DRAIN_SECONDS))
-                finally:
-                    await asyncio.shield(self._admin("undrain", instance))
+                async with self._drains:
+                    try:
+                        await self._admin("drain", instance)
+                        await asyncio.sleep(self.random.uniform(*self.setting.drained))
+                    finally:
+                        await asyncio.shield(self._admin("undrain", instance))
 
     async def all_in_service(self) -> None:
         while await self._is_up() != {True}:
             await asyncio.sleep(0.5)
 
-    async def _is_up(self, instance: Instance | None = None) -> set[bool]:
-        """Return whether the proxy uses an instance, or all: one value for each answer."""
+    async def breakers(self) -> dict[str, str] | None:
+        """Return the state of each instance's breaker; None if the proxy does not say."""
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             url = f"{self.deployment.admin_url}/admin/instances"
             async with self.session.get(url, headers=self._headers) as response:
                 listed = (await response.json())["instances"]
-            return {
-                one["state"] == "closed"
-                for one in listed
-                if instance is None or one["name"] == instance.name
-            }
-        return {False}
+            return {one["name"]: one["state"] for one in listed}
+        return None
+
+    async def _is_up(self, instance: Instance | None = None) -> set[bool]:
+        """Return whether the proxy uses an instance, or all: one value for each answer."""
+        states = await self.breakers()
+        if states is None:
+            return {False}
+        return {
+            state == "closed"
+            for name, state in states.items()
+            if instance is None or name == instance.name
+        }
 
     async def _admin(self, verb: str, instance: Instance) -> None:
         with suppress(aiohttp.ClientError, OSError, TimeoutError):  # the proxy restarts
@@ -110,21 +184,96 @@ class Harm:
         instance = self._chosen(role)
         self.ledger.counts["kills"] += 1
         with self.ledger.outage("engine"):
-            await asyncio.to_thread(self.engines.kill, instance.name)
-            await asyncio.to_thread(self._impersonate, instance)
-            await asyncio.to_thread(self.engines.restart, instance.name)
+            with self.lives.dead(instance.name):
+                await asyncio.to_thread(self.engines.kill, instance.name)
+                await asyncio.to_thread(self._impersonate, instance)
+                await asyncio.to_thread(self.engines.restart, instance.name)
             await self.all_in_service()
 
+    async def _killer(self) -> None:
+        """Send a request whose engines die.
+
+        Nothing is drained meanwhile: the request could move before the harness kills its engine.
+        """
+        async with self._drains:
+            with self.ledger.outage("killer"):
+                try:
+                    await self._killers.send()
+                finally:
+                    restarts, self._restarts = self._restarts, []
+                    await asyncio.gather(*restarts)
+                await self.all_in_service()
+
+    async def _kill_and_restart(self, name: str) -> None:
+        """Kill an engine, and begin to start it again."""
+        killed = asyncio.Event()
+
+        async def replaced() -> None:
+            with self.lives.dead(name):
+                try:
+                    await asyncio.to_thread(self.engines.kill, name)
+                finally:
+                    killed.set()
+                await asyncio.to_thread(self.engines.restart, name)
+
+        self._restarts.append(asyncio.create_task(replaced()))
+        await killed.wait()
+
     async def _stop(self) -> None:
-        """Suspend a decode instance: its connections stay, and nothing comes."""
+        """Suspend an engine, all of its processes: its connections stay, and nothing comes."""
+        turn = self.ledger.counts["stops"] % _STOPS
         instance = self._chosen("decode")
+        if turn == _STOPS - 1:
+            instance = self.random.choice(self.deployment.instances)
         self.ledger.counts["stops"] += 1
-        with self.ledger.outage("engine"):
+        with self.lives.stopped(instance.name):
             self.engines.signal(instance.name, signal.SIGSTOP)
             try:
-                await asyncio.sleep(self.random.uniform(*_STOPPED_SECONDS))
+                await asyncio.sleep(self.random.uniform(*self.setting.stopped))
             finally:
                 self.engines.signal(instance.name, signal.SIGCONT)
+
+    async def _slow(self) -> None:
+        """Have a decode instance's steps take ten times as long."""
+        self.ledger.counts["slowed"] += 1
+        await self._slowed([self._chosen("decode")], self.setting.slowed)
+
+    async def _overload(self, burst: Callable[[int], Awaitable[None]]) -> None:
+        """Ask more than all decode instances have places for, while their steps are slow."""
+        self.ledger.counts["overloads"] += 1
+        places = len(self.deployment.decode) * self.deployment.engine.max_num_seqs
+        urls = [instance.url for instance in self.deployment.decode]
+        async with self._drains:
+            before = await prompt_tokens(urls, self.session)
+            asked = asyncio.ensure_future(burst(round(_OVERLOAD * places)))
+            try:
+                await self._slowed(self.deployment.decode, self.setting.overloaded)
+                await asked
+            finally:
+                asked.cancel()
+            more = (await prompt_tokens(urls, self.session)).prompts_since(before)
+        self.ledger.counts["prompts_computed_twice_in_overloads"] += more
+
+    async def _slowed(self, instances: Sequence[Instance], spell: tuple[float, float]) -> None:
+        """Slow engines down for a while, each from a thread of its own."""
+        seconds, ended = self.random.uniform(*spell), threading.Event()
+        with ExitStack() as stack:
+            stack.callback(ended.set)
+            slowing = []
+            for instance in instances:
+                core = engine_core(self.engines.servers[instance.name])
+                assert core is not None, f"{instance.name}: its core is not known by its name"
+                log = self._step_log(instance)
+                slowing.append(asyncio.to_thread(slow_steps, core, log, seconds, ended))
+                if log is not None:
+                    self.step_logs.append(log)
+            await asyncio.gather(*slowing)
+
+    def _step_log(self, instance: Instance) -> StepLog | None:
+        emulate = self.deployment.engine.emulate
+        if emulate is None or emulate.logs is None:
+            return None
+        return StepLog(Path(emulate.logs) / f"{instance.name}.csv")
 
     async def _fill(self) -> None:
         """Fill a decode instance's KV cache past the proxy."""
@@ -142,7 +291,8 @@ class Harm:
                 async with self.session.post(url, json=body) as response:
                     await response.read()
 
-        await asyncio.gather(*map(long, range(5)))
+        blocks = self.deployment.engine.kv_blocks or 0
+        await asyncio.gather(*map(long, range(max(_FILLERS, blocks // _BLOCKS_OF_FILLER))))
 
     async def _garbage(self) -> None:
         """Send an engine commands that are none; with keys, as one who has the proxy's."""

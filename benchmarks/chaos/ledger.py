@@ -7,15 +7,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-Outage = Literal["proxy", "engine"]
+Outage = Literal["proxy", "engine", "killer"]
 
 COUNTED = (
-    *("blocks_leaked", "clients_left", "clients_stalled", "cut_by_proxy_restart", "fills"),
-    *("garbage", "honest_429", "honest_4xx", "honest_5xx", "honest_5xx_at_a_kill", "kills"),
+    *("blocks_leaked", "clients_left", "clients_stalled", "cut_by_proxy_restart"),
+    *("dead_out_of_service", "engines_lost_to_killers", "fills", "garbage", "honest_429"),
+    *("honest_4xx", "honest_5xx", "honest_5xx_at_a_kill", "innocents_lost", "killers_beyond_two"),
+    *("killers_refused_after_two", "killers_sent", "kills", "living_out_of_service"),
     *("loop_stall_ms", "lost", "moves", "moves_ended", "moves_gone", "moves_no_answer"),
-    *("moves_no_room", "moves_not_copied", "moves_not_frozen", "moves_rolled_back", "poison"),
-    *("poison_5xx", "poison_answered", "poison_unanswered", "proxy_restarts"),
-    *("refused_at_proxy_restart", "requests", "resumed_elsewhere", "stops", "tokens_changed"),
+    *("moves_no_room", "moves_not_copied", "moves_not_frozen", "moves_rolled_back", "overloads"),
+    *("poison", "poison_5xx", "poison_answered", "poison_unanswered", "prompts_computed_twice"),
+    *("prompts_computed_twice_in_overloads", "proxy_restarts", "recomputed_after_deaths"),
+    *(
+        "recomputed_of_living",
+        "refused_at_proxy_restart",
+        "refused_without_engines",
+        "requests",
+        "resumed_elsewhere",
+    ),
+    *(
+        "silent_cut_by_proxy_restart",
+        "silent_ended",
+        "silent_failed",
+        "silent_failed_at_a_kill",
+        "silent_sent",
+    ),
+    *("silent_without_end", "slow_steps_times", "slowed", "stopped_out_of_service", "stops"),
+    *("tokens_changed",),
 )
 """What is counted: reported also where it is zero, since that is what most of it should be."""
 _AFTERWARDS = 2.0
@@ -28,6 +46,7 @@ class Ledger:
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     notes: list[str] = field(default_factory=list)
+    _shown: int = 0
     _outages: list[tuple[Outage, float, float | None]] = field(default_factory=list)
 
     @contextmanager
@@ -39,8 +58,28 @@ class Ledger:
         finally:
             self._outages[place] = (what, began, time.monotonic() + _AFTERWARDS)
 
+    def new_notes(self) -> list[str]:
+        """Return the notes since the last call."""
+        new, self._shown = self.notes[self._shown :], len(self.notes)
+        return new
+
     def during(self, what: Outage, began: float) -> bool:
+        """Return whether there has been an outage since some moment."""
         return any(kind == what and (end is None or began < end) for kind, _, end in self._outages)
+
+    def silent(self, number: int, tokens: list[int], expected: list[int], how: str) -> None:
+        """Count a silent stream; how: ``ended``, ``without_end`` (it was left), or what failed."""
+        if tokens != (expected if how == "ended" else expected[: len(tokens)]):
+            self._changed(number, tokens, expected)
+            how = "other tokens"
+        if how not in ("ended", "without_end"):
+            self.notes.append(f"silent stream {number}, {len(tokens)} tokens: {how}")
+            now, how = time.monotonic(), "failed"
+            if self.during("proxy", now):
+                how = "cut_by_proxy_restart"
+            elif self.during("engine", now) or self.during("killer", now):
+                how = "failed_at_a_kill"
+        self.counts[f"silent_{how}"] += 1
 
     def ended(self, number: int, tokens: list[int], expected: list[int]) -> None:
         self.counts["requests"] += 1
@@ -58,8 +97,12 @@ class Ledger:
         if how in ("refused", "503") and self.during("proxy", began):
             self.counts["refused_at_proxy_restart"] += 1
             return
+        if how == "503" and self.during("killer", began):
+            self.counts["refused_without_engines"] += 1
+            return
         how = "5xx" if how == "503" else how
         self.counts["requests"] += 1
+        self.counts["innocents_lost"] += self.during("killer", began)
         if tokens != expected[: len(tokens)]:
             self._changed(number, tokens, expected)
         if how in ("5xx", "broken") and self.during("proxy", began):
@@ -69,7 +112,7 @@ class Ledger:
         if how in ("refused", "broken", "silent"):
             self.counts["lost"] += 1
         elif how == "5xx":
-            at_outage = self.during("engine", began)
+            at_outage = self.during("engine", began) or self.during("killer", began)
             self.counts["honest_5xx_at_a_kill" if at_outage else "honest_5xx"] += 1
         else:
             self.counts[f"honest_{how}"] += 1

@@ -20,7 +20,6 @@ BENCHMARKS = {
     if path.parent.name != "support" and 'if __name__ == "__main__"' in path.read_text()
 }
 INSTEAD = {
-    "chaos": "--minutes 1",
     "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
     "gpu_cost": "smollm2 --quick --requests 8 --k 2 --eager",
