@@ -68,6 +68,7 @@ class Cluster(Generic[R]):
         self.forecasts: LiveForecasts | None = None
         self.instances: dict[str, InstanceState] = {}
         self._stack = AsyncExitStack()
+        self._said_unlike = ""
         self._loops: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         for instance in deployment.instances:
@@ -159,9 +160,10 @@ class Cluster(Generic[R]):
                 values = zip(KIND.values(), compared, strict=False)
                 words = ", ".join(f"{what} {value!r}" for what, value in values)
                 groups.setdefault(words, []).append(one.name)
-        if len(groups) > 1:
-            said = "; ".join(f"{', '.join(names)}: {words}" for words, names in groups.items())
+        said = "; ".join(f"{', '.join(names)}: {words}" for words, names in groups.items())
+        if len(groups) > 1 and said != self._said_unlike:
             logger.error("engines that cannot read each other's KV cache: %s", said)
+        self._said_unlike = said
 
     async def close(self, patience: float = 0.0) -> None:
         """End what runs in the background, and close every connection.

@@ -76,6 +76,7 @@ class LiveRequest(Placeable):
         client_blocks: its tokens wait for its client, which reads too slowly.
         failed_by: instances that answered it with an error since one last served it.
         engines_lost: engines that ended while they had just begun with it.
+        breaks: its streams that broke later than that.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class LiveRequest(Placeable):
         self.client_blocks = False
         self.failed_by: list[InstanceState] = []
         self.engines_lost: list[str] = []
+        self.breaks = 0
         self.incarnation = ""
         self._generated_before = 0
         self.trace: Span = NO_SPAN

@@ -7,12 +7,14 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["MOST_LOST", "TRUSTED_TOKENS", "Quarantine"]
+__all__ = ["MOST_BREAKS", "MOST_LOST", "TRUSTED_TOKENS", "Quarantine"]
 
 MOST_LOST = 2
 """Engines that may be lost while they had just begun with a request."""
-TRUSTED_TOKENS = 16
+TRUSTED_TOKENS = 32
 """On one engine, after which a request is not what its engine ends by."""
+MOST_BREAKS = 3
+"""Streams of a request that may break later than that, before each further one counts as well."""
 _POLL_SECONDS = 0.02
 
 

@@ -13,7 +13,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.prober import OutlierDetection
-from rescheduler.placement.quarantine import MOST_LOST, TRUSTED_TOKENS, Quarantine
+from rescheduler.placement.quarantine import MOST_BREAKS, MOST_LOST, TRUSTED_TOKENS, Quarantine
 from rescheduler.placement.request_state import Kept, Landing, Placed, Returned, Waiting
 from rescheduler.placement.stream_watch import LateError, StreamWatch
 from rescheduler.placement.upstream import (
@@ -148,7 +148,10 @@ class RequestFlow:
         begun = request.generated_here <= TRUSTED_TOKENS
         self._outliers.failed(request, instance, error)
         self._quarantine.leave(request)
-        if error.unsent or isinstance(error, LateError) or not begun:
+        if error.unsent or isinstance(error, LateError):
+            return
+        request.breaks += not begun
+        if not begun and request.breaks <= MOST_BREAKS:
             return
         if await self._prober.has_died(instance, request.incarnation):
             request.engines_lost.append(instance.name)

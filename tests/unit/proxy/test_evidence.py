@@ -86,7 +86,7 @@ def test_no_living_engine_leaves_service(
     dropped = {one for one in lost if one[0] % 5}
     for round in range(300):
         now = round * REPORTS
-        if round % 40 in starts and now >= engine.stopped_until:
+        if round % 40 in starts and now >= engine.stopped_until + 10.0:
             engine.stopped_until = now + starts.pop(round % 40)
         engine.signs.clear()
         engine.look(now)
