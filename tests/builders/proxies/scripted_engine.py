@@ -452,7 +452,10 @@ class ScriptedEngine:
 
     async def _kill(self, http: web.Request, body: dict[str, Any], given: int) -> None:
         """End, and start again, if a prompt is one that the engine does not survive."""
-        if self.kills and given == self.kills_at and self.kills in json.dumps(body["prompt"]):
+        if not self.kills or given != self.kills_at:
+            return
+        prompt = body["prompt"]
+        if self.kills in (self.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt):
             asyncio.get_running_loop().create_task(self._restart())
             await asyncio.sleep(60)
 
