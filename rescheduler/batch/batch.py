@@ -1,6 +1,7 @@
 """`headway batch`: a file of requests, sent to a server until each has its answer."""
 
 import asyncio
+import io
 import math
 import os
 import random
@@ -24,6 +25,7 @@ from rescheduler.batch.batch_output import Answer, BatchOutput, result_path
 from rescheduler.batch.batch_progress import BatchProgress
 from rescheduler.commands.event_loop import end_when_asked
 from rescheduler.commands.log_format import escaped
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 
 __all__ = ["BatchSender", "BatchStoppedError", "batch", "server_address"]
 
@@ -67,7 +69,7 @@ def batch(
     API key is read from OPENAI_API_KEY.
 
     Args:
-        file: the requests, as a JSONL file.
+        file: the requests, as a JSONL file, which may be gzipped.
         out: file of the answers; by default x.results.jsonl for x.jsonl. Errors go to
             x.errors.jsonl.
         url: of `headway serve`, or of another OpenAI-compatible server.
@@ -237,7 +239,7 @@ class BatchSender:
         """Send a request once; raises `_NotAnsweredError` where another try may be answered."""
         try:
             async with session.post(
-                f"{self._url}{path}", data=body, allow_redirects=False
+                f"{self._url}{path}", data=io.BytesIO(body), allow_redirects=False
             ) as response:
                 raw, status = await response.read(), response.status
                 retry_after = _seconds(response.headers.get("Retry-After", ""))
@@ -255,7 +257,7 @@ class BatchSender:
         if status in _NOT_FINAL or (status >= 500 and status != _NEVER):
             raise _NotAnsweredError(f"HTTP {status}: {_shown(raw)}", status, retry_after)
         whole = _one_line(raw)
-        if status < 300 and (status != 200 or whole is None or not _is_answer(raw)):
+        if status < 300 and (status != 200 or whole is None or not _is_answer(path, raw)):
             raise _NotAnsweredError(f"HTTP {status}, no answer of OpenAI's: {_shown(raw)}", 200)
         if whole is None:
             return _refused(status, _shown(raw))
@@ -306,12 +308,16 @@ class _Choices(msgspec.Struct):
     choices: list[Any]
 
 
+_NULL = Raw(b"null")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def _is_answer(raw: bytes) -> bool:
+def _is_answer(path: str, raw: bytes) -> bool:
     with suppress(*_UNREADABLE):
-        return bool(msgspec.json.decode(raw, type=_Choices).choices)
+        if path in (CHAT, COMPLETIONS):
+            return bool(msgspec.json.decode(raw, type=_Choices).choices)
+        fields = msgspec.json.decode(raw, type=dict[str, Raw])
+        return bool(fields) and fields.get("error", _NULL) == _NULL
     return False
 
 

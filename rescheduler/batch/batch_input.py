@@ -1,23 +1,36 @@
 """The requests of a batch, as OpenAI's batch files have them, a line each."""
 
+import gzip
 import hashlib
 import os
+import tempfile
 import weakref
+import zlib
+from codecs import BOM_UTF8
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 from zlib import crc32
 
 import msgspec
 from msgspec import Raw
 
+from data_collection.text_file import text_lines
 from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED
 
-__all__ = ["LARGEST_LINE", "Batch", "BatchFileError", "BatchRequest", "read_batch"]
+__all__ = ["LARGEST_LINE", "SERVED", "Batch", "BatchFileError", "BatchRequest", "read_batch"]
 
-LARGEST_LINE = ProxyOptions().largest_body_mb << 20
-"""Bytes of the longest line: of the largest body that a proxy takes by default."""
+LARGEST_LINE = ProxyOptions().bodies_mb << 20
+"""Bytes of the longest line: what a proxy keeps of all bodies by default.
+
+How large a body may be is for the proxy to say, which answers 413.
+"""
+
+SERVED = (CHAT, COMPLETIONS, *FORWARDED)
+"""The endpoints that requests may be to: those of `headway serve`."""
 
 _SHOWN = 10
+_PACKED = b"\x1f\x8b"
 
 
 class BatchFileError(ValueError):
@@ -33,6 +46,7 @@ class BatchRequest(NamedTuple):
         begin: of its line, in bytes.
         size: of its line, in bytes.
         checksum: CRC-32 of its line.
+        target: number of its endpoint and model.
     """
 
     custom_id: str
@@ -40,16 +54,19 @@ class BatchRequest(NamedTuple):
     begin: int
     size: int
     checksum: int
+    target: int
 
 
 class _Body(msgspec.Struct):
     stream: bool | None = False
+    background: bool | None = False
+    model: Raw = Raw(b"null")
 
 
 class _Line(msgspec.Struct):
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    url: str
     body: _Body
 
 
@@ -69,12 +86,20 @@ class Batch:
     Attributes:
         path: the file.
         requests: in the file's order.
-        digest: SHA-256 of the file.
+        digest: SHA-256 of the file's text, unpacked and without byte-order marks.
+        targets: endpoints with the models that are asked for there, as JSON.
     """
 
-    def __init__(self, path: Path, requests: list[BatchRequest], digest: str) -> None:
-        self.path, self.requests, self.digest = path, requests, digest
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(
+        self,
+        path: Path,
+        requests: list[BatchRequest],
+        digest: str,
+        targets: list[tuple[str, str]],
+        text: BinaryIO,
+    ) -> None:
+        self.path, self.requests, self.digest, self.targets = path, requests, digest, targets
+        self._file = os.dup(text.fileno())
         weakref.finalize(self, os.close, self._file)
 
     def read(self, request: BatchRequest) -> tuple[str, bytes]:
@@ -97,53 +122,83 @@ class Batch:
 
 
 def read_batch(path: Path) -> Batch:
-    """Check every line of a batch file, and return the batch.
+    """Check every line of a batch file, which may be gzipped, and return the batch.
 
     Raises:
         BatchFileError: lines that are no requests, or two with the same ``custom_id``; the first
-            ten are named. Or it has none at all, or is a pipe, which cannot be read again.
+            ten are named. Or it has none at all, is no text, or is a pipe, which cannot be read
+            again. Or what is gzipped is not whole, or too large for the folder of temporary files.
         OSError: it cannot be read.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BatchFileError(f"{path} is not a regular file; write the requests to one")
+    try:
+        next(text_lines(path, LARGEST_LINE), None)  # names other encodings and archives
+    except ValueError as error:
+        raise BatchFileError(str(error)) from error
+    with path.open("rb") as file:
+        if file.peek(len(_PACKED))[: len(_PACKED)] != _PACKED:
+            return _read(path, file, file)
+        try:
+            with gzip.GzipFile(fileobj=file) as packed, tempfile.TemporaryFile() as unpacked:
+                return _read(path, packed, unpacked)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise BatchFileError(f"{path}: the gzip file is not whole: {error}") from error
+        except OSError as error:
+            raise BatchFileError(
+                f"{path}: it cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}; "
+                "unpack it yourself, or name another folder in TMPDIR"
+            ) from error
+
+
+def _read(path: Path, lines: BinaryIO | gzip.GzipFile, text: BinaryIO) -> Batch:
+    """Check all lines; ``text`` is where they can be read again, and is written if it is not."""
     requests: list[BatchRequest] = []
     wrong: list[str] = []
     seen: dict[str, int] = {}
+    targets: dict[tuple[str, str], int] = {}
     digest, begin, number = hashlib.sha256(), 0, 0
-    with path.open("rb") as file:
-        while line := file.readline(LARGEST_LINE + 1):
-            number += 1
-            why, custom_id = None, ""
-            if len(line) > LARGEST_LINE:
-                wrong.append(f"{path}:{number}: it has more than {LARGEST_LINE >> 20} MiB")
+    while line := lines.readline(LARGEST_LINE + 1):
+        number += 1
+        why, size = None, len(line)
+        if size > LARGEST_LINE:
+            wrong.append(f"{path}:{number}: it has more than {LARGEST_LINE >> 20} MiB")
+            break
+        line = line.removeprefix(BOM_UTF8)
+        begin += size - len(line)
+        digest.update(line)
+        if line.strip():
+            try:
+                custom_id, *target = _checked(line)
+            except ValueError as error:
+                why = str(error)
+            else:
+                if custom_id in seen:
+                    why = f"custom_id {custom_id!r} is also that of line {seen[custom_id]}"
+                seen.setdefault(custom_id, number)
+                where = targets.setdefault((target[0], target[1]), len(targets))
+                if text is not lines:
+                    begin = text.tell()
+                    text.write(line)
+                requests.append(
+                    BatchRequest(custom_id, number, begin, len(line), crc32(line), where)
+                )
+        if why is not None:
+            wrong.append(f"{path}:{number}: {why}")
+            if len(wrong) == _SHOWN:
+                wrong.append("...")
                 break
-            digest.update(line)
-            if line.strip():
-                try:
-                    custom_id = _checked(line)
-                except ValueError as error:
-                    why = str(error)
-                else:
-                    if custom_id in seen:
-                        why = f"custom_id {custom_id!r} is also that of line {seen[custom_id]}"
-                    seen.setdefault(custom_id, number)
-                    size, checksum = len(line), crc32(line)
-                    requests.append(BatchRequest(custom_id, number, begin, size, checksum))
-            if why is not None:
-                wrong.append(f"{path}:{number}: {why}")
-                if len(wrong) == _SHOWN:
-                    wrong.append("...")
-                    break
-            begin += len(line)
+        begin += len(line)
     if wrong:
         raise BatchFileError("\n".join(wrong))
     if not requests:
         raise BatchFileError(f"{path}: it has no requests")
-    return Batch(path, requests, digest.hexdigest())
+    text.flush()
+    return Batch(path, requests, digest.hexdigest(), list(targets), text)
 
 
-def _checked(line: bytes) -> str:
-    """Return the ``custom_id`` of a valid line; raise `ValueError` if it is none."""
+def _checked(line: bytes) -> tuple[str, str, str]:
+    """Return a valid line's ``custom_id``, endpoint and model; raise `ValueError` if it is none."""
     try:
         line.decode()  # what is skipped below may be anything
         read = _lines.decode(line)
@@ -151,6 +206,9 @@ def _checked(line: bytes) -> str:
         raise ValueError(f"{error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no JSON object: {error}") from error
-    if read.body.stream:
-        raise ValueError("`stream`: a batch has whole answers; leave it out")
-    return read.custom_id
+    if read.url not in SERVED:
+        raise ValueError(f"url {read.url[:100]!r} is not served: {', '.join(SERVED)} are")
+    for field in ("stream", "background"):
+        if getattr(read.body, field):
+            raise ValueError(f"`{field}`: a batch has whole answers; leave it out")
+    return read.custom_id, read.url, bytes(read.body.model).decode()

@@ -41,14 +41,25 @@ class _Line(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    total_tokens: int | None = None
 
 
 class _Counted(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Error(msgspec.Struct):
+    type: str | None = None
+
+
+class _Failed(msgspec.Struct):
+    error: _Error | None = None
+
+
 class _KeptAnswer(msgspec.Struct):
+    status_code: int = 0
     body: Raw = Raw(b"null")
 
 
@@ -59,11 +70,16 @@ class _Kept(msgspec.Struct):
 
 _kept = msgspec.json.Decoder(_Kept)
 _counted = msgspec.json.Decoder(_Counted)
+_failed = msgspec.json.Decoder(_Failed)
+
+_LOST_ENGINES = 422, "UnprocessableEntityError"
+"""What the proxy answers to a request under which two engines were lost."""
 
 
 def result_path(path: Path) -> Path:
     """Return where the answers to a batch go by default: ``x.results.jsonl`` for ``x.jsonl``."""
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.results.jsonl")
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return path.with_name(f"{name}.results.jsonl")
 
 
 def error_path(results: Path) -> Path:
@@ -84,7 +100,9 @@ class BatchOutput:
         results: file of the answers; that of the errors is beside it.
 
     Attributes:
-        tokens: generated for each answer, by the answer's ``custom_id``; None for an error.
+        tokens: generated for each answer, by the answer's ``custom_id``; None for an error. Where
+            none are generated, as for embeddings, tokens that were read.
+        lost_engines: ``custom_id`` of the requests under which the proxy lost two engines.
 
     Raises:
         BatchFileError: another program writes them, or they are those of another input.
@@ -94,6 +112,7 @@ class BatchOutput:
     def __init__(self, batch: Batch, results: Path) -> None:
         self.results, self.errors = results, error_path(results)
         self.tokens: dict[str, int | None] = {}
+        self.lost_engines: list[str] = []
         if batch.path.resolve() in (results.resolve(), self.errors.resolve()):
             raise BatchFileError(f"{batch.path}: it would be overwritten; give another --out")
         results.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +152,12 @@ class BatchOutput:
             _append(self._files[path], line)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        is_error = answer.is_error
-        self.tokens[custom_id] = None if is_error else _generated_tokens(answer.body)
+        self._note(custom_id, answer.status_code, answer.body, answer.is_error)
+
+    def _note(self, custom_id: str, status: int, body: Raw, is_error: bool) -> None:
+        self.tokens[custom_id] = None if is_error else _generated_tokens(body)
+        if is_error and status == _LOST_ENGINES[0] and _error_type(body) == _LOST_ENGINES[1]:
+            self.lost_engines.append(custom_id)
 
     def _is_begun(self, file: int, batch: Batch) -> bool:
         """Return whether the files are this batch's, by the digest beside them."""
@@ -182,19 +205,26 @@ class BatchOutput:
                 if kept.custom_id not in known or kept.custom_id in self.tokens:
                     what = "twice" if kept.custom_id in self.tokens else "not in the input"
                     raise BatchFileError(f"{path}:{number}: {kept.custom_id!r} is {what}")
-                is_error = path is self.errors
-                body = kept.response.body
-                self.tokens[kept.custom_id] = None if is_error else _generated_tokens(body)
+                response, is_error = kept.response, path is self.errors
+                self._note(kept.custom_id, response.status_code, response.body, is_error)
         os.ftruncate(file, whole)
 
 
 def _generated_tokens(body: Raw) -> int:
-    """Return the tokens that an answer says it has; 0 if it does not say."""
+    """Return the tokens that an answer says it has, or was computed from; 0 if it does not say."""
     try:
-        usage = _counted.decode(body).usage
+        usage = _counted.decode(body).usage or _Usage()
     except msgspec.DecodeError:
         return 0
-    return usage.completion_tokens if usage is not None else 0
+    return usage.completion_tokens or usage.output_tokens or usage.total_tokens or 0
+
+
+def _error_type(body: Raw) -> str | None:
+    try:
+        error = _failed.decode(body).error
+    except msgspec.DecodeError:
+        return None
+    return error.type if error is not None else None
 
 
 def _append(file: int, line: bytes) -> None:

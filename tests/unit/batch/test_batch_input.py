@@ -1,5 +1,6 @@
 """Which files `headway batch` takes, and what it says of the others."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.batch.batch_input import LARGEST_LINE, BatchFileError, read_batch
+from rescheduler.batch.batch_input import SERVED, BatchFileError, read_batch
+from rescheduler.engines.deployment import ProxyOptions
 
 
 def line(custom_id: str = "a", **changes: Any) -> dict[str, Any]:
@@ -57,15 +59,16 @@ def test_requests_are_sent_as_they_are_and_in_the_background(tmp_path: Path) -> 
         (b"[" * 100_000, "asked.jsonl:2: "),
         (line("a"), "asked.jsonl:2: custom_id 'a' is also that of line 1"),
         (line("b", method="GET"), "asked.jsonl:2: Invalid enum value 'GET' - at `$.method`"),
-        (line("b", url="/v1/embeddings"), "asked.jsonl:2: Invalid enum value '/v1/embeddings'"),
+        (
+            line("b", url="/v1/fine_tuning"),
+            "asked.jsonl:2: url '/v1/fine_tuning' is not served: /v1/chat/completions, "
+            "/v1/completions, /v1/chat/completions/batch, /v1/responses, ",
+        ),
         (line(""), r"asked.jsonl:2: Expected `str` of length >= 1 - at `$.custom_id`"),
         (line("b", body=3), "asked.jsonl:2: Expected `object`, got `int` - at `$.body`"),
         (line("b", body={"stream": True}), "asked.jsonl:2: `stream`: a batch has whole answers"),
+        (line("b", body={"background": True}), "asked.jsonl:2: `background`: a batch has whole"),
         ({"custom_id": "b"}, "asked.jsonl:2: Object missing required field `method`"),
-        (
-            line("b", body={"prompt": "x" * LARGEST_LINE}),
-            "asked.jsonl:2: it has more than 8 MiB",
-        ),
     ],
 )
 def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, wrong: Any, message: str) -> None:
@@ -73,6 +76,57 @@ def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, wrong: Any, mes
     with pytest.raises(BatchFileError) as raised:
         read_batch(path)
     assert message in str(raised.value)
+
+
+def test_every_endpoint_that_the_proxy_forwards_is_taken(tmp_path: Path) -> None:
+    lines = [line(url, url=url, body={"input": "Hi"}) for url in SERVED]
+    batch = read_batch(written(tmp_path, *lines))
+    assert [batch.read(request)[0] for request in batch.requests] == list(SERVED)
+    assert {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses"} < set(SERVED)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_byte_order_marks_and_gzip_are_read(tmp_path: Path, packed: bool) -> None:
+    lines = [json.dumps(line(name, body={"prompt": f"{name} é"})).encode() for name in "abc"]
+    mark = b"\xef\xbb\xbf"
+    text = mark + lines[0] + b"\r\n\n" + mark + lines[1] + b"\n" + lines[2]
+    path = tmp_path / ("asked.jsonl.gz" if packed else "asked.jsonl")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    batch = read_batch(path)
+    assert [(one.custom_id, one.number) for one in batch.requests] == [("a", 1), ("b", 3), ("c", 4)]
+    asked = [json.loads(batch.read(request)[1])["prompt"] for request in batch.requests]
+    assert asked == ["a é", "b é", "c é"]
+    plain = tmp_path / "plain.jsonl"
+    plain.write_bytes(text.replace(mark, b""))
+    assert read_batch(plain).digest == batch.digest, "the same requests, however they are kept"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"custom_id": "a"'.ljust(5000))[:-9], "asked.jsonl: the gzip file is not"),
+        (b"\x1f\x8bnonsense", "the gzip file is not whole"),
+        (b"PK\x03\x04", "asked.jsonl: a zip archive; unpack it"),
+        (json.dumps(line()).encode("utf-16"), "asked.jsonl: UTF-16 text; save it as UTF-8"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "asked.jsonl").write_bytes(content)
+    with pytest.raises(BatchFileError) as raised:
+        read_batch(tmp_path / "asked.jsonl")
+    assert message.removeprefix("asked.jsonl") in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / "asked.jsonl"))
+
+
+def test_a_line_may_be_as_large_as_a_proxy_s_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (ProxyOptions().largest_body_mb << 20) + 1000
+    batch = read_batch(written(tmp_path, line(body={"prompt": "x" * size})))
+    assert len(batch.read(batch.requests[0])[1]) > size
+    monkeypatch.setattr("rescheduler.batch.batch_input.LARGEST_LINE", 1 << 20)
+    with pytest.raises(BatchFileError, match=r"jsonl:1: (it has more than|a line of over) 1 MiB"):
+        read_batch(tmp_path / "asked.jsonl")
 
 
 def test_ten_mistakes_are_named_at_once(tmp_path: Path) -> None:

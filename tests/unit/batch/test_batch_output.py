@@ -59,8 +59,43 @@ def test_answers_and_errors_have_openais_format(tmp_path: Path) -> None:
         assert (output.tokens, output.failed) == ({"n-0": 7, "n-1": None}, 1)
 
 
+LOST = Answer(
+    422, "r", Raw(b'{"error":{"message":"no","type":"UnprocessableEntityError","code":422}}')
+)
+OTHER_422 = Answer(422, "r", Raw(b'{"error":{"message":"no","type":"BadRequestError"}}'))
+
+
+def test_requests_that_cost_engines_are_known_by_name_also_later(tmp_path: Path) -> None:
+    batch, out = batch_of(tmp_path), tmp_path / "out.jsonl"
+    with BatchOutput(batch, out) as output:
+        for name, response in zip(NAMES, (LOST, REFUSED, OTHER_422, LOST), strict=False):
+            output.add("id", name, response)
+        assert output.lost_engines == ["n-0", "n-3"]
+    with BatchOutput(batch, out) as output:
+        assert (output.lost_engines, output.failed) == (["n-0", "n-3"], 4)
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        ({"completion_tokens": 7, "total_tokens": 9}, 7),
+        ({"input_tokens": 2, "output_tokens": 7, "total_tokens": 9}, 7),
+        ({"prompt_tokens": 9, "total_tokens": 9, "completion_tokens": 0}, 9),
+        ({"prompt_tokens": 9, "total_tokens": 9, "completion_tokens": None}, 9),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+def test_every_endpoint_s_tokens_count(tmp_path: Path, usage: Any, tokens: int) -> None:
+    """The end is expected by them."""
+    with BatchOutput(batch_of(tmp_path), tmp_path / "out.jsonl") as output:
+        output.add("id", "n-0", Answer(200, "r", Raw(json.dumps({"usage": usage}).encode())))
+        assert output.tokens == {"n-0": tokens}
+
+
 def test_the_names_of_the_files() -> None:
     assert result_path(Path("a/x.jsonl")) == Path("a/x.results.jsonl")
+    assert result_path(Path("a/x.jsonl.gz")) == Path("a/x.results.jsonl")
     assert error_path(Path("a/x.results.jsonl")) == Path("a/x.errors.jsonl")
     assert error_path(Path("mine.jsonl")) == Path("mine.errors.jsonl")
 
