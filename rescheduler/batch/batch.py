@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -23,6 +23,7 @@ from msgspec import Raw
 from rescheduler.batch.batch_input import Batch, BatchRequest, read_batch
 from rescheduler.batch.batch_output import Answer, BatchOutput, result_path
 from rescheduler.batch.batch_progress import BatchProgress
+from rescheduler.batch.refusals import MOST_REFUSALS, Refusal, Refusals, is_of_the_server
 from rescheduler.commands.event_loop import end_when_asked
 from rescheduler.commands.log_format import escaped
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
@@ -35,10 +36,19 @@ _LONGEST_RETRY_AFTER = 600.0
 _CONNECT_SECONDS, _LOOK_SECONDS = 10.0, 1.0
 _NOT_FINAL = (408, 425, 429)
 _NEVER = 501
-_OWN_FAULTS = (200, 500, 502)
-"""What a server answers to a request that breaks its engines, or whose answer cannot be read: also
-while engines are started."""
-_MOST_OWN_FAULTS, _OWN_FAULT_SECONDS = 20, 1800.0
+_NOT_BEGUN = (*_NOT_FINAL, 503, 529)
+"""What a server answers to a request that it did not begin: only its waits are bounded."""
+_BROKEN = 0
+"""In place of a status: the request was sent, and the connection broke before the answer."""
+_MOST_OWN_FAULTS, _OWN_FAULT_SECONDS = 5, 1800.0
+"""How often a request is begun that breaks its engines, or whose answer cannot be read."""
+_SHOWN_IDS, _LONGEST_NAME = 10, 100
+_WHAT_TO_CHECK = {
+    401: "OPENAI_API_KEY",
+    402: "what the key may spend",
+    403: "what OPENAI_API_KEY may do",
+    404: "--url and the name of the model",
+}
 _SPARE_FILES = 64
 
 
@@ -62,7 +72,9 @@ def batch(
     Each answer is a line of the output, in OpenAI's format, and requests that the server refuses
     are lines of a file of errors beside it. Whatever ends this command, the proxy or an engine,
     the same command goes on with what has no answer: none is lost, and none is there twice. While
-    the server is down, or answers 429 or 5xx, requests are sent again, ever less often.
+    the server is down or full, requests are sent again, ever less often. A request that is begun
+    and fails 5 times, with 5xx or a broken connection, is an error. After 5 answers of 401, 403,
+    404 or the like in a row it stops: the key, the model or the address is wrong.
 
     A line tells how many are answered, and when the last one is expected, with an 80% interval.
     The exit status is 0 if all were answered, 3 if some ended with errors, 130 after Ctrl-C. An
@@ -101,6 +113,12 @@ def batch(
         said = f"{len(output.tokens) - output.failed:,} answered: {output.results}"
         if output.failed:
             said += f"\n{output.failed:,} errors: {output.errors}"
+        if lost := output.lost_engines:
+            more = ", ..." if len(lost) > _SHOWN_IDS else ""
+            said += (
+                f"\n{len(lost):,} of them must not be sent again: under each the server lost two "
+                f"engines (HTTP 422): {', '.join(lost[:_SHOWN_IDS])}{more}"
+            )
         if not ended:
             _say(f"{said}\n{left:,} are left; the same command goes on with them")
             return _INTERRUPTED
@@ -112,13 +130,14 @@ class _NotAnsweredError(Exception):
     """Raised when a request has to be sent again.
 
     Args:
-        status: that was answered; 0: none was.
+        status: that was answered; None: the server was not reached.
         retry_after: seconds that the server asks to wait for.
     """
 
-    def __init__(self, why: str, status: int = 0, retry_after: float = 0.0) -> None:
+    def __init__(self, why: str, status: int | None = None, retry_after: float = 0.0) -> None:
         super().__init__(why)
         self.status, self.retry_after = status, retry_after
+        self.was_begun = status is not None and status not in _NOT_BEGUN
 
 
 class BatchSender:
@@ -141,6 +160,7 @@ class BatchSender:
         self._trouble = "no answer"
         tokens = output.tokens
         self._todo = [one for one in batch.requests if one.custom_id not in tokens]
+        self._refusals = Refusals({request.target for request in self._todo})
         earlier = [count for count in tokens.values() if count is not None]
         self._progress = BatchProgress(len(batch.requests), len(tokens), earlier)
 
@@ -148,7 +168,8 @@ class BatchSender:
         """Send everything, so many requests at a time; return False if a signal ended it early.
 
         Raises:
-            BatchStoppedError: nothing has been answered for too long.
+            BatchStoppedError: nothing has been answered for too long, or the server refuses
+                requests for a fault that is not theirs.
         """
         stopped = asyncio.Event()
         end_when_asked(stopped)
@@ -169,7 +190,10 @@ class BatchSender:
             if not senders:
                 return True
             with self._progress:
-                return await self._ended(senders, stopped)
+                ended = await self._ended(senders, stopped)
+                if ended:
+                    self._keep_what_was_refused()
+                return ended
 
     async def _ended(self, senders: list[asyncio.Task[None]], stopped: asyncio.Event) -> bool:
         """Wait until all senders are done, one of them fails, or it is to stop."""
@@ -204,17 +228,53 @@ class BatchSender:
 
     async def _send_all(self, session: aiohttp.ClientSession, todo: Iterator[BatchRequest]) -> None:
         for request in todo:
+            if self._refusals.is_closed(request.target):
+                continue
             url, body = self._batch.read(request)
             answer = await self._answer(session, url, body)
-            self._output.add(f"batch_req_{uuid4().hex}", request.custom_id, answer)
-            self._answered_at = time.monotonic()
-            self._progress.answered(self._output.tokens[request.custom_id])
+            if is_of_the_server(answer):
+                self._refusals.hold(Refusal(request, answer))
+                if self._refusals.all_closed:
+                    self._stop()
+                continue
+            if not answer.is_error:
+                for refusal in self._refusals.answered(request.target):
+                    self._keep(*refusal)
+            self._keep(request, answer)
+
+    def _keep(self, request: BatchRequest, answer: Answer) -> None:
+        self._output.add(f"batch_req_{uuid4().hex}", request.custom_id, answer)
+        self._answered_at = time.monotonic()
+        self._progress.answered(self._output.tokens[request.custom_id])
+
+    def _keep_what_was_refused(self) -> None:
+        """Keep refusals that are the requests' own; raise `BatchStoppedError` for all others."""
+        for refusal in self._refusals.rest():
+            self._keep(*refusal)
+        if self._refusals.last is not None:
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        assert self._refusals.last is not None
+        request, answer = self._refusals.last
+        url, model = self._batch.targets[request.target]
+        left = len(self._batch.requests) - len(self._output.tokens)
+        closed = self._refusals.is_closed(request.target)
+        in_a_row = f", {MOST_REFUSALS} times in a row" if closed else ""
+        named = "" if model == "null" else f", model {escaped(model[:_LONGEST_NAME])}"
+        check = _WHAT_TO_CHECK.get(answer.status_code, "--url and what answers there")
+        raise BatchStoppedError(
+            f"{url}{named}: the server answers HTTP {answer.status_code}{in_a_row}: "
+            f"{_shown(bytes(answer.body))}. {left:,} requests are left, none of these counts as an "
+            f"error. Check {check}; then the same command goes on"
+        )
 
     async def _answer(self, session: aiohttp.ClientSession, path: str, body: bytes) -> Answer:
         """Send a request until it is answered, or refused.
 
-        A fault of the server's is the request's own once it was met twenty times, each after others
-        had been answered since the time before, or in a row for half an hour.
+        A fault of the server's is the request's own once it was met five times, each after others
+        had been answered since the time before, or in a row for half an hour. A request that the
+        server did not begin waits for as long as it takes.
         """
         wait, own, met, since = _FIRST_WAIT, 0, 0.0, math.inf
         while True:
@@ -222,13 +282,13 @@ class BatchSender:
                 return await self._sent(session, path, body)
             except _NotAnsweredError as error:
                 why, seconds, now = str(error), error.retry_after, time.monotonic()
-                if error.status in _OWN_FAULTS:
+                if error.was_begun:
                     own += self._answered_at > met
                     met, since = now, min(since, now)
                 else:
                     own, since = 0, math.inf
                 if own >= _MOST_OWN_FAULTS or now - since > _OWN_FAULT_SECONDS:
-                    status = error.status if error.status != 200 else 502
+                    status = 502 if error.status in (None, _BROKEN, 200) else error.status
                     return _refused(status, f"the server failed again and again: {why}")
             self._trouble = why
             self._progress.retrying(why)
@@ -246,10 +306,12 @@ class BatchSender:
                 id, location = (
                     _text(response.headers.get(name, "")) for name in ("X-Request-Id", "Location")
                 )
-        except aiohttp.InvalidURL as error:
+        except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
             raise BatchStoppedError(f"--url {self._url}: {error}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _NotAnsweredError(f"{type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _NotAnsweredError(f"{type(error).__name__}: {error}", _BROKEN) from error
         if 300 <= status < 400:
             raise BatchStoppedError(
                 f"the server wants requests sent to {location}: give that --url"

@@ -21,14 +21,15 @@ Answering = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
 """Answers a body that comes for the n-th time, from 0."""
 
 
-def asked(folder: Path, n: int) -> Path:
+def asked(folder: Path, n: int, models: tuple[str, ...] = ("m",)) -> Path:
+    """Write so many requests, to the models in turns."""
     path = folder / "x.jsonl"
     lines = [
         {
             "custom_id": f"n-{i}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"prompt": f"{i}"},
+            "body": {"prompt": f"{i}", "model": models[i % len(models)]},
         }
         for i in range(n)
     ]
@@ -158,7 +159,7 @@ async def test_what_is_refused_is_an_error_that_is_not_sent_again(tmp_path: Path
 async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(
     tmp_path: Path, unreadable: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty times while others are answered, or for long."""
+    """Five times while others are answered, or for long."""
     tries = 0
     monkeypatch.setattr("rescheduler.batch.batch._OWN_FAULT_SECONDS", 0.3 if alone else 600.0)
 
@@ -176,7 +177,7 @@ async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(
     async with server(answering) as url:
         assert await sent(asked(tmp_path, others + 1), url)
     assert errors(tmp_path) == {"n-1": 502 if unreadable else 500}
-    assert alone or 20 <= tries <= 21
+    assert alone or 5 <= tries <= 6
     assert len(texts(tmp_path)) == others
 
 
@@ -189,6 +190,131 @@ async def test_a_server_that_starts_for_long_loses_no_request(tmp_path: Path) ->
     async with server(answering) as url:
         assert await sent(asked(tmp_path, 3), url)
     assert (errors(tmp_path), len(texts(tmp_path))) == ({}, 3)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_request_that_ends_its_connection_each_time_is_given_up(
+    tmp_path: Path, broken: bool
+) -> None:
+    """As it does where the server itself dies of it; one that cannot connect just waits."""
+    tries = 0
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        nonlocal tries
+        if body["prompt"] != "1":
+            await asyncio.sleep(0.02)
+            return answered(body)
+        tries += 1
+        if broken:
+            # Its body never comes.
+            return web.StreamResponse(headers={"Content-Length": "100"})
+        raise asyncio.CancelledError
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 401), url)
+    assert errors(tmp_path) == {"n-1": 502}
+    assert 5 <= tries <= 6
+
+
+LOST = {"error": {"message": "two engines", "type": "UnprocessableEntityError", "code": 422}}
+
+
+async def test_a_request_that_cost_two_engines_is_final_and_named(
+    tmp_path: Path, headway_command: list[str]
+) -> None:
+    times = 0
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        nonlocal times
+        if body["prompt"] == "1":
+            times += 1
+            return web.json_response(LOST, status=422)
+        return answered(body)
+
+    path = asked(tmp_path, 4)
+    async with server(answering) as url:
+        for _ in range(2):
+            program = await asyncio.create_subprocess_exec(
+                *headway_command, "batch", str(path), "--url", url, stdout=asyncio.subprocess.PIPE
+            )
+            said = (await program.communicate())[0].decode()
+            assert program.returncode == 3
+            assert "1 of them must not be sent again: under each the server lost two" in said
+            assert "(HTTP 422): n-1\n" in said
+    assert times == 1
+    assert errors(tmp_path) == {"n-1": 422}
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 405, 407, 421])
+@pytest.mark.parametrize("at_once", [1, 64])
+async def test_a_server_that_refuses_everything_stops_it_without_an_error(
+    tmp_path: Path, status: int, at_once: int
+) -> None:
+    """Engines come back with another key or name after 50 of 200."""
+    refuses, came = True, 0
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        nonlocal came
+        came += 1
+        if refuses and came > 50:
+            return web.json_response({"error": {"message": "who are you"}}, status=status)
+        return answered(body)
+
+    path = asked(tmp_path, 200)
+    async with server(answering) as url:
+        said = (
+            rf"/completions, model \"m\": the server answers HTTP {status}, 5 times in a row: .*who"
+        )
+        with pytest.raises(BatchStoppedError, match=said) as stopped:
+            await sent(path, url, at_once=at_once)
+        assert "150 requests are left, none of these counts as an error" in str(stopped.value)
+        assert came <= 50 + 5 + at_once
+        assert (len(texts(tmp_path)), errors(tmp_path)) == (50, {})
+        refuses = False
+        assert await sent(path, url)
+    assert (len(texts(tmp_path)), errors(tmp_path)) == (200, {})
+
+
+async def test_requests_to_another_model_go_on(tmp_path: Path) -> None:
+    """A model that is gone costs the others nothing."""
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        if body["model"] == "gone":
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        return answered(body)
+
+    path = asked(tmp_path, 100, ("m", "gone"))
+    async with server(answering) as url:
+        with pytest.raises(BatchStoppedError, match=r'model "gone": .* 404, 5 times.* 50 requests'):
+            await sent(path, url)
+    assert (len(texts(tmp_path)), errors(tmp_path)) == (50, {})
+
+
+async def test_a_few_refusals_among_answers_are_the_requests_own(tmp_path: Path) -> None:
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        status = {3: 403, 7: 404, 8: 404, 19: 404}.get(int(body["prompt"]))
+        if status:
+            return web.json_response({"error": {"message": "not this"}}, status=status)
+        return answered(body)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 20), url)
+    assert errors(tmp_path) == {"n-3": 403, "n-7": 404, "n-8": 404, "n-19": 404}
+    assert len(texts(tmp_path)) == 16
+
+
+async def test_a_wrong_key_is_never_an_error_of_a_request(tmp_path: Path) -> None:
+    """Not even of the last one."""
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        if body["prompt"] in ("2", "4"):
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        return answered(body)
+
+    async with server(answering) as url:
+        with pytest.raises(BatchStoppedError, match=r"HTTP 401: .* 2 requests.* OPENAI_API_KEY"):
+            await sent(asked(tmp_path, 5), url, at_once=1)
+    assert (len(texts(tmp_path)), errors(tmp_path)) == (3, {})
 
 
 async def test_a_redirection_stops_it(tmp_path: Path) -> None:
