@@ -1,5 +1,6 @@
 """The two sides of vLLM's NIXL connector, with what requests need that move while they decode."""
 
+import logging
 import os
 import sys
 import time
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
@@ -22,14 +24,19 @@ from data_collection.vllm_adapter.requests import written_tokens
 from data_collection.vllm_adapter.sampling_state import restores_runner_state, watch_runner
 from data_collection.vllm_adapter.support import REPORTS_FAILED_READS
 
-__all__ = ["RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]
+__all__ = ["LAYOUT", "RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]
 
+logger = logging.getLogger(__name__)
+
+LAYOUT = "headway_layout"
+"""Entry of ``kv_transfer_params``: the layout of the blocks that are to be read."""
 RELEASED = "headway_released"
 """Attribute of the connector's metadata: ids whose blocks the workers shall let go."""
 TAILS = "headway_tails"
 """Attribute of the connector's metadata: id -> tokens generated elsewhere."""
 
 _PROGRESS_DELAY_US = 1000
+_LONGEST_VALUE = 100
 
 
 class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -37,13 +44,15 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     Attributes:
         manager: of the KV cache; None before it is bound.
-        failed_loads: reads of another engine's KV cache that failed, or for which blocks had been
-            freed here, so that it was computed again.
+        layout: what an engine must have in common with this one to read its KV cache.
+        failed_loads: reads of another engine's KV cache that failed or could not be begun, or for
+            which blocks had been freed here, so that it was computed again.
     """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.failed_loads = 0
+        self.layout = _layout(vllm_config, kv_cache_config)
         self.manager: Any = None
         self._windows = [
             group.kv_cache_spec.sliding_window
@@ -63,6 +72,21 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         for group in manager.coordinator.single_type_managers:
             if isinstance(group, SlidingWindowManager):
                 group.extra_retained_tokens = max(1, group.extra_retained_tokens)
+
+    def on_new_request(self, request: Request) -> None:
+        """Have a request computed here whose KV cache, elsewhere, has another layout.
+
+        NIXL would read it: of another block size it makes garbage in silence.
+        """
+        given = request.kv_transfer_params
+        unlike = _unlike(self.layout, given) if given and given.get("do_remote_prefill") else ""
+        if given and unlike:
+            given["do_remote_prefill"] = False
+            self.failed_loads += 1
+            logger.error(
+                "%s: computed again, since its KV cache has %s", request.request_id, unlike
+            )
+        super().on_new_request(request)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Free copies that have been read or have expired; vLLM knows of requests only."""
@@ -103,12 +127,13 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a prefill's blocks as usual, and tell their reader until when.
+        """Keep a prefill's blocks as usual, and tell their reader until when, and their layout.
 
         vLLM tells it no deadline: it would read whatever is there then.
         """
         keeps, remote = super().request_finished(request, block_ids)
         if keeps and remote is not None:
+            remote[LAYOUT] = self.layout
             remote["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
         return keeps, remote
 
@@ -185,6 +210,7 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             "remote_num_tokens": tokens,
             "remote_blocks_expiry_time": deadline,
             "transfer_mode": self._TRANSFER_MODE,
+            LAYOUT: self.layout,
         }
         if hasattr(self, "_registration_generation"):  # since 0.33
             params["remote_registration_generation"] = self._registration_generation
@@ -198,6 +224,35 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         pool, groups = self.manager.block_pool, len(self._windows)
         # Block 0 is the null block.
         return (pool.num_gpu_blocks - 1) // groups, pool.get_num_free_blocks() // groups
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Return what two engines must have in common to read each other's KV cache."""
+    model = vllm_config.model_config
+    return {
+        "version": vllm_version,
+        "model": f"{model.model}@{model.revision}" if model.revision else str(model.model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        "kv_groups": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "block_size": vllm_config.cache_config.block_size,
+        "layers": [len(group.layer_names) for group in kv_cache_config.kv_cache_groups],
+    }
+
+
+def _unlike(layout: dict[str, Any], given: dict[str, Any]) -> str:
+    """Return in words how the layout of another engine's blocks differs; empty: it does not.
+
+    An engine of another version of Headway may not say all of it.
+    """
+    theirs = given.get(LAYOUT, {})
+    if not isinstance(theirs, dict):
+        return "an unreadable layout"
+    return ", ".join(
+        f"{name} {str(theirs[name])[:_LONGEST_VALUE]} and not {mine}"
+        for name, mine in layout.items()
+        if theirs.get(name, mine) != mine
+    )
 
 
 class KeepingWorker(NixlPullConnectorWorker):  # type: ignore[misc]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.v1.request import Request
@@ -378,17 +377,17 @@ class MigratingScheduler(KeepingScheduler):
         if self.manager is None:
             raise ControlError("the engine is still starting")
         num_blocks, free_blocks = self.blocks()
-        live, model = list(self._live.values()), self.vllm_config.model_config
+        live, layout = list(self._live.values()), self.layout
         running = sum(requests.is_decoding(request) for request in live)
         return messages.EngineState(
             number=number,
-            version=vllm_version,
-            model=f"{model.model}@{model.revision}" if model.revision else str(model.model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            kv_dtype=str(self.vllm_config.cache_config.cache_dtype),
-            kv_groups=not self.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+            version=layout["version"],
+            model=layout["model"],
+            dtype=layout["dtype"],
+            kv_dtype=layout["kv_dtype"],
+            kv_groups=layout["kv_groups"],
             tensor_parallel=self.vllm_config.parallel_config.tensor_parallel_size,
-            block_size=self.block_size,
+            block_size=layout["block_size"],
             max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self._max_model_len,
             prefix_caching=bool(self.manager.enable_caching),

@@ -10,6 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from data_collection.capture.capture_hook import CapturedRows, CaptureHook
 from data_collection.capture.requests import FinishedRequest
+from data_collection.vllm_adapter.nixl import LAYOUT, KeepingScheduler
 from data_collection.vllm_adapter.requests import finished_request
 from data_collection.vllm_adapter.steps import note_scheduled
 
@@ -39,6 +40,34 @@ def test_only_an_end_of_the_answer_is_reported_as_one(
     ended = request(params)
     ended.status = status
     assert finished_request(ended).finish_reason == reason
+
+
+LAYOUT_HERE = {"model": "m", "block_size": 32, "layers": [30]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reads", "said"),
+    [
+        (LAYOUT_HERE, True, ""),
+        (None, True, ""),
+        ({"block_size": 32, "more": 1}, True, ""),
+        ({**LAYOUT_HERE, "block_size": 64}, False, "block_size 64 and not 32"),
+        ({**LAYOUT_HERE, "model": "x" * 10_000, "layers": [3]}, False, "layers [3] and not [30]"),
+        ({**LAYOUT_HERE, "block_size": None}, False, "block_size None and not 32"),
+        ([64], False, "an unreadable layout"),
+    ],
+)
+def test_a_kv_cache_of_another_layout_is_not_read(
+    layout: Any, reads: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler: Any = object.__new__(KeepingScheduler)
+    scheduler.layout, scheduler.failed_loads = LAYOUT_HERE, 0
+    params = {"do_remote_prefill": True} | ({} if layout is None else {LAYOUT: layout})
+    arrived = request(params)
+    scheduler.on_new_request(arrived)
+    assert arrived.kv_transfer_params["do_remote_prefill"] == reads  # type: ignore[index]
+    assert scheduler.failed_loads == (not reads)
+    assert said in caplog.text and bool(said) == bool(caplog.text) and len(caplog.text) < 500
 
 
 class _Rows:

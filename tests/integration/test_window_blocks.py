@@ -24,6 +24,7 @@ def scheduler(window: int) -> Any:
         tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1
     )
     made.vllm_config = SimpleNamespace(parallel_config=parallel)
+    made.layout = {"block_size": BLOCK}
     made.engine_id, made.side_channel_host, made.side_channel_port = "a", "127.0.0.1", 1
     return made
 
