@@ -121,8 +121,21 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def keep(self, name: str, seconds: float) -> float:
         """Let the workers keep blocks under a name until they are read or expire; return when."""
         deadline = time.perf_counter() + seconds
-        self._reqs_need_send[name] = deadline
+        self.keep_until(name, deadline)
         return deadline
+
+    def keep_until(self, name: str, deadline: float) -> None:
+        """Let the workers keep blocks under a name until a time, unless they are read before."""
+        self._reqs_need_send[name] = deadline
+
+    def kept_until(self, name: str) -> float:
+        """Return until when the workers keep the blocks of a request that has just ended."""
+        return float(self._reqs_need_send[name])
+
+    @property
+    def lease_seconds(self) -> float:
+        """Return for how long the blocks of a prefill are kept."""
+        return float(self._kv_lease_duration)
 
     def request_finished(
         self, request: Request, block_ids: Any

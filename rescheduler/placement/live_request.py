@@ -77,6 +77,8 @@ class LiveRequest(Placeable):
         failed_by: instances that answered it with an error since one last served it.
         engines_lost: engines that ended while they had just begun with it.
         breaks: its streams that broke later than that.
+        lease_until: when what its prefill instance keeps can be read no more, on the loop's clock;
+            None while nobody has looked.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class LiveRequest(Placeable):
         self.breaks = 0
         self.incarnation = ""
         self._generated_before = 0
+        self.lease_until: float | None = None
         self.trace: Span = NO_SPAN
         self._placements = placements
         self._state: RequestState = Waiting()
@@ -140,6 +143,11 @@ class LiveRequest(Placeable):
     def last_token(self) -> float | None:
         """When its last token so far came, in seconds on the loop's clock."""
         return self._last_token
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """What a prefill instance keeps for its decode instance; None if there is nothing."""
+        return self._state.prefill if isinstance(self._state, (Waiting, Placed)) else None
 
     @property
     def transfer_params(self) -> Params | None:
@@ -229,7 +237,7 @@ class LiveRequest(Placeable):
     def prefilled(self, params: Params, prompt_tokens: int) -> None:
         """Leave the prefill instance, which keeps the blocks for a decode instance."""
         state = self._expect(Prefilling)
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.lease_until = prompt_tokens, None
         self._enter(Waiting(Prefill(Kept(state.instance, state.hop), params)))
 
     def prefill_failed(self) -> Kept:

@@ -92,6 +92,7 @@ class Proxy:
         await self.cluster.start()
         self.cluster.forever(watch_loop(self.metrics))
         self.cluster.forever(self.watch.run())
+        self.cluster.forever(self.flow.leases.run())
         if self.reports is not None:
             await asyncio.to_thread(compile_load_ahead)
             self.cluster.forever(self.reports.run())

@@ -74,6 +74,12 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             "prefills whose KV cache the decode instance cannot read, and so computes itself",
             ["prefill", "decode"],
         )
+        self.lost_prefills = self._counter(
+            "headway_proxy_prompts_computed_twice",
+            "prompts whose lease on the prefill instance ended before a decode instance had room, "
+            "and which that computes itself",
+            [INSTANCE],
+        )
         self.finish_forecasts = self._counter(
             "headway_proxy_finish_forecasts",
             "80% intervals of starts and finishes by where the actual time was: `within` should be "
@@ -113,6 +119,8 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.gave_way, self.turned_away):
                 counter.labels(instance.name)
+            if instance.instance.role == "prefill":
+                self.lost_prefills.labels(instance.name)
 
     def add(self, collector: Collector) -> None:
         """Have a collector's metrics shown, too."""

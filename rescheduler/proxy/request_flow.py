@@ -21,6 +21,7 @@ from rescheduler.placement.upstream import (
     EngineRefusedError,
     UpstreamError,
 )
+from rescheduler.proxy.leases import Leases
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.token_relay import Comment, EngineStream, SeesTokens, Send, TokenRelay
@@ -34,7 +35,11 @@ _PREFILL_ATTEMPTS = 2
 
 
 class RequestFlow:
-    """Takes requests through the instances, and tokens back to the clients."""
+    """Takes requests through the instances, and tokens back to the clients.
+
+    Attributes:
+        leases: of the blocks of requests that wait.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class RequestFlow:
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
         self._random = random.Random()
+        self.leases = Leases(cluster)
 
     async def run(self, request: LiveRequest, send: Send, comment: Comment | None = None) -> None:
         """Generate a request to its end; cancel it when the client leaves.
@@ -110,7 +116,7 @@ class RequestFlow:
         """Wait for a place on a decode instance, or refuse the request in time."""
         if request.engines_lost:
             await self._quarantine.enter(request, self._options.pool_seconds)
-        with request.trace.span("wait", stage="decode"):
+        with request.trace.span("wait", stage="decode"), self.leases.kept(request):
             instance = await self._dispatcher.place(request)
         if request.hop == 0:
             self._metrics.placed(request)
@@ -118,13 +124,20 @@ class RequestFlow:
         return instance
 
     def _check_prefill(self, request: LiveRequest, instance: InstanceState) -> None:
-        """Have an instance that cannot read the prefill's KV cache compute the prompt itself."""
+        """Have an instance compute the prompt itself that cannot read the prefill's KV cache.
+
+        It is unlike the prefill's instance, or the lease has ended.
+        """
         if not isinstance(request.state, Placed) or request.state.prefill is None:
             return
         prefill = request.state.prefill.kept.instance
         if prefill.is_unlike(instance, moves=False):
             self._metrics.unlike_prefills.labels(prefill.name, instance.name).inc()
-            self.free(request, request.computes_prompt())
+        elif self.leases.has_ended(request):
+            self._metrics.lost_prefills.labels(prefill.name).inc()
+        else:
+            return
+        self.free(request, request.computes_prompt())
 
     def leave(self, request: LiveRequest) -> None:
         """End a request, and free everything that anyone keeps for it."""

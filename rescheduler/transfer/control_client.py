@@ -29,6 +29,8 @@ from rescheduler.transfer.control_messages import (
     Refused,
     Release,
     Released,
+    Renew,
+    Renewed,
     Reply,
     Snapshot,
     TakeSnapshot,
@@ -108,6 +110,10 @@ class ControlClient:
         """
         command = Release(number=next(self._numbers), id=id, hop=hop)
         return (await self._ask(command, Released, timeout)).done
+
+    async def renew(self, ids: list[str], timeout: float) -> Renewed:
+        """Keep the KV cache of prefilled requests for another lease; return of which it does."""
+        return await self._ask(Renew(number=next(self._numbers), ids=ids), Renewed, timeout)
 
     async def snapshot(self, id: str, timeout: float) -> Snapshot:
         """Keep the full blocks of a running request for another engine while it goes on.

@@ -21,6 +21,7 @@ __all__ = [
     "MOST_BLOCKS",
     "MOST_FOUND",
     "MOST_KV_TOKENS",
+    "MOST_RENEWED",
     "MOST_REQUESTS",
     "MOST_TOKENS",
     "TOPIC",
@@ -37,6 +38,8 @@ __all__ = [
     "Refused",
     "Release",
     "Released",
+    "Renew",
+    "Renewed",
     "Reply",
     "RequestStatus",
     "Snapshot",
@@ -61,6 +64,7 @@ MOST_REQUESTS = 1 << 20  # that an engine runs, has waiting, or could run at a t
 MOST_FOUND = 1024  # requests that one command may ask after
 MOST_BLOCKS = 1 << 32  # of a KV cache
 MOST_KV_TOKENS = 1 << 40  # in one: more than 10,000 times what any engine has today
+MOST_RENEWED = 1024  # prefilled requests in one command
 _MOST_KEPT = 1 << 16
 _MOST_PARAMS = 64
 _LONGEST_PATH = 4096
@@ -116,6 +120,12 @@ class Release(_Message, frozen=True, kw_only=True, tag="release"):
 
     id: Id
     hop: Count
+
+
+class Renew(_Message, frozen=True, kw_only=True, tag="renew"):
+    """Keep the KV cache of prefilled requests, which still wait, for another whole lease."""
+
+    ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_RENEWED)]
 
 
 class TakeSnapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
@@ -178,6 +188,17 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
     """Whether something was kept."""
 
     done: bool
+
+
+class Renewed(_Message, frozen=True, kw_only=True, tag="renewed"):
+    """Of these requests it keeps the KV cache for so many seconds from now.
+
+    That is until a time of the engine's clock, which is what those who read it are told.
+    """
+
+    ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_RENEWED)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    until: float
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot_taken"):
@@ -259,8 +280,10 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     reason: Reason
 
 
-Command = Freeze | Unfreeze | Release | TakeSnapshot | GetState | Find
-Reply = Frozen | NotFrozen | Unfrozen | Released | Snapshot | EngineState | Found | Refused
+Command = Freeze | Unfreeze | Release | Renew | TakeSnapshot | GetState | Find
+Reply = (
+    Frozen | NotFrozen | Unfrozen | Released | Renewed | Snapshot | EngineState | Found | Refused
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

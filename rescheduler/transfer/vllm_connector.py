@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_SECONDS = 120.0
 """For which a request that is over may still be on its way here."""
 _MOST_REMEMBERED = 4096
+_RENEWABLE_SECONDS = 8.0
+"""Left of a lease that is renewed: more than the steps in flight take."""
 
 
 class NixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -81,6 +83,14 @@ class _Freeze(NamedTuple):
     max_tokens: int
 
 
+class _Kept(NamedTuple):
+    """What is kept of a placement: its hop, the engine's id of it, and until when."""
+
+    hop: int
+    name: str
+    until: float
+
+
 class MigratingScheduler(KeepingScheduler):
     """Lets a proxy end a running request here and go on with it at another engine.
 
@@ -103,7 +113,9 @@ class MigratingScheduler(KeepingScheduler):
         self._params: dict[str, MigrationParams] = {}
         self._copies: set[str] = set()
         self._freezes: dict[str, _Freeze] = {}
-        self._kept: dict[str, tuple[int, str]] = {}  # hop and the engine's id, by migration id
+        self._kept: dict[str, _Kept] = {}  # by migration id
+        self._renewed: dict[str, float] = {}  # until when, by migration id
+        self._renewals: deque[tuple[str, float]] = deque()  # that the workers do not know of
         self._over: dict[str, tuple[int, float]] = {}  # hop and until when, by migration id
         self._snapshots = 0
         self._taken: deque[tuple[int, Asked, messages.Snapshot]] = deque()
@@ -190,7 +202,7 @@ class MigratingScheduler(KeepingScheduler):
         if freeze is None:
             keeps, remote = super().request_finished(request, block_ids)
             if keeps and params is not None:
-                self._kept[params.id] = params.hop, name
+                self._kept[params.id] = _Kept(params.hop, name, self.kept_until(name))
             return keeps, remote
         assert params is not None
         if not requests.ended_at_its_cap(request):
@@ -201,7 +213,7 @@ class MigratingScheduler(KeepingScheduler):
         # Of the last token there is no KV yet.
         tokens = min(request.num_tokens - 1, requests.written_tokens(request))
         deadline = self.keep(name, self._config.time_to_live)
-        self._kept[params.id] = params.hop, name
+        self._kept[params.id] = _Kept(params.hop, name, deadline)
         remote = self.remote_params(name, block_ids, tokens, deadline)
         frozen = messages.Frozen(
             number=freeze.asked.command.number,
@@ -220,6 +232,10 @@ class MigratingScheduler(KeepingScheduler):
         """Restore the requests that start here, carry out commands, then build as usual."""
         tails = self._restored(scheduler_output.scheduled_new_reqs)
         self._step += 1
+        while self._renewals:
+            id, until = self._renewals.popleft()
+            if id in self._kept:
+                self.keep_until(self._kept[id].name, until)
         for asked in self._server.take() if self._server is not None else ():
             reply = self._carry_out(asked)
             if reply is not None:
@@ -239,8 +255,8 @@ class MigratingScheduler(KeepingScheduler):
         """Forget what has been read or has expired."""
         super().update_connector_output(connector_output)
         sent = connector_output.finished_sending or ()
-        for id, (_, name) in list(self._kept.items()):
-            if name in sent:
+        for id, kept in list(self._kept.items()):
+            if kept.name in sent:
                 del self._kept[id]
 
     def _restored(self, new_requests: list[Any]) -> dict[str, list[int]]:
@@ -268,6 +284,8 @@ class MigratingScheduler(KeepingScheduler):
         if isinstance(command, messages.Find):
             statuses = list(map(self._status, command.ids))
             return messages.Found(number=number, statuses=statuses, steps=self._step)
+        if isinstance(command, messages.Renew):
+            return self._renew(command)
         if command.id in self._requests:
             return None
         if isinstance(command, messages.Release):
@@ -287,6 +305,26 @@ class MigratingScheduler(KeepingScheduler):
             return RequestStatus.RUNNING if decodes else RequestStatus.WAITING
         return RequestStatus.RUNNING if id in self._named else RequestStatus.UNKNOWN
 
+    def _renew(self, command: messages.Renew) -> messages.Renewed:
+        """Renew leases, in the control server's thread: an idle engine has no steps.
+
+        The workers hear of it with the next step, before they look for leases that have ended.
+        Those that end until then, in the steps in flight, are not renewed.
+        """
+        now, kept = time.perf_counter(), dict(self._kept)
+        until, renewed = now + self.lease_seconds, self._renewed
+        ids = [
+            id
+            for id in command.ids
+            if id in kept and max(kept[id].until, renewed.get(id, 0.0)) - now > _RENEWABLE_SECONDS
+        ]
+        self._renewals.extend((id, until) for id in ids)
+        self._renewed = {id: renewed[id] for id in renewed if id in kept} | dict.fromkeys(
+            ids, until
+        )
+        seconds = self.lease_seconds
+        return messages.Renewed(number=command.number, ids=ids, seconds=seconds, until=until)
+
     def _carry_out(self, asked: Asked) -> Reply | None:
         """Carry out a command in the scheduler's thread; None: the reply comes later."""
         command = asked.command
@@ -305,11 +343,11 @@ class MigratingScheduler(KeepingScheduler):
     def _release(self, command: messages.Release) -> bool:
         """Free what is kept; return whether there was anything."""
         self._remember_over(command)
-        hop, name = self._kept.get(command.id, (command.hop + 1, ""))
-        if hop > command.hop:
+        kept = self._kept.get(command.id)
+        if kept is None or kept.hop > command.hop:
             return False
         del self._kept[command.id]
-        self._released.add(name)
+        self._released.add(kept.name)
         return True
 
     def _remember_over(self, command: messages.Release) -> None:

@@ -138,6 +138,7 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_need_send block_size"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_in_batch engine_id"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_not_processed"),
+        (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_kv_lease_duration"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_host"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "side_channel_port"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", TRANSFERS),

@@ -10,6 +10,8 @@ token that follows. Blocks are not simulated, but what is kept for other engines
 
 import asyncio
 import json
+import math
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ from rescheduler.transfer.control_messages import (
     NotFrozen,
     Release,
     Released,
+    Renew,
+    Renewed,
     Reply,
     RequestStatus,
     Snapshot,
@@ -99,6 +103,7 @@ class ScriptedEngine:
         says: what it says of its state instead of the truth.
         lies: reports a token more than it gave, when it freezes.
         answers_late: gives no answer to a prefill that is done.
+        lease_seconds: for which it keeps a prefill, unless that is renewed.
         counts: what it says that a prefilled prompt has, instead of its tokens.
         poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
         queue_seconds: before a request's first token, while it makes steps for others.
@@ -138,6 +143,8 @@ class ScriptedEngine:
     says: dict[str, Any] = field(default_factory=dict)
     lies: bool = False
     answers_late: bool = False
+    lease_seconds: float = 1e6
+    lapses: dict[str, float] = field(default_factory=dict)
     counts: int | None = None
     poisoned: str = ""
     queue_seconds: float = 0.0
@@ -289,7 +296,10 @@ class ScriptedEngine:
             return await self._copy(context, params)
         if params.get("do_remote_prefill"):
             source = self.engines.get(params["remote_engine_id"])
-            found = source.kept.pop(params["remote_request_id"], None) if source else None
+            name = params["remote_request_id"]
+            found = source.kept.pop(name, None) if source else None
+            if source is not None and source.lapses.pop(name, math.inf) < time.monotonic():
+                found = None
             self.pulled += found is not None
             self.recomputed += found is None
         generated = headway.get("generated", 0)
@@ -324,6 +334,7 @@ class ScriptedEngine:
         id = headway["id"]
         if self.over.get(id, -1) < headway["hop"]:
             self.kept[id] = context
+            self.lapses[id] = time.monotonic() + self.lease_seconds
         while self.answers_late:
             await asyncio.sleep(0.01)
         params = {
@@ -542,13 +553,19 @@ class ScriptedEngine:
             if running is not None:
                 running.freezing = running.left = None
             self._reply(asked, Unfrozen(number=0, done=done))
+        elif isinstance(command, Renew):
+            until = time.monotonic() + self.lease_seconds
+            ids = [id for id in command.ids if self.lapses.get(id, 0.0) > time.monotonic()]
+            self.lapses.update(dict.fromkeys(ids, until))
+            seconds = min(self.lease_seconds, 1000.0)
+            self._reply(asked, Renewed(number=0, ids=ids, seconds=seconds, until=until))
         elif isinstance(command, Release):
             self.over[command.id] = command.hop
             done = self.kept.pop(command.id, None) is not None
             self._reply(asked, Released(number=0, done=done))
 
     def _reply(
-        self, asked: Asked, reply: Frozen | NotFrozen | Released | Unfrozen | Snapshot
+        self, asked: Asked, reply: Frozen | NotFrozen | Released | Renewed | Unfrozen | Snapshot
     ) -> None:
         if self._control is not None:
             values = {key: getattr(reply, key) for key in reply.__struct_fields__}
