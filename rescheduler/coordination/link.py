@@ -379,6 +379,7 @@ class Link:
             on_its_way=request.on_its_way,
             avoid=sorted(self._index[one] for one in request.avoid | unreachable),
             expected_tokens=_tokens_if_any(request.expected_tokens),
+            model=request.model,
         )
 
     def _where(self, instance: InstanceState | None) -> int:

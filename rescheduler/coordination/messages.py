@@ -137,6 +137,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     on_its_way: bool
     avoid: Annotated[list[Index], ByInstance]
     expected_tokens: Tokens | None = None
+    model: Word = ""
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):

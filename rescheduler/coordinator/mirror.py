@@ -43,6 +43,7 @@ class Mirror(Placeable):
             expected_tokens=record.expected_tokens,
             id=record.id,
             name=record.name,
+            model=record.model,
             movable=record.movable,
             several=record.several,
         )

@@ -10,6 +10,7 @@ __all__ = [
     "CHAT",
     "COMPLETIONS",
     "FORWARDED",
+    "LONGEST_MODEL",
     "NOT_SERVED",
     "UNREADABLE",
     "ClientRequest",
@@ -50,6 +51,10 @@ NOT_SERVED = {
     "/v1/audio/translations": "forms are not routed; ask an engine directly",
 }
 """Endpoints of vLLM that the proxy does not have, and why."""
+
+
+LONGEST_MODEL = 160
+"""Characters of a model's name by which requests are placed."""
 
 
 class RequestRefusedError(Exception):
@@ -114,6 +119,7 @@ class ClientRequest:
         body: its fields as they were sent.
         size: of the body, bytes.
         request_id: that the client gave it in the body.
+        model: that it is for, such as a LoRA adapter; empty if no instance can be chosen by it.
         prompt_ids: how many token ids the prompt has; None if it is not a list of token ids.
         stream: the client reads tokens as they come.
         stream_interval: tokens between two chunks of its stream.
@@ -143,6 +149,7 @@ class ClientRequest:
     max_tokens: int | None
     prompt_ids: int | None = None
     stream_interval: int = 1
+    model: str = ""
     include_usage: bool = False
     keeps_token_ids: bool = False
     min_tokens: int = 0

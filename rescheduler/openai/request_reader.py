@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from rescheduler.openai.openai_request import (
     CHAT,
+    LONGEST_MODEL,
     UNREADABLE,
     ClientRequest,
     RequestRefusedError,
@@ -88,6 +89,7 @@ class _Read(msgspec.Struct):
     """The small fields that the proxy itself reads; all others are the engine's."""
 
     request_id: str | None = None
+    model: str | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     stream_interval: Integer | None = None
@@ -114,6 +116,7 @@ class _ReadForwarded(msgspec.Struct):
     """The fields that the proxy reads of the other endpoints."""
 
     request_id: str | None = None
+    model: str | None = None
     stream: bool | None = False
     max_tokens: Integer | None = None
     max_output_tokens: Integer | None = None
@@ -162,7 +165,7 @@ def read_request(
     body = _fields_of(raw)
     promise, progress = _promise(body), _takes_progress(body)
     read, unread = _checked(body, _Read)
-    tier = _ranked(body, read, unread, priority, ranks)
+    tier, model = _ranked(body, read, unread, priority, ranks), _model(read, unread)
     chat = path == CHAT
     direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
     interval = read.stream_interval or 1
@@ -180,6 +183,7 @@ def read_request(
         size=len(raw),
         request_id=read.request_id,
         prompt_ids=_prompt_ids(body.get("prompt")),
+        model=model,
         stream=bool(read.stream),
         include_usage=not read.stream or bool(options and options.include_usage),
         keeps_token_ids=bool(read.return_token_ids),
@@ -229,6 +233,7 @@ def read_forwarded(
         body=body,
         size=len(raw),
         request_id=read.request_id,
+        model=_model(read, unread),
         stream=bool(read.stream),
         max_tokens=read.max_output_tokens or read.max_tokens,
         tier=tier,
@@ -319,6 +324,14 @@ def _ranked(
     if background and ranks:
         body["priority"] = _LAST
     return read.service_tier or "default"
+
+
+def _model(read: _Read | _ReadForwarded, unread: list[str]) -> str:
+    """Return the model by which an instance is chosen; empty: the engine judges the name."""
+    if "model" in unread:
+        unread.remove("model")
+    name = read.model or ""
+    return name if len(name) <= LONGEST_MODEL and name.isprintable() else ""
 
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:

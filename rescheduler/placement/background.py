@@ -191,7 +191,9 @@ class Background(Generic[R]):
 
     def _give_prefill_places(self) -> None:
         while not self._others_wait() and (request := self._first(self.for_prefill)) is not None:
-            available = [instance for instance in self._prefills if instance.available]
+            available = [
+                one for one in self._prefills if one.available and one.serves(request.model)
+            ]
             if not available:
                 self.for_prefill.pop(request).set_result(None)
                 continue

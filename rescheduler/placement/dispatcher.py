@@ -29,6 +29,8 @@ from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["Dispatcher"]
 
+Instances = frozenset[InstanceState]
+
 logger = logging.getLogger("headway.serve")
 
 
@@ -214,19 +216,26 @@ class Dispatcher(Generic[R]):
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
-        return any(instance not in request.avoid for instance in self.usable)
+        usable = self._usable_for(self._lacking(request.model), self.usable)
+        return any(instance not in request.avoid for instance in usable)
+
+    def has_model_elsewhere(self, request: R) -> bool:
+        """Return whether such an instance may have the request's model, as far as is known."""
+        if not request.model:
+            return False
+        usable = [one for one in self.usable if one.serves(request.model)]
+        return any(instance not in request.avoid for instance in usable)
 
     def choose(self, requests: Sequence[R], source: InstanceState) -> list[InstanceState | None]:
         """Return where running requests would go now; None where there is no room for one.
 
         By the policy, or by least KV load where that may hold requests back. All are on the same
-        instance; what cannot read its KV cache is left out.
+        instance; what cannot read its KV cache, or does not have the model, is left out.
         """
         available = [one for one in self._decodes if one.available and not one.silent]
         targets = [one for one in available if not source.is_unlike(one)]
-        if not targets:
-            return [None] * len(requests)
-        chosen = self._chosen(requests, self._decides_at_once, targets)
+        may = [one for one in requests if any(target.serves(one.model) for target in targets)]
+        chosen = self._chosen(may, self._decides_at_once, targets)
         found = {request: instance for request, instance, _ in chosen}
         return [found.get(request) for request in requests]
 
@@ -238,18 +247,43 @@ class Dispatcher(Generic[R]):
     ) -> Iterator[tuple[R, InstanceState | None, Decision | None]]:
         """Yield where a policy places requests, None for one that has to wait, and how it decided.
 
-        A request that instances have just failed goes to another one, if there is any. Requests
-        that avoid other instances are decided on after those before them have been placed.
+        A request goes where its model is, and to another instance than those that have just failed
+        it, if there is any. Requests that may go elsewhere are decided on after those before them
+        have been placed.
         """
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
-        for avoid in dict.fromkeys(request.avoid for request in requests):
-            alike = [request for request in requests if request.avoid == avoid]
-            instances = [one for one in usable if one not in avoid] or usable
+        lacking = {model: self._lacking(model) for model in {one.model for one in requests}}
+        groups: dict[tuple[Instances, Instances], list[R]] = {}
+        for request in requests:
+            groups.setdefault((lacking[request.model], request.avoid), []).append(request)
+        for (without_model, avoid), alike in groups.items():
+            having = self._usable_for(without_model, usable)
+            instances = [one for one in having if one not in avoid] or having
             if instances:
                 places, decision = self._assign(alike, instances, policy)
                 for request, instance in zip(alike, places, strict=True):
                     yield request, instance, decision
+
+    def _lacking(self, model: str) -> Instances:
+        """Return the decode instances without a model; none where no instance is known to have it.
+
+        Then whichever is asked says what it thinks of the name.
+        """
+        lacking = frozenset(one for one in self._decodes if not one.serves(model))
+        return lacking if len(lacking) < len(self._decodes) else frozenset()
+
+    def _usable_for(
+        self, lacking: Instances, usable: Sequence[InstanceState]
+    ) -> Sequence[InstanceState]:
+        """Return those of usable instances that have a model.
+
+        One that drains takes requests while no other instance in service has it.
+        """
+        if not lacking:
+            return usable
+        having = [one for one in usable if one not in lacking]
+        return having or [one for one in self._decodes if one.breaker.closed and one not in lacking]
 
     def _assign(
         self,
@@ -302,6 +336,8 @@ class Dispatcher(Generic[R]):
         self._last_round = self._clock()
         waiting = [request for request, place in self._for_decode.items() if not place.done()]
         waiting, alone = self._in_order(waiting)
+        if alone and not self._usable_for(self._lacking(waiting[0].model), self.usable):
+            alone = False  # what has its model is out of service: that is no reason for others
         again = waiting[0] if alone and len(waiting) > 1 else None
         if again is not None:
             del waiting[1:]
@@ -343,7 +379,7 @@ class Dispatcher(Generic[R]):
         """Return the decode instances on which there is room for a background request."""
         begun = [
             one
-            for one in self.usable
+            for one in self._usable_for(self._lacking(request.model), self.usable)
             if not self._background.rests(one)
             and all(other.generating for other in self._placements.on(one))
         ]
@@ -402,31 +438,45 @@ class Dispatcher(Generic[R]):
                 place.set_exception(RequestRefusedError(503, message, retry_after=60))
 
     def _grant_prefills(self) -> None:
-        ordered = False
-        while self._for_prefill:
-            available = _lively([instance for instance in self._prefills if instance.available])
-            if available:
-                loads = [len(self._placements.on(instance)) for instance in available]
-                least = int(np.argmin(loads))
-                ahead = len(self._for_decode) + sum(loads)
-                full = loads[least] >= self._options.prefill_concurrency
-                if full or ahead >= self._options.ahead:
+        """Have requests prefilled, as long as there is room for what is prefilled ahead.
+
+        A request whose model no prefill instance has is prefilled by its decode instance.
+        """
+        if not self._for_prefill:
+            return
+        most = self._options.prefill_concurrency
+        available = _lively([instance for instance in self._prefills if instance.available])
+        loads = {instance: len(self._placements.on(instance)) for instance in available}
+        ahead = len(self._for_decode) + sum(loads.values())
+        if available and (ahead >= self._options.ahead or min(loads.values()) >= most):
+            return
+        for request in self._in_order(list(self._for_prefill))[0]:
+            place = self._for_prefill[request]
+            having = [one for one in available if one.serves(request.model)]
+            if having and not place.done():
+                least = min(having, key=loads.__getitem__)
+                if ahead >= self._options.ahead or not self._fits(request, least):
                     return
-            if not ordered:
-                order = self._in_order(list(self._for_prefill))[0]
-                places = {request: self._for_prefill[request] for request in order}
-                self._for_prefill.clear()
-                self._for_prefill.update(places)
-                ordered = True
-            request = next(iter(self._for_prefill))
-            place = self._for_prefill.pop(request)
-            if place.done():
-                continue
-            if not available:
-                place.set_result(None)
-                continue
-            request.begin_prefill(available[least])
-            place.set_result(available[least])
+                if loads[least] >= most:
+                    continue  # others may go to instances without this model
+                loads[least] += 1
+                ahead += 1
+                request.begin_prefill(least)
+            del self._for_prefill[request]
+            if not place.done():
+                place.set_result(least if having else None)
+
+    def _fits(self, request: R, instance: InstanceState) -> bool:
+        """Return whether a prompt fits beside what is kept for requests that wait, when last asked.
+
+        Otherwise it would wait in the engine for memory that only decode instances can free. Its
+        length may be a guess, and so counts as half of the memory at most.
+        """
+        engine = instance.engine
+        if engine is None or not self._for_decode:
+            return True
+        needs = min(request.prompt_tokens, instance.kv_capacity // 2)
+        return engine.free_blocks * engine.block_size >= needs
 
     def _longest_wait(self, request: R) -> float | None:
         return None if request.background else self._options.pool_seconds

@@ -94,6 +94,7 @@ class InstanceState:
         evidence: of whether it lives.
         draining: it gets no new requests.
         engine: as its control socket last reported it; None before, and without one.
+        models: that it serves, adapters among them, as it last listed them; None: not known.
         left_out: how many decisions were taken without it, since what is known of it could not be
             used, by what they were for.
     """
@@ -111,6 +112,7 @@ class InstanceState:
         )
         self.draining = False
         self.engine: EngineState | None = None
+        self.models: frozenset[str] | None = None
         self.left_out: Counter[str] = Counter()
 
     @property
@@ -122,6 +124,15 @@ class InstanceState:
     def available(self) -> bool:
         """Whether new requests may go there."""
         return self.breaker.closed and not self.draining
+
+    def serves(self, model: str) -> bool:
+        """Return whether it has a model, as far as is known; no name: any."""
+        return not model or self.models is None or model in self.models
+
+    def lacks(self, model: str) -> None:
+        """Note that it does not have a model that it listed."""
+        if self.models is not None:
+            self.models -= {model}
 
     @property
     def silent(self) -> bool:

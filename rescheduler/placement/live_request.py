@@ -97,6 +97,7 @@ class LiveRequest(Placeable):
             max_tokens=client.max_tokens,
             id=id,
             name=name,
+            model=client.model,
             movable=client.movable,
             several=client.direct in ("prompt", "n", "best_of"),
             arrived=arrived,

@@ -110,6 +110,7 @@ class Placeable(Counted):
     Attributes:
         id: the migration id.
         name: what its client calls it.
+        model: that it is for; empty if no instance can be chosen by it.
         movable: whether it can ever move.
         several: whether it has several prompts, or asks for several answers.
         instance: that it is on; None while it waits for one.
@@ -125,6 +126,7 @@ class Placeable(Counted):
 
     id: str = ""
     name: str = ""
+    model: str = ""
     movable: bool = False
     several: bool = False
     background: bool = False

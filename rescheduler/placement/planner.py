@@ -68,7 +68,7 @@ class PlannerLoop(Generic[R]):
         self._log(plan)
         for migration in plan.migrations:
             request, target = running[migration.request], instances[migration.target]
-            if not request.rests(now):
+            if target.serves(request.model) and not request.rests(now):
                 why = f"{self._policy.name}, gain {migration.gain:.2g}"
                 cluster.background(self._move(request, target, why))
 

@@ -11,6 +11,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.evidence import LONGEST_WAIT
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.served_models import ask_models
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 
@@ -25,7 +26,7 @@ _MOMENT = 0.5
 
 
 class Prober:
-    """Asks an instance for its health, and a decode instance how full it is.
+    """Asks an instance for its health and its models, and a decode instance how full it is.
 
     An instance in service is asked every ``probe_seconds``. One that is not has to make a step, or
     to generate a token, when its breaker lets it: vLLM's HTTP server also answers while its engine
@@ -155,6 +156,8 @@ class Prober:
             healthy, _ = await asyncio.gather(self._is_healthy(instance), self._ask_state(instance))
         else:
             healthy = await self._is_healthy(instance)
+        if healthy:
+            await ask_models(self._upstream, instance)
         if returns and healthy:
             stepped = instance.evidence.incarnation == incarnation and (
                 instance.evidence.steps > steps >= 0

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError, 
 __all__ = [
     "EngineFullError",
     "EngineRefusedError",
+    "ModelMissingError",
     "Upstream",
     "UpstreamError",
     "engine_key",
@@ -35,7 +37,8 @@ _LARGEST_ANSWER = 8 << 20
 """Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
 _LONGEST_RETRY = 3600
 _MOST_TOKENS = 1 << 24  # of a prompt: no model reads as many
-_FULL = 429
+_FULL, _MISSING = 429, 404
+_NO_MODEL = re.compile(r"The model `.*` does not exist\.")
 _RETRIED = (408, 425)  # the engine's own trouble, not the request's
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -87,6 +90,18 @@ class EngineRefusedError(Exception):
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
         self.status, self.body = status, body
+
+
+class ModelMissingError(EngineFullError):
+    """Raised when an engine does not have a request's model; another one may have it.
+
+    Args:
+        refusal: for the client, if none has.
+    """
+
+    def __init__(self, instance: Instance, refusal: EngineRefusedError) -> None:
+        UpstreamError.__init__(self, instance, f"refuses a model: {refusal}", answered=True)
+        self.seconds, self.refusal = 1, refusal
 
 
 class Upstream:
@@ -233,7 +248,8 @@ def _refusal(
         return EngineFullError(instance, min(int(retry_after), _LONGEST_RETRY) if known else 1)
     if not 400 <= status < 500 or status in _RETRIED:  # a redirect, or no content, is no answer
         return UpstreamError(instance, f"HTTP {status}: {body[:300]!r}", answered=True)
-    return EngineRefusedError(status, _as_json(status, body))
+    refusal = EngineRefusedError(status, _as_json(status, body))
+    return ModelMissingError(instance, refusal) if _lacks_model(refusal) else refusal
 
 
 def reported_error(instance: Instance, error: dict[str, Any]) -> EngineRefusedError | UpstreamError:
@@ -242,6 +258,25 @@ def reported_error(instance: Instance, error: dict[str, Any]) -> EngineRefusedEr
     if isinstance(code, int) and 400 <= code < 500:
         return _refusal(instance, code, msgspec.json.encode({"error": error}))
     return UpstreamError(instance, str(error.get("message"))[:300], answered=True)
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    param: Any = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def _lacks_model(refusal: EngineRefusedError) -> bool:
+    """Return whether an engine says that it does not have the model, as vLLM does."""
+    try:
+        error = msgspec.json.decode(refusal.body, type=_Refusal).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    named = error.param == "model" or _NO_MODEL.match(error.message) is not None
+    return refusal.status == _MISSING and named
 
 
 def _as_json(status: int, body: bytes) -> bytes:

@@ -143,7 +143,7 @@ class Migrator:
             return "gone"
         if not await self._has_room(request, target):
             return "no_room"
-        if move.source.is_unlike(target):
+        if move.source.is_unlike(target) or not target.serves(request.model):
             return "unlike"
         if control is None or target.engine is None or not target.engine.prefix_caching:
             return None

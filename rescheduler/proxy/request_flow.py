@@ -19,6 +19,7 @@ from rescheduler.placement.stream_watch import LateError, StreamWatch
 from rescheduler.placement.upstream import (
     EngineFullError,
     EngineRefusedError,
+    ModelMissingError,
     UpstreamError,
 )
 from rescheduler.proxy.leases import Leases
@@ -96,6 +97,10 @@ class RequestFlow:
                         params, tokens = await self._upstream.prefill(
                             instance.instance, path, body, span.headers(request.headers)
                         )
+            except ModelMissingError:
+                instance.lacks(request.model)
+                request.prefill_failed()
+                return
             except UpstreamError as error:
                 await self.note_failure(request, instance, error)
                 self.free(request, request.prefill_failed())
@@ -198,10 +203,18 @@ class RequestFlow:
     def turned_away(
         self, request: LiveRequest, instance: InstanceState, error: EngineFullError
     ) -> None:
-        """Have a request that an instance is too full for placed on another one, or refuse it."""
+        """Have a request that an instance is too full for placed on another one, or refuse it.
+
+        So is one whose model the instance does not have.
+        """
         self._metrics.turned_away.labels(instance.name).inc()
         request.turned_away()
         self._dispatcher.wake()
+        if isinstance(error, ModelMissingError):
+            instance.lacks(request.model)
+            if not self._dispatcher.has_model_elsewhere(request):
+                raise error.refusal
+            return
         if not self._dispatcher.has_another(request):
             message = "no engine would give the first token in time; try again later"
             raise RequestRefusedError(429, message, retry_after=error.seconds)

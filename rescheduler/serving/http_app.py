@@ -25,6 +25,7 @@ from rescheduler.openai.openai_request import (
 )
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.served_models import MODELS, differing_models, merged_models
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.finish_reports import FinishReports, refuse_promises
@@ -106,7 +107,8 @@ def http_app(proxy: Proxy) -> web.Application:
             web.post(CHAT, endpoints.generate),
             *(web.post(path, endpoints.generate) for path in FORWARDED),
             *(web.route("*", path, endpoints.not_served) for path in NOT_SERVED),
-            *(web.get(path, endpoints.passed_on) for path in ("/v1/models", "/version")),
+            web.get(MODELS, endpoints.models),
+            web.get("/version", endpoints.passed_on),
             web.get("/ping", endpoints.ping),
             web.post("/ping", endpoints.ping),
             *monitoring_routes(lambda: proxy.ready, proxy.metrics.text),
@@ -253,6 +255,23 @@ class _Endpoints:
         resource = http.match_info.route.resource
         assert resource is not None
         raise RequestRefusedError(501, f"{http.path}: {NOT_SERVED[resource.canonical]}")
+
+    async def models(self, http: web.Request) -> web.Response:
+        """Answer the models of all decode instances: an adapter may be on one of them only."""
+        first = await self.passed_on(http)
+        if first.status != 200:
+            return first
+        decodes = [one for one in self._proxy.cluster.decodes if one.breaker.closed]
+        headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
+        asked = [
+            self._proxy.cluster.upstream.get(one.instance, http.path, headers)
+            for one in differing_models(decodes)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        lists = [answer for answer in answers if isinstance(answer, bytes)]
+        assert isinstance(first.body, bytes)
+        body = merged_models([first.body, *lists])
+        return web.Response(body=body, content_type="application/json")
 
     async def passed_on(self, http: web.Request) -> web.Response:
         """Answer what a decode instance answers."""

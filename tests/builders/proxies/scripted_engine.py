@@ -114,6 +114,7 @@ class ScriptedEngine:
         lives: how often it has started.
         cuts_the_end: its streams close before their last token's chunk.
         metrics: it has ``/metrics``.
+        models: that it lists and serves.
         key: API key that requests must have; empty: none.
         padding: bytes added to every chunk.
         longest: tokens of a chat that sets no limit.
@@ -155,6 +156,7 @@ class ScriptedEngine:
     lives: int = 0
     cuts_the_end: bool = False
     metrics: bool = True
+    models: list[str] = field(default_factory=lambda: ["m"])
     key: str = ""
     padding: int = 0
     longest: int = 100_000
@@ -246,7 +248,8 @@ class ScriptedEngine:
     async def _models(self, http: web.Request) -> web.Response:
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        listed = [{"id": name, "object": "model"} for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
 
     async def _version(self, http: web.Request) -> web.Response:
         return web.json_response({"version": "scripted"})
@@ -281,7 +284,7 @@ class ScriptedEngine:
         if self.fails and not (copies and self.spares_copies):
             answer = {"error": {"message": "scripted"}}
             return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
-        if body.get("model") != "m":
+        if body.get("model") not in self.models:
             error = {"message": f"no model {body.get('model')}", "code": 404, "param": "model"}
             return web.json_response({"error": error}, status=404)
         chat = http.path.endswith("chat/completions")
