@@ -24,6 +24,7 @@ from predictor.live.zmq_sockets import Side, apply_curve
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.transfer.control_messages import TOPIC
 
 _GARBAGE_SECONDS = 4.0
 _LONG_PROMPT = "and then " * 180  # about 360 tokens
@@ -324,13 +325,13 @@ class Harm:
                     publisher.send_multipart(self._nonsense(b"headway/1"))
                 if router is not None and router.poll(0):
                     peer = router.recv_multipart()[0]
-                    router.send_multipart([peer, *self._nonsense(b"headway-control/5")])
+                    router.send_multipart([peer, *self._nonsense(TOPIC)])
 
     def _send_garbage(self, instance: Instance) -> None:
         with self._socket(zmq.DEALER, "watcher", instance.control, binds=False) as dealer:
             for _ in range(200):
                 if dealer is not None and dealer.poll(10, zmq.POLLOUT):
-                    dealer.send_multipart(self._nonsense(b"headway-control/5"))
+                    dealer.send_multipart(self._nonsense(TOPIC))
 
     def _nonsense(self, topic: bytes) -> list[bytes]:
         r = self.random

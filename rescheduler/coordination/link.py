@@ -264,8 +264,8 @@ class Link:
             self.view, self._viewed = view, self._clock()
             self._awaited = False
             self.back.set()
-            for instance, draining in zip(self._instances, view.draining, strict=True):
-                instance.draining = draining
+            for instance, drained in zip(self._instances, view.draining, strict=True):
+                instance.drained = drained
         if self.pending:
             self._wake()
 
@@ -320,7 +320,7 @@ class Link:
             handles=np.array(grown[0], dtype=np.int64).tobytes(),
             tokens=np.array(grown[1], dtype=np.int64).tobytes(),
             step_seconds=min(step, _LONGEST_STEP_SECONDS),
-            draining=[g for g, one in enumerate(self._instances) if one.draining],
+            draining=[g for g, one in enumerate(self._instances) if one.drained],
         )
         self._changed.clear()
         self._failures.clear()

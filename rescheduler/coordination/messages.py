@@ -176,7 +176,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
         whole: whether all of its requests are in here; others are over.
         handles: [n] int64 as bytes, requests whose tokens follow.
         tokens: [n] int64 as bytes, generated so far.
-        draining: instances that drain, as the coordinator that it heard last said.
+        draining: instances that an operator drains, as the coordinator that it heard last said.
     """
 
     session: Session
@@ -248,7 +248,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     """The cluster, as the coordinator knows it.
 
     Attributes:
-        draining: [n_instances] whether each gets no new requests.
+        draining: [n_instances] whether an operator drains each.
         waiting: requests of all proxies that wait for a place.
     """
 

@@ -150,9 +150,9 @@ class Sessions:
         if ours or not report.incarnation or now - self._first > self._lost_seconds:
             return
         for g in report.draining:
-            if 0 <= g < len(self._cluster.all) and not self._cluster.all[g].draining:
+            if 0 <= g < len(self._cluster.all) and not self._cluster.all[g].drained:
                 logger.info("%s: still draining", self._cluster.all[g].name)
-                self._cluster.all[g].draining = True
+                self._cluster.all[g].drained = True
 
     async def _forget_lost(self) -> None:
         now = self._shared.clock()
@@ -181,7 +181,7 @@ class Sessions:
                 counted = 0
                 await asyncio.sleep(0)
         return View(
-            draining=[instance.draining for instance in self._cluster.all],
+            draining=[instance.drained for instance in self._cluster.all],
             waiting=len(dispatcher.waiting) + dispatcher.waiting_for_prefill,
             proxies=proxies,
         )

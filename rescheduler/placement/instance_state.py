@@ -92,7 +92,7 @@ class InstanceState:
 
     Attributes:
         evidence: of whether it lives.
-        draining: it gets no new requests.
+        drained: an operator wants it empty.
         engine: as its control socket last reported it; None before, and without one.
         models: that it serves, adapters among them, as it last listed them; None: not known.
         left_out: how many decisions were taken without it, since what is known of it could not be
@@ -110,7 +110,7 @@ class InstanceState:
             options.probe_seconds + options.control_seconds,
             time.monotonic(),
         )
-        self.draining = False
+        self.drained = False
         self.engine: EngineState | None = None
         self.models: frozenset[str] | None = None
         self.left_out: Counter[str] = Counter()
@@ -119,6 +119,11 @@ class InstanceState:
     def name(self) -> str:
         """That of the instance."""
         return self.instance.name
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to be emptied: an operator wants that, or the engine is being stopped."""
+        return self.drained or (self.engine is not None and self.engine.draining)
 
     @property
     def available(self) -> bool:

@@ -117,16 +117,16 @@ class Drainer(Generic[R]):
 
     def drain(self, instance: InstanceState) -> None:
         """Begin to drain an instance."""
-        if not instance.draining:
+        if not instance.drained:
             requests = len(self.cluster.placements.on(instance))
             logger.info("%s: draining, %d requests", instance.name, requests)
-        instance.draining = True
+        instance.drained = True
 
     def undrain(self, instance: InstanceState) -> None:
-        """Let requests come to an instance again."""
-        if instance.draining:
+        """Let requests come to an instance again, unless its engine is being stopped."""
+        if instance.drained:
             logger.info("%s: takes requests again", instance.name)
-        instance.draining = False
+        instance.drained = False
         self.cluster.dispatcher.wake()
 
     async def run(self) -> None:

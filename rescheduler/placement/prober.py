@@ -218,7 +218,9 @@ class Prober:
                 logger.warning("%s: %s", instance.name, error)
             self._said[instance.name] = str(error)
             return
-        instance.engine = state
+        drained, instance.engine = instance.draining, state
+        if instance.draining and not drained:
+            logger.info("%s: draining, since it is being stopped", instance.name)
         self._said.pop(instance.name, None)
         now, busy = asyncio.get_running_loop().time(), state.running + state.waiting > 0
         instance.evidence.reported(now, state.incarnation, state.steps, busy)

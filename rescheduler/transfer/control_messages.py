@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 __all__ = [
+    "DRAINING_FILE",
     "KIND",
     "LARGEST_COMMAND",
     "LARGEST_PARAMS",
@@ -54,6 +55,12 @@ __all__ = [
 
 TOPIC = b"headway-control/5"
 """The first frame of every message: name and version of the schema."""
+
+DRAINING_FILE = "HEADWAY_DRAINING_FILE"
+"""Variable that names a file to an engine: while it exists, the engine is being stopped.
+
+Whoever stops an engine has its files, but not always the keys of its control socket.
+"""
 
 LARGEST_COMMAND = 1 << 20  # bytes
 LARGEST_REPLY = 16 << 20
@@ -232,6 +239,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
             were of was computed again.
         incarnation: another one each time the engine starts.
         steps: that it has made since it started.
+        draining: it is about to be stopped: its launcher waits for what runs.
     """
 
     version: Name
@@ -252,6 +260,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     failed_loads: Count
     incarnation: Name = ""
     steps: Count = 0
+    draining: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:

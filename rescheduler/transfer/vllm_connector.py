@@ -5,8 +5,10 @@ name ``NixlConnector``, which vLLM's own checks look for.
 """
 
 import logging
+import os
 import time
 from collections import Counter, deque
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -126,6 +128,8 @@ class MigratingScheduler(KeepingScheduler):
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         keys = self._config.keys
         self._secret = None if keys is None else shared_secret(keys, "engine")
+        file = os.environ.get(messages.DRAINING_FILE)
+        self._draining_file = None if file is None else Path(file)
         self._server: ControlServer | None = None
         if self._config.control is not None:
             refuse_unsupported("moves", vllm_config, kv_cache_config.kv_cache_groups)
@@ -437,6 +441,7 @@ class MigratingScheduler(KeepingScheduler):
             failed_loads=self.failed_loads,
             incarnation=self._incarnation,
             steps=self._step,
+            draining=self._draining_file is not None and self._draining_file.exists(),
         )
 
     def _reply(self, asked: Asked, reply: Reply) -> None:

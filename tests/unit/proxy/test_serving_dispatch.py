@@ -65,14 +65,14 @@ async def test_a_policy_that_decides_at_intervals_is_asked_at_intervals() -> Non
     async def place(request: LiveRequest) -> str:
         return (await dispatcher.place(request)).name
 
-    states[0].draining = True
+    states[0].drained = True
     began = time.monotonic()
     where = await asyncio.gather(*map(place, requests(4)))
     assert where == ["b"] * 4, "the one that drains is shown, without slots"
     assert policy.slots == [[0, states[1].slots, states[2].slots]] * 4
     # Each may come late, but none before as many intervals are over.
     assert (np.array(policy.decided) - began >= 0.9 * EVERY * np.arange(4)).all()
-    states[0].draining = False
+    states[0].drained = False
     assert [await place(r) for r in requests(1)] == ["a"]
     await asyncio.sleep(2 * EVERY)
     assert len(policy.slots) == 5, "nobody waits, so that nothing is decided"
