@@ -153,8 +153,8 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         breaker_seconds: until it is probed again; doubles while probes fail, up to 16 times.
         probe_seconds: between two health probes of an instance in service.
         concurrent_migrations: moved at the same time, at most.
-        shutdown_seconds: that running requests have to end after SIGTERM; then their streams end
-            with an error event.
+        shutdown_seconds: that running requests have to end after SIGTERM, or until a second one;
+            then their streams end with an error event.
         connections: of clients, at most, half of them for one address; None: as many as the limit
             of open files allows.
         idle_seconds: for which a connection may be without a request, or a request's headers
@@ -204,7 +204,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     breaker_seconds: Seconds = 1.0
     probe_seconds: Seconds = 2.0
     concurrent_migrations: Positive = 4
-    shutdown_seconds: Seconds = 30.0
+    shutdown_seconds: Seconds = 600.0
     connections: Positive | None = None
     idle_seconds: Seconds = 75.0
     body_seconds: Seconds = 30.0
@@ -263,6 +263,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         emulate: the GPU that engines emulate, in place of computing anything; None: they compute.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
+        drain_seconds: that an engine's requests have after SIGTERM to move away or to end there; 0
+            stops it at once.
         arguments: further flags for vLLM.
         environment: further environment variables.
     """
@@ -281,6 +283,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     emulate: EmulateOptions | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 600.0
     arguments: list[str] = []
     environment: dict[str, str] = {}
 

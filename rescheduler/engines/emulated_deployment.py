@@ -115,6 +115,7 @@ def in_real_time(deployment: Deployment) -> Deployment:
         order=_slowed(deployment.order, factor),
         migration=migration,
         proxy=_dilated(deployment.proxy, factor),
+        engine=_dilated(deployment.engine, factor),
         coordinator=None if coordinator is None else _dilated(coordinator, factor),
     )
 

@@ -75,7 +75,15 @@ async def _pick(
         print(f"picking on {server.address}", flush=True)
         await ended.wait()
         seconds = deployment.proxy.shutdown_seconds
-        logger.info("ending: running requests have %g s to finish", seconds)
-        await server.stop(seconds)
+        said = "ending: running requests have %g s to finish; a second signal ends them at once"
+        logger.info(said, seconds)
+        ended.clear()
+        stopping = asyncio.create_task(server.stop(seconds))
+        again = asyncio.create_task(ended.wait())
+        await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+        if again.done():
+            await server.stop(0)
+        again.cancel()
+        await stopping
     finally:
         await picker.close()

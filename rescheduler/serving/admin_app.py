@@ -1,5 +1,6 @@
 """The endpoints for operators: instances, draining, and the page."""
 
+import asyncio
 import socket
 import sys
 from contextlib import AsyncExitStack
@@ -9,6 +10,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
+from rescheduler.commands.listening_sockets import inherited
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.page.page_files import PageFiles, PageStream
@@ -112,7 +114,8 @@ class AdminListener(Generic[R]):
     ) -> None:
         self.url, self.token = "", token
         self._drainer, self._port, self._feed = drainer, port, feed
-        self._stack = AsyncExitStack()
+        self._stack, self._shared = AsyncExitStack(), False
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -120,8 +123,10 @@ class AdminListener(Generic[R]):
         Raises:
             DeploymentError: the port is in use, or there is no place for the operator's token.
         """
+        shared = inherited("operator")
+        self._shared = bool(shared)
         try:
-            listening = socket.create_server((_HOST, self._port))
+            listening = shared[0] if shared else socket.create_server((_HOST, self._port))
         except OSError as error:
             raise cannot_listen("proxy.admin_port", _HOST, self._port, error) from error
         port = listening.getsockname()[1]
@@ -132,7 +137,8 @@ class AdminListener(Generic[R]):
             raise DeploymentError(f"the admin token cannot be kept: {error}") from error
         self._stack.callback(forget_admin_token, port, self.token)
         app = admin_app(self._drainer, self.token, self._feed)
-        await self._stack.enter_async_context(operators_server(app, sock=listening))
+        server = operators_server(app, sock=listening)
+        self._server = await self._stack.enter_async_context(server)
         self.url = url_of(_HOST, port)
 
     @property
@@ -147,6 +153,11 @@ class AdminListener(Generic[R]):
             return f"see it live: {self.page_url}"
         place = admin_token_place(int(self.url.rpartition(":")[2]))
         return f"see it live: {self.url}/ui (its token: {place})"
+
+    def give_up(self) -> None:
+        """Leave new connections to the proxy after this one, if there may be one."""
+        if self._shared and self._server is not None:
+            self._server.close()
 
     async def close(self) -> None:
         """Close every connection."""

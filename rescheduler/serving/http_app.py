@@ -156,7 +156,7 @@ class _Endpoints:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         path = http.path
         try:
-            if self._proxy.ending:
+            if self._proxy.cutting:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             self._proxy.cluster.dispatcher.admit()
             peer = http.transport.get_extra_info("peername") if http.transport else None

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import end_when_asked, raise_open_files, run_server
+from rescheduler.commands.listening_sockets import BACKLOG, inherited
 from rescheduler.commands.log_format import log_serving
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import in_real_time
@@ -38,7 +39,6 @@ __all__ = ["Listeners", "load_tokenizer", "proxy_running", "serve"]
 
 logger = logging.getLogger("headway.serve")
 
-_BACKLOG = 1024
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
 _LONGEST_REASON = 300
@@ -60,7 +60,7 @@ class Listeners:
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=CLEANUP_SECONDS
         )
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self.admin: AdminListener[LiveRequest] | None = None
         if proxy.drainer is not None:
             port = self._options.admin_port
@@ -87,19 +87,29 @@ class Listeners:
         host, port = self._options.host, self._options.port
         loop = asyncio.get_running_loop()
         try:
-            where = listening_at(host, port)
-            self._server = await loop.create_server(accept, **where, backlog=_BACKLOG)
+            for one in inherited("clients"):
+                server = await loop.create_server(accept, sock=one, backlog=BACKLOG)
+                self._servers.append(server)
+            if not self._servers:
+                where = listening_at(host, port)
+                server = await loop.create_server(accept, **where, backlog=BACKLOG)
+                self._servers.append(server)
         except OSError as error:
             raise cannot_listen("proxy.port", host, port, error) from error
-        self.url = url_of(host, self._server.sockets[0].getsockname()[1])
+        self.url = url_of(host, self._servers[0].sockets[0].getsockname()[1])
         if self.admin is not None:
             await self.admin.start()
 
     async def stop(self) -> None:
-        """Take no more connections from clients, and refuse requests on those that are open."""
+        """Take no more connections from clients; each that is open may bring one more request.
+
+        A client that reuses a connection cannot know that it should not. Its answer says so.
+        """
         self._proxy.ending = True
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
+        if self.admin is not None:
+            self.admin.give_up()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -118,8 +128,8 @@ def serve(
     """Serve a deployment of prefill and decode instances behind one OpenAI-compatible address.
 
     The instances must be running: `headway launch` starts them. Ctrl-C or SIGTERM stops it, once
-    running requests have finished or their time is up. It prints the address of a page on this
-    machine that shows requests, forecasts and moves live.
+    running requests have finished or their time is up; a second one stops it at once. It prints the
+    address of a page on this machine that shows requests, forecasts and moves live.
 
     One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
     like, and one `headway coordinator`, which decides for all of them and serves the page.
@@ -248,19 +258,21 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Pa
             print(listeners.admin.where_to_see, flush=True)
         async with recording(listeners.feed, record):
             await ended.wait()
-            await _finish(proxy, listeners)
+            await _finish(proxy, listeners, ended)
     finally:
         await listeners.close()
         await proxy.close()
 
 
-async def _finish(proxy: Proxy, listeners: Listeners) -> None:
-    """Take no more requests, and wait for those that run."""
+async def _finish(proxy: Proxy, listeners: Listeners, again: asyncio.Event) -> None:
+    """Take no more connections, and wait for the requests that run, or to be asked again to end."""
     seconds = proxy.deployment.proxy.shutdown_seconds
-    logger.info("ending: %d requests run, %g s to finish", proxy.running, seconds)
+    said = "ending: %d requests run, %g s to finish; a second signal ends them at once"
+    logger.info(said, proxy.running, seconds)
+    again.clear()
     await listeners.stop()
     deadline = asyncio.get_running_loop().time() + seconds
-    while proxy.running and asyncio.get_running_loop().time() < deadline:
+    while proxy.running and not again.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
     if proxy.running:
         logger.warning("%d requests are cut", proxy.running)
