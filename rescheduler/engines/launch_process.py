@@ -1,12 +1,14 @@
 """A server in a process group of its own, with its log."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rescheduler.commands.event_loop import ending_signals_held
+from rescheduler.commands.listening_sockets import variables_for
+from rescheduler.engines.draining import Drain, Load, load_of
 from rescheduler.engines.engine_command import EngineCommand, LaunchError
+from rescheduler.transfer.control_messages import DRAINING_FILE
 
 __all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage", "end_of_log"]
 
@@ -34,16 +39,40 @@ class ServerProcess:
     """A server that answers ``/health`` once it is ready.
 
     It leads a session of its own: a Ctrl-C in the terminal does not reach it, and whatever it
-    starts ends with it. If ``tethered``, it ends with this process, however this one ends.
+    starts ends with it.
+
+    Args:
+        name: of the server.
+        command: that starts it.
+        url: of its HTTP server.
+        log: that what it prints is added to.
+        tethered: it ends with this process, however this one ends.
+        drain: what SIGTERM to its leader alone does first; None: nothing.
+        sockets: that it inherits, by what they are for.
+        ready_line: begins the line that it prints once it serves, where another process may answer
+            ``/health`` at the same address.
+        interpreter: whose environment's programs it finds first.
     """
 
     def __init__(
-        self, name: str, command: EngineCommand, url: str, log: Path, tethered: bool = False
+        self,
+        name: str,
+        command: EngineCommand,
+        url: str,
+        log: Path,
+        tethered: bool = False,
+        drain: Drain | None = None,
+        sockets: Mapping[str, Sequence[socket.socket]] | None = None,
+        ready_line: str | None = None,
+        interpreter: str = sys.executable,
     ) -> None:
         self.name = name
         self.url = url
         self.log = log
+        self.drain = drain
         self._command, self._tethered = command, tethered
+        self._ready_line, self._interpreter = ready_line, interpreter
+        self.sockets = sockets or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start, self._started = 0, 0.0
         self._is_gone = True  # the system may give a group's number to another one then
@@ -67,7 +96,7 @@ class ServerProcess:
         """Return whether it is healthy; raises `LaunchError` if it has ended, or takes too long."""
         if not self.is_running:
             raise LaunchError(self.why_it_ended())
-        if self.is_healthy():
+        if self._serves():
             return True
         if time.monotonic() - self._started > START_SECONDS:
             raise LaunchError(f"not ready after {START_SECONDS:.0f} s: {self.why_it_ended()}")
@@ -76,18 +105,27 @@ class ServerProcess:
     def start(self) -> None:
         """Start it; it is not ready yet."""
         # Programs of this interpreter's environment are found also where it is not activated.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        programs = Path(self._interpreter).parent
+        path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         environment = {**os.environ, "PATH": path, **self._command.environment}
-        tether = [sys.executable, "-m", "rescheduler.engines.tether"] if self._tethered else []
+        environment |= variables_for(self.sockets) if self.sockets else {}
+        tether = []
+        if self._tethered or self.drain is not None:
+            tether = [self._interpreter, "-m", "rescheduler.engines.tether"]
+            tether += ["--tied"] if self._tethered else []
+        if self.drain is not None:
+            tether += ["--drain", json.dumps(self.drain._asdict())]
+            environment[DRAINING_FILE] = self.drain.file
         with self.log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [*tether, *self._command.arguments],
                 env=environment,
-                stdin=subprocess.PIPE if tether else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._tethered else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[one.fileno() for some in self.sockets.values() for one in some],
             )
         self._is_gone, self._started = False, time.monotonic()
 
@@ -102,6 +140,18 @@ class ServerProcess:
             return False
         finally:
             connection.close()
+
+    def begin_to_end(self) -> None:
+        """Ask its leader to end, which drains it first where it has been told how."""
+        if self.is_running and self.pid is not None:
+            os.kill(self.pid, signal.SIGTERM)  # its number is its own until it has been waited for
+
+    def load(self) -> Load | None:
+        """Return what it has left to do; None if it does not say."""
+        try:
+            return load_of(self.url)
+        except ConnectionRefusedError:
+            return Load(0, False)
 
     def signal(self, number: int) -> None:
         """Send a signal to all of its processes, including those that outlived their leader."""
@@ -141,6 +191,11 @@ class ServerProcess:
         shown = "".join(f"\n  {line}" for line in self.last_lines())
         return f"{self.name} {how}{because}\n{self.log} ends:{shown}"
 
+    def _serves(self) -> bool:
+        if self._ready_line is None:
+            return self.is_healthy()
+        return any(line.startswith(self._ready_line) for line in self._printed().splitlines())
+
     def _printed(self) -> str:
         return end_of_log(self.log, _LOG_END, self._log_start)
 
@@ -175,7 +230,7 @@ def end_of_log(log: Path, most: int, start: int = 0) -> str:
         return ""
 
 
-Stage = Literal["starting", "ready", "stopping", "stopped"]
+Stage = Literal["starting", "ready", "draining", "stopping", "stopped"]
 
 GRACE_SECONDS = 15.0
 """Time an engine has to exit after SIGTERM."""
@@ -243,8 +298,31 @@ class ServerGroup:
         """Whether any server runs."""
         return any(server.is_running for server in self.servers.values())
 
+    def drain(self, names: Sequence[str]) -> Iterator[dict[str, Load | None]]:
+        """Have servers end once nothing runs there; yield what each has left until all are gone.
+
+        One that does not end in time is killed. Whoever takes no more leaves them draining.
+        """
+        waiting = {name: self.servers[name] for name in names if self.servers[name].is_running}
+        seconds = 0.0
+        for name, server in waiting.items():
+            self._wanted.discard(name)
+            self._report(name, "draining" if server.drain is not None else "stopping")
+            server.begin_to_end()
+            seconds = max(seconds, server.drain.seconds if server.drain is not None else 0.0)
+        deadline = time.monotonic() + seconds + GRACE_SECONDS
+        while waiting:
+            for name, server in list(waiting.items()):
+                if not server.is_running or time.monotonic() > deadline:
+                    server.kill()  # also what outlived its leader
+                    self._report(name, "stopped")
+                    del waiting[name]
+            if waiting:
+                yield {name: server.load() for name, server in waiting.items()}
+                time.sleep(_WATCH_SECONDS)
+
     def stop(self, names: Sequence[str], grace_seconds: float = GRACE_SECONDS) -> None:
-        """Ask all of these to end, then wait for them."""
+        """Ask all of these to end at once, then wait for them."""
         started = [self.servers[name] for name in names if self.servers[name].pid is not None]
         for server in started:
             self._report(server.name, "stopping")

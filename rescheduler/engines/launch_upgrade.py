@@ -1,0 +1,206 @@
+"""How `headway launch --upgrade` asks the launchers that run to start their servers anew.
+
+A launcher listens on a Unix socket in the folder of its logs, for its own user only. The commands
+to start come with the request: those of the version and the environment that asks.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.draining import Drain
+from rescheduler.engines.engine_command import LaunchError
+
+__all__ = [
+    "Plan",
+    "PlannedServer",
+    "Requests",
+    "UpgradeRequest",
+    "ask_to_upgrade",
+    "refuse_other_addresses",
+]
+
+_LARGEST_PLAN = 16 << 20
+_ANSWER_SECONDS = 10.0
+_CREDENTIALS = struct.Struct("3i")  # of a peer: its process, user and group
+
+
+class PlannedServer(msgspec.Struct, frozen=True):
+    """A server to start: see `rescheduler.engines.launch_process.ServerProcess`."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    url: str
+    interpreter: str
+    drain: Drain | None = None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Servers to start anew, those of them that the launcher runs, in this order."""
+
+    servers: list[PlannedServer]
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What a launcher says: a line, or how it ended, with the names of the servers it has seen to.
+
+    An error that is not empty says why the others were left as they were.
+    """
+
+    line: str = ""
+    ended: bool = False
+    error: str = ""
+    names: list[str] = []
+
+
+class UpgradeRequest:
+    """What somebody asks of this launcher, who waits for the end.
+
+    Attributes:
+        plan: the request.
+        is_wanted: whether somebody still waits.
+    """
+
+    def __init__(self, connection: socket.socket, plan: Plan) -> None:
+        self.plan, self.is_wanted = plan, True
+        self._connection = connection
+
+    def say(self, line: str) -> None:
+        """Tell how it goes."""
+        self._send(_Said(line=line))
+
+    def end(self, names: list[str], error: str = "") -> None:
+        """Tell which servers were started anew, and what kept the others from it."""
+        self._send(_Said(ended=True, error=error, names=names))
+        self._connection.close()
+
+    def _send(self, said: _Said) -> None:
+        try:
+            self._connection.sendall(msgspec.json.encode(said) + b"\n")
+        except OSError:
+            self.is_wanted = False
+
+
+class Requests:
+    """Hears whoever asks this launcher for an upgrade."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+
+    @classmethod
+    @contextmanager
+    def heard(cls, logs: Path) -> Iterator["Requests"]:
+        """Listen in a folder while the body runs."""
+        path = logs / f"launch-{os.getpid()}.sock"
+        with closing(socket.socket(socket.AF_UNIX)) as listening, _short(path) as address:
+            path.unlink(missing_ok=True)  # of a process that had this number before
+            listening.bind(address)
+            path.chmod(0o600)
+            listening.listen()
+            try:
+                yield cls(listening)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def wait(self, seconds: float) -> UpgradeRequest | None:
+        """Return the next request, if one comes in time."""
+        self._listening.settimeout(seconds)
+        try:
+            connection, _ = self._listening.accept()
+        except TimeoutError:
+            return None
+        try:
+            connection.settimeout(_ANSWER_SECONDS)
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(peer)[1] not in (os.getuid(), 0):
+                raise ValueError("another user's")
+            with connection.makefile("rb") as lines:
+                plan = msgspec.json.decode(lines.readline(_LARGEST_PLAN), type=Plan)
+        except (OSError, ValueError):
+            connection.close()
+            return None
+        return UpgradeRequest(connection, plan)
+
+
+def ask_to_upgrade(logs: Path, plan: Plan, said: Callable[[str], None]) -> set[str]:
+    """Have the launchers with logs in a folder start servers anew, and wait until they have.
+
+    Returns:
+        The names of those that were.
+
+    Raises:
+        LaunchError: no launcher runs there, or one could not go on: the rest is as it was.
+    """
+    done: set[str] = set()
+    heard = False
+    for path in sorted(logs.glob("launch-*.sock")):
+        with closing(socket.socket(socket.AF_UNIX)) as connection:
+            try:
+                with _short(path) as address:
+                    connection.connect(address)
+            except (ConnectionRefusedError, FileNotFoundError):  # of a launcher that was killed
+                path.unlink(missing_ok=True)
+                continue
+            heard = True
+            connection.sendall(msgspec.json.encode(plan) + b"\n")
+            done |= _followed(connection, said)
+    if not heard:
+        raise LaunchError(
+            f"no `headway launch` of this user has its logs in {logs}: start one, or give the "
+            "folder of one that runs as --logs"
+        )
+    return done
+
+
+def _followed(connection: socket.socket, said: Callable[[str], None]) -> set[str]:
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            heard = msgspec.json.decode(line, type=_Said)
+            if heard.error:
+                raise LaunchError(heard.error)
+            if heard.ended:
+                return set(heard.names)
+            said(heard.line)
+    raise LaunchError("the launcher has ended, or does not take requests of this version")
+
+
+def refuse_other_addresses(running: Deployment, wanted: Deployment) -> None:
+    """Refuse to start under another address what others know by the one that it has.
+
+    Raises:
+        LaunchError: names what has changed.
+    """
+
+    def addresses(deployment: Deployment) -> list[tuple[object, ...]]:
+        ports = "the proxy", deployment.proxy.host, deployment.proxy.port
+        engines = [
+            (one.name, one.role, one.url, one.control, one.telemetry)
+            for one in deployment.instances
+        ]
+        return [*engines, (*ports, deployment.proxy.admin_port)]
+
+    before, now = addresses(running), addresses(wanted)
+    changed = [one for one in before if one not in now] + [one for one in now if one not in before]
+    if changed:
+        raise LaunchError(
+            f"{changed[0][0]}: an upgrade keeps the instances, their roles and all addresses; to "
+            "change them, stop the deployment and launch it again"
+        )
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield an address of a Unix socket that is short enough, however long its folder's name."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        with suppress(OSError):
+            os.close(folder)
