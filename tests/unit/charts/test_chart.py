@@ -10,8 +10,10 @@ import pytest
 from rendered_chart import REQUIRED, VALUES, Object, Rendered, render, rendered
 
 from rescheduler.engines.deployment import EngineOptions, ProxyOptions
+from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import with_bound_addresses
+from rescheduler.engines.launch_process import GRACE_SECONDS
 
 
 @pytest.fixture(params=VALUES)
@@ -177,6 +179,29 @@ def test_the_proxy_is_reached_and_has_time_to_end_its_streams(release: Rendered)
     assert sleep == "sleep"
     grace = release.pod("proxy")["spec"]["terminationGracePeriodSeconds"]
     assert grace >= int(seconds) + options.shutdown_seconds + 10
+
+
+@pytest.mark.parametrize(
+    ("engine", "seconds"),
+    [
+        ({}, 600),
+        ({"drain_seconds": 90.5}, 90.5),
+        ({"drain_seconds": 0}, 0),
+        ({"emulate": {"profile": "h100-llama-8b", "dilation": 3}}, 1800),
+        ({"drain_seconds": 20, "emulate": {"profile": "h100-llama-8b", "dilation": 2.5}}, 50),
+    ],
+    ids=str,
+)
+def test_an_engine_s_pod_lasts_until_it_is_drained(engine: dict[str, Any], seconds: float) -> None:
+    release = rendered("replicas", engine=engine, keys={"existingSecret": "headway-keys"})
+    assert in_real_time(release.deployment).engine.drain_seconds == seconds
+    pod = release.pod("decode")["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= seconds + GRACE_SECONDS + 10
+    assert "lifecycle" not in release.container("decode"), "SIGTERM itself drains it"
+    logs = option(release.container("decode"), "--logs")
+    mounts = release.container("decode")["volumeMounts"]
+    (mounted,) = [mount for mount in mounts if mount["mountPath"] == logs]
+    assert not mounted.get("readOnly"), "there it says that it drains"
 
 
 def test_several_proxies_find_their_coordinator() -> None:
