@@ -33,13 +33,14 @@ from rescheduler.on_ray.ray_deployment import (
 )
 from rescheduler.on_ray.server_actor import ServerState
 
-__all__ = ["Survey", "launch", "survey", "take_down", "versions_differ"]
+__all__ = ["SHUTDOWN_SECONDS", "Survey", "launch", "survey", "take_down", "versions_differ"]
 
 _ACTOR_SECONDS = 120.0
 """Time that a new actor has to begin, and to answer."""
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 10.0
-_SHUTDOWN_SECONDS = 600.0
+SHUTDOWN_SECONDS = 3600.0
+"""Time that a proxy has to end, more than its own `proxy.shutdown_seconds`."""
 _LOOPBACK = "127.0.0.1"
 
 Report = Callable[[str, Stage], None]
@@ -117,7 +118,7 @@ def take_down(cluster: RayCluster, report: Report) -> None:
     answering = cluster.ask(names, "state", seconds=_ANSWER_SECONDS)
     proxies = [name for name in names if name.startswith("proxy-")]
     others = [name for name in names if name not in proxies]
-    for group, seconds in ((proxies, _SHUTDOWN_SECONDS), (others, 4 * GRACE_SECONDS)):
+    for group, seconds in ((proxies, SHUTDOWN_SECONDS), (others, 4 * GRACE_SECONDS)):
         for name in group:
             report(name, "stopping")
         asked = [name for name in group if name in answering]  # others end with their actors

@@ -15,7 +15,7 @@ from rescheduler.commands.event_loop import ending_signals_held
 from rescheduler.engines.engine_command import LaunchError
 from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_process import START_SECONDS
-from rescheduler.on_ray.launch_on_ray import take_down
+from rescheduler.on_ray.launch_on_ray import SHUTDOWN_SECONDS, take_down
 from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected, wait_until
 from rescheduler.on_ray.ray_deployment import COORDINATOR, RayDeployment, cluster_of
 from rescheduler.on_ray.server_actor import ServerState
@@ -27,7 +27,7 @@ _STATUS_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
 _AWAY_SECONDS = 300.0
 _POLL_SECONDS = 0.5
-_READY_SECONDS = START_SECONDS + _AWAY_SECONDS
+_READY_SECONDS = START_SECONDS + _AWAY_SECONDS + SHUTDOWN_SECONDS
 
 
 def status(config: RayDeployment | None = None) -> int:
@@ -82,33 +82,38 @@ def _row(name: str, state: ServerState | None, listed: Listed | None) -> tuple[s
 
 
 def restart(
-    config: RayDeployment | None = None, only: Sequence[str] = (), drain_seconds: float = 3600.0
+    config: RayDeployment | None = None, only: Sequence[str] = (), drain_seconds: float = 600.0
 ) -> None:
-    """Restart the engines of a deployment on a Ray cluster, one after another.
+    """Restart the engines and proxies of a deployment on a Ray cluster, one after another.
 
-    Clients notice nothing where requests can move: see docs/serve.md for those that cannot.
-    Each is drained first: its requests move to others, and those that cannot move finish. Once it
-    is empty it is restarted, receives requests again, and the next one follows. Ctrl-C leaves the
-    engine that is being restarted drained: `headway ray restart --only` that one goes on.
+    Each engine is drained first: its requests move to others, and those that cannot move finish.
+    Once it is empty it is restarted, receives requests again, and the next one follows. Then each
+    proxy takes no more requests, ends those that run, and starts again. Ctrl-C leaves the engine
+    that is being restarted drained: `headway ray restart --only` that one goes on.
 
     Args:
         config: the deployment, as of `headway ray status`.
-        only: names of the engines; all when not given.
-        drain_seconds: longest time for an engine to become empty.
+        only: names of engines and proxies; all when not given.
+        drain_seconds: longest time for an engine to become empty; then what runs there is computed
+            again elsewhere, or ends with an error if it cannot be.
 
     Raises:
-        LaunchError: no such cluster, deployment or engine; an engine that does not become empty or
-            does not come back.
+        LaunchError: no such cluster, deployment or server; a server that does not come back: the
+            others go on as they are.
     """
     address, namespace = cluster_of(config)
     with connected(address, namespace) as cluster:
-        _running(cluster, namespace)
-        known = [one.name for one in _asked(cluster, COORDINATOR, "coordinate")]
+        names = _running(cluster, namespace)
+        engines = [one.name for one in _asked(cluster, COORDINATOR, "coordinate")]
+        known = [*engines, *(name for name in names if name.startswith("proxy-"))]
         unknown = [name for name in only if name not in known]
         if unknown:
-            raise LaunchError(f"no engine {unknown[0]!r}; there are {', '.join(known)}")
+            raise LaunchError(f"no engine or proxy {unknown[0]!r}; there are {', '.join(known)}")
         for name in only or known:
-            _restart(cluster, name, drain_seconds)
+            if name in engines:
+                _restart(cluster, name, drain_seconds)
+            else:
+                _restart_proxy(cluster, name)
 
 
 def _restart(cluster: RayCluster, name: str, drain_seconds: float) -> None:
@@ -118,27 +123,42 @@ def _restart(cluster: RayCluster, name: str, drain_seconds: float) -> None:
         found: list[Listed] = coordinate()
         return next(one for one in found if one.name == name)
 
-    def is_back() -> bool:
-        state: ServerState = _asked(cluster, name, "state")
-        if state.past.failures:
-            where = f"on node {state.server.address}; it stays drained"
-            raise LaunchError(f"{state.past.why}\n({where})")
-        return state.past.starts > before and state.stage == "ready"
-
-    def say(what: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {name} {what}", flush=True)
-
-    say("drains")
+    _say(name, "drains")
     coordinate("drain", name)
-    unready = f"{name} is not empty, and stays drained"
-    wait_until(lambda: not listed().requests, drain_seconds, unready)
-    before: int = _asked(cluster, name, "restart")
-    say("restarts")
-    wait_until(is_back, _READY_SECONDS, f"{name} is not ready, and stays drained")
+    try:
+        wait_until(lambda: not listed().requests, drain_seconds, f"{name} is not empty")
+    except LaunchError as error:
+        _say(name, f"is restarted with {listed().requests} requests: {error}")
+    _start_again(cluster, name, "; it stays drained")
     unready = f"{name} does not come into service"
     wait_until(lambda: listed().state == "closed", _READY_SECONDS, unready)
     coordinate("undrain", name)
-    say("is in service again")
+    _say(name, "is in service again")
+
+
+def _restart_proxy(cluster: RayCluster, name: str) -> None:
+    """Restart a proxy, which first ends what runs; a load balancer sends clients to the others."""
+    _say(name, "takes no more requests, and ends those that run")
+    _start_again(cluster, name, "")
+    _say(name, "serves again")
+
+
+def _start_again(cluster: RayCluster, name: str, more: str) -> None:
+    """Have a server stopped and started, and wait until it is ready."""
+
+    def is_back() -> bool:
+        state: ServerState = _asked(cluster, name, "state")
+        if state.past.failures:
+            raise LaunchError(f"{state.past.why}\n(on node {state.server.address}{more})")
+        return state.past.starts > before and state.stage == "ready"
+
+    before: int = _asked(cluster, name, "restart")
+    _say(name, "restarts")
+    wait_until(is_back, _READY_SECONDS, f"{name} is not ready{more}")
+
+
+def _say(name: str, what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {name} {what}", flush=True)
 
 
 def _asked(cluster: RayCluster, name: str, method: str, *arguments: str) -> Any:
