@@ -92,6 +92,11 @@ class ServerProcess:
         """Whether its leader runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether any of its processes runs, or may do so."""
+        return not self._is_gone
+
     def is_ready(self) -> bool:
         """Return whether it is healthy; raises `LaunchError` if it has ended, or takes too long."""
         if not self.is_running:
@@ -323,7 +328,7 @@ class ServerGroup:
 
     def stop(self, names: Sequence[str], grace_seconds: float = GRACE_SECONDS) -> None:
         """Ask all of these to end at once, then wait for them."""
-        started = [self.servers[name] for name in names if self.servers[name].pid is not None]
+        started = [self.servers[name] for name in names if self.servers[name].is_there]
         for server in started:
             self._report(server.name, "stopping")
             server.signal(signal.SIGTERM)
