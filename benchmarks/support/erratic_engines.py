@@ -30,6 +30,7 @@ its prefill fails; its first stream breaks after two tokens; its prompt is too l
 
 _BLOCK, _BLOCKS, _SEQUENCES, _CONTEXT = 16, 10_000, 256, 8192
 _KEPT = 256
+_LEASE_SECONDS = 30.0
 _TELEMETRY_SECONDS = 0.25
 _EDGES = [0, 8, 32, 128]
 _CURVE = telemetry.encode_survival(np.exp(-np.array(_EDGES) / 16.0)[None])[0]
@@ -253,6 +254,10 @@ class _Engine:
                 for id in command.ids
             ]
             return control.Found(number=number, statuses=statuses, steps=self.steps)
+        if isinstance(command, control.Renew):
+            ids = [id for id in command.ids if id in self.kept]
+            until = time.time() + _LEASE_SECONDS
+            return control.Renewed(number=number, ids=ids, seconds=_LEASE_SECONDS, until=until)
         if isinstance(command, control.Release):
             done = command.id in self.kept
             self.kept.pop(command.id, None)
