@@ -113,7 +113,7 @@ class Prober:
             self._verifying[instance] = task
             task.add_done_callback(lambda _: self._verifying.pop(instance, None))
         dead = await asyncio.shield(task)
-        return dead or instance.evidence.incarnation != incarnation
+        return dead or (bool(incarnation) and instance.evidence.incarnation != incarnation)
 
     async def _verify(self, instance: InstanceState) -> bool:
         try:

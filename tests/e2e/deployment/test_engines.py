@@ -2,14 +2,16 @@
 
 import asyncio
 import time
+from typing import Any
 
+import aiohttp
 import pytest
 from running_deployment import RunningDeployment, complete
 
 from rescheduler.demo.demo_load import metric_total
 from rescheduler.engines.deployment import Instance
 from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import EngineState
+from rescheduler.transfer.control_messages import EngineState, RequestStatus
 
 
 def state(instance: Instance) -> EngineState:
@@ -39,6 +41,52 @@ def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -
     for instance in deployment.deployment.decode:
         reported = state_once_free(instance)
         assert (reported.block_size, reported.max_num_seqs, reported.max_model_len) == (32, 8, 1024)
+
+
+@pytest.mark.timeout(1200)
+def test_an_engine_says_which_requests_it_has(deployment: RunningDeployment) -> None:
+    """By migration id, or else by what its API calls them; and it makes steps meanwhile."""
+    decode, id = deployment.deployment.decode[0], "b" * 32
+    names = [id, "cmpl-two-answers", "cmpl-nobody", "c" * 32]
+
+    async def ask() -> tuple[list[list[RequestStatus]], list[int]]:
+        control = ControlClient(decode.control or "")
+        body = {"model": deployment.deployment.served_name, "prompt": "a b c", "max_tokens": 200}
+        body |= {"ignore_eos": True}
+        mine = {"kv_transfer_params": {"headway": {"id": id, "hop": 0}}}
+        statuses, steps = [], []
+        try:
+            async with aiohttp.ClientSession(decode.url) as session:
+
+                async def generate(more: dict[str, Any], name: str) -> None:
+                    headers = {"X-Request-Id": name}
+                    answer = session.post("/v1/completions", json=body | more, headers=headers)
+                    async with answer as response:
+                        assert response.status == 200, await response.text()
+                        await response.read()
+
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        tasks.create_task(generate(mine, "one-answer")),
+                        tasks.create_task(generate({"n": 2}, "two-answers")),
+                    ]
+                    while not all(task.done() for task in running):
+                        found = await control.find(names, 120.0)
+                        statuses.append(found.statuses)
+                        steps.append(found.steps)
+                        await asyncio.sleep(0.05)
+                found = await control.find(names, 120.0)
+                statuses.append(found.statuses)
+        finally:
+            control.close()
+        return statuses, steps
+
+    statuses, steps = asyncio.run(ask())
+    unknown = RequestStatus.UNKNOWN
+    assert [RequestStatus.RUNNING] * 2 + [unknown] * 2 in statuses
+    assert statuses[-1] == [unknown] * 4
+    assert steps == sorted(steps) and steps[-1] > steps[0]
+    assert state(decode).incarnation == state(decode).incarnation != ""
 
 
 @pytest.mark.timeout(1200)
