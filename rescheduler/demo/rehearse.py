@@ -54,6 +54,8 @@ _SHOWN = {
     "gap_p99": "longest pause of a stream, P99",
 }
 """Figures in seconds, and what the table calls them."""
+_TWICE = ("prompts_computed_twice", "kv_load_failures")
+"""Counters of prompts whose blocks nobody could read any more, at the proxy and at an engine."""
 _INTERRUPTED = 130
 
 
@@ -181,12 +183,14 @@ _BUSY_SECONDS = 5.0
 class _Served(NamedTuple):
     """What clients and servers saw.
 
-    Preemptions and moves are NaN where nobody says, ``excess`` where no engine logged its steps.
+    Preemptions, moves and prompts computed twice are NaN where nobody says, ``excess`` where no
+    engine logged its steps.
     """
 
     answers: list[EmulatedAnswer]
     preempted: float
     moved: float
+    computed_twice: float
     excess: float
     ended: str
     """Why it ended early, or nothing."""
@@ -219,15 +223,16 @@ class _Rehearsal:
             answers = [one for one in self._answers if one.tokens or one.error]
             return _Served(answers, *self._counted(), self._excess(since), ended, interrupted)
 
-    def _counted(self) -> tuple[float, float]:
-        """Return how many requests were preempted and moved."""
+    def _counted(self) -> tuple[float, float, float]:
+        """Return how many requests were preempted, moved, and had their prompt computed twice."""
         metrics = f"{self.deployment.proxy_url}/metrics"
         try:
             moved = metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
-            return preemptions(self.deployment), moved
+            twice = sum(metric_total(metrics, f"headway_proxy_{name}_total") for name in _TWICE)
+            return preemptions(self.deployment), moved, twice
         except OSError as error:
             _say(f"How many requests were preempted and moved is unknown: {error}")
-            return np.nan, np.nan
+            return np.nan, np.nan, np.nan
 
     def _excess(self, since: float) -> float:
         """Return by how much steps were too long: all engines', or of one that had much to do."""
@@ -279,6 +284,7 @@ def _report(
         figures = answer_figures(answers, rehearsal.dilation, slo.ttft_s, slo.tpot_s) | {
             "preemptions": served.preempted,
             "moves": served.moved,
+            "computed_twice": served.computed_twice,
             "changed": float(changed_answers(answers, Path(model_to_load(rehearsal.deployment)))),
             "excess": served.excess,
         }
@@ -305,8 +311,9 @@ def _table(figures: dict[str, float], slo: SLOConfig) -> Table:
         f"{figures['goodput']:.4g} requests/s",
     )
     table.add_row("generated", f"{figures['tokens_per_s']:,.0f} tokens/s")
-    for name in ("preemptions", "moves"):
-        table.add_row(name, "unknown" if np.isnan(figures[name]) else f"{figures[name]:.0f}")
+    for key in ("preemptions", "moves", "computed_twice"):
+        name = "prompts computed twice" if key == "computed_twice" else key
+        table.add_row(name, "unknown" if np.isnan(figures[key]) else f"{figures[key]:.0f}")
     return table
 
 

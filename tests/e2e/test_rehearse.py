@@ -50,6 +50,7 @@ def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_p
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     figures = found["figures"]
     assert (figures["requests"], figures["failed"], figures["changed"]) == (30, 0, 0)
+    assert figures["computed_twice"] == 0
     assert 0 < figures["ttft"] < figures["latency"] <= figures["latency_p99"]
     assert found["_about"]["deployment"]["engine"]["emulate"]["profile"] == "h100-llama-8b"
     with (tmp_path / "out" / "requests.csv").open() as file:

@@ -11,7 +11,7 @@ from running_deployment import RunningDeployment, complete
 from rescheduler.demo.demo_load import metric_total
 from rescheduler.engines.deployment import Instance
 from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import EngineState, RequestStatus
+from rescheduler.transfer.control_messages import EngineState, Renewed, RequestStatus
 
 
 def state(instance: Instance) -> EngineState:
@@ -19,6 +19,17 @@ def state(instance: Instance) -> EngineState:
         client = ControlClient(instance.control or "")
         try:
             return await client.state(120.0)
+        finally:
+            client.close()
+
+    return asyncio.run(ask())
+
+
+def renew(instance: Instance, ids: list[str]) -> Renewed:
+    async def ask() -> Renewed:
+        client = ControlClient(instance.control or "")
+        try:
+            return await client.renew(ids, 120.0)
         finally:
             client.close()
 
@@ -122,3 +133,35 @@ def test_a_prefill_whose_lease_has_ended_is_computed_anew(deployment: RunningDep
     answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
     assert answer["choices"][0]["text"] == alone
     assert metric_total(url, name, source="local_compute") - before > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_prefill_whose_lease_is_renewed_is_read_however_late(
+    deployment: RunningDeployment,
+) -> None:
+    """Also by an engine that has been idle meanwhile, and by one that has had steps."""
+    prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
+    url, name = f"{decode.url}/metrics", "vllm:prompt_tokens_by_source_total"
+    for id, busy in (("c" * 32, False), ("d" * 32, True)):
+        prompt = f"Once upon a time there was a river, {id[0]}. " * 8
+        state_once_free(prefill)
+        mine = {"id": id, "hop": 0}
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
+        prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+        params = {**prefilled["kv_transfer_params"], "headway": mine}
+        for _ in range(8):  # of 5 s: longer than the lease
+            time.sleep(5)
+            renewed = renew(prefill, ["unknown", id])
+            assert renewed.ids == [id]
+            assert renewed.until > params["remote_blocks_expiry_time"]
+            params["remote_blocks_expiry_time"] = renewed.until
+            if busy:
+                complete(prefill, prompt="Another", max_tokens=2)
+        assert state(prefill).frozen == [id]
+        before = metric_total(url, name, source="local_compute")
+        answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
+        assert metric_total(url, name, source="local_compute") - before == 1
+        alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
+        assert answer["choices"][0]["text"] == alone
+    state_once_free(prefill)
