@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 __all__ = [
+    "LEASE_SECONDS",
     "MIGRATION_PARAMS",
     "FinishedRequest",
     "Replay",
@@ -17,6 +18,8 @@ __all__ = [
 
 MIGRATION_PARAMS = "headway"
 """Entry of a request's ``kv_transfer_params`` by which a proxy knows it on every engine."""
+LEASE_SECONDS = "headway_lease_seconds"
+"""Entry of those of a prefill's answer: for how long its blocks are kept."""
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD_PREFIX = re.compile(r"^(\d+)_")

@@ -20,6 +20,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
+from data_collection.capture.requests import LEASE_SECONDS
 from data_collection.vllm_adapter.requests import written_tokens
 from data_collection.vllm_adapter.sampling_state import restores_runner_state, watch_runner
 from data_collection.vllm_adapter.support import REPORTS_FAILED_READS
@@ -140,14 +141,15 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a prefill's blocks as usual, and tell their reader until when, and their layout.
+        """Keep a prefill's blocks as usual; tell their reader until when, and their layout.
 
-        vLLM tells it no deadline: it would read whatever is there then.
+        The proxy is told how long that is. vLLM tells its reader no deadline: it would read whatever is there then.
         """
         keeps, remote = super().request_finished(request, block_ids)
         if keeps and remote is not None:
             remote[LAYOUT] = self.layout
             remote["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
+            remote[LEASE_SECONDS] = self.lease_seconds
         return keeps, remote
 
     def forget(self, name: str) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from data_collection.capture.requests import LEASE_SECONDS
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -15,8 +16,8 @@ __all__ = ["Leases"]
 
 logger = logging.getLogger("headway.serve")
 
-_FIRST_SECONDS = 30.0
-"""The lease of a prefill in stock vLLM."""
+_STOCK_SECONDS, _LONGEST_SECONDS = 30.0, 86_400.0
+"""The lease of a prefill in stock vLLM, and what none is longer than."""
 _MARGIN_SECONDS = 5.0
 """Before a lease ends, for which no engine reads."""
 _RENEW_SECONDS, _LOOK_SECONDS = 5.0, 1.0
@@ -44,7 +45,9 @@ class Leases:
             return
         now = asyncio.get_running_loop().time()
         if request.lease_until is None:
-            request.lease_until = now + _FIRST_SECONDS - _MARGIN_SECONDS
+            said = request.prefill.params.pop(LEASE_SECONDS, None)
+            known = isinstance(said, int | float) and 0 <= said <= _LONGEST_SECONDS
+            request.lease_until = now + (said if known else _STOCK_SECONDS) - _MARGIN_SECONDS
         self._asked[request] = now
         try:
             yield

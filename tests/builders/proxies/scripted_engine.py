@@ -144,7 +144,7 @@ class ScriptedEngine:
     says: dict[str, Any] = field(default_factory=dict)
     lies: bool = False
     answers_late: bool = False
-    lease_seconds: float = 1e6
+    lease_seconds: float = 1000.0
     lapses: dict[str, float] = field(default_factory=dict)
     counts: int | None = None
     poisoned: str = ""
@@ -345,6 +345,7 @@ class ScriptedEngine:
             "do_remote_decode": False,
             "remote_engine_id": self.name,
             "remote_request_id": id,
+            "headway_lease_seconds": self.lease_seconds,
         }
         counted = len(context) if self.counts is None else self.counts
         usage = {"prompt_tokens": counted, "completion_tokens": 1}
@@ -560,7 +561,7 @@ class ScriptedEngine:
             until = time.monotonic() + self.lease_seconds
             ids = [id for id in command.ids if self.lapses.get(id, 0.0) > time.monotonic()]
             self.lapses.update(dict.fromkeys(ids, until))
-            seconds = min(self.lease_seconds, 1000.0)
+            seconds = self.lease_seconds
             self._reply(asked, Renewed(number=0, ids=ids, seconds=seconds, until=until))
         elif isinstance(command, Release):
             self.over[command.id] = command.hop
