@@ -455,7 +455,8 @@ class Dispatcher(Generic[R]):
             having = [one for one in available if one.serves(request.model)]
             if having and not place.done():
                 least = min(having, key=loads.__getitem__)
-                if ahead >= self._options.ahead or not self._fits(request, least):
+                full = ahead >= self._options.ahead or min(loads.values()) >= most
+                if full or not self._fits(request, least):
                     return
                 if loads[least] >= most:
                     continue  # others may go to instances without this model
