@@ -7,6 +7,8 @@ to start come with the request: those of the version and the environment that as
 import os
 import socket
 import struct
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -91,19 +93,25 @@ class UpgradeRequest:
 class Requests:
     """Hears whoever asks this launcher for an upgrade."""
 
-    def __init__(self, listening: socket.socket) -> None:
+    def __init__(self, listening: socket.socket | None) -> None:
         self._listening = listening
 
     @classmethod
     @contextmanager
     def heard(cls, logs: Path) -> Iterator["Requests"]:
-        """Listen in a folder while the body runs."""
+        """Listen in a folder while the body runs; where no socket can be, nobody is heard."""
         path = logs / f"launch-{os.getpid()}.sock"
-        with closing(socket.socket(socket.AF_UNIX)) as listening, _short(path) as address:
-            path.unlink(missing_ok=True)  # of a process that had this number before
-            listening.bind(address)
-            path.chmod(0o600)
-            listening.listen()
+        with closing(socket.socket(socket.AF_UNIX)) as listening:
+            try:
+                path.unlink(missing_ok=True)  # of a process that had this number before
+                with _short(path) as address:
+                    listening.bind(address)
+                path.chmod(0o600)
+                listening.listen()
+            except OSError as error:
+                print(f"headway launch: {path}: {error}: no upgrades", file=sys.stderr, flush=True)
+                yield cls(None)
+                return
             try:
                 yield cls(listening)
             finally:
@@ -111,6 +119,9 @@ class Requests:
 
     def wait(self, seconds: float) -> UpgradeRequest | None:
         """Return the next request, if one comes in time."""
+        if self._listening is None:
+            time.sleep(seconds)
+            return None
         self._listening.settimeout(seconds)
         try:
             connection, _ = self._listening.accept()

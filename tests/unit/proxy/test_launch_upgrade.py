@@ -1,5 +1,6 @@
 """A launcher that starts its servers anew, one at a time, when a second command asks it to."""
 
+import os
 import socket
 import sys
 import threading
@@ -277,3 +278,12 @@ def test_addresses_stay_as_they_are() -> None:
     ]:
         with pytest.raises(LaunchError, match=named):
             refuse_other_addresses(running, changed)
+
+
+def test_a_folder_that_holds_no_socket_keeps_no_launcher_from_its_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"launch-{os.getpid()}.sock" / "in the way").mkdir(parents=True)
+    with Requests.heard(tmp_path) as requests:
+        assert requests.wait(0.01) is None
+    assert ".sock: " in capsys.readouterr().err
