@@ -143,7 +143,8 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep a prefill's blocks as usual; tell their reader until when, and their layout.
 
-        The proxy is told how long that is. vLLM tells its reader no deadline: it would read whatever is there then.
+        The proxy is told how long that is. vLLM tells its reader no deadline: it would read
+        whatever is there then.
         """
         keeps, remote = super().request_finished(request, block_ids)
         if keeps and remote is not None:
