@@ -8,6 +8,7 @@ import msgspec
 __all__ = [
     "LEASE_SECONDS",
     "MIGRATION_PARAMS",
+    "WHOLE_ANSWER",
     "FinishedRequest",
     "Replay",
     "RequestName",
@@ -20,6 +21,8 @@ MIGRATION_PARAMS = "headway"
 """Entry of a request's ``kv_transfer_params`` by which a proxy knows it on every engine."""
 LEASE_SECONDS = "headway_lease_seconds"
 """Entry of those of a prefill's answer: for how long its blocks are kept."""
+WHOLE_ANSWER = "headway_answer"
+"""Key of the event that ends a stream with what vLLM would have answered without one."""
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD_PREFIX = re.compile(r"^(\d+)_")

@@ -63,6 +63,7 @@ _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 _ORDERED_SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
+_RESUMES_CHATS = "rescheduler.transfer.vllm_server.ResumedChatsMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
 _PROCESSES = (
     *("--distributed-executor-backend", "--tensor-parallel-size", "--pipeline-parallel-size"),
@@ -145,6 +146,8 @@ def engine_command(
         arguments += ["--scheduler-cls", _SCHEDULER]
     elif instance.control is not None and (0, 0) < vllm_release() < (0, 30):
         arguments += ["--scheduler-cls", _BARE_SCHEDULER]  # hands over the KV cache
+    if instance.control is not None:
+        arguments += ["--middleware", _RESUMES_CHATS]
     if section:
         additional = {SECTION: section}
         if emulate is not None:
@@ -221,6 +224,7 @@ def _transfer(deployment: Deployment, instance: Instance) -> dict[str, Any]:
     headway: dict[str, Any] = {"keys": deployment.keys, "time_to_live": kept}
     if instance.control is not None:
         headway["control"] = _without_rank(instance.control, instance)
+        headway["parses_again"] = True
     return {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": connector,

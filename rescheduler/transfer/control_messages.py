@@ -240,6 +240,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
         incarnation: another one each time the engine starts.
         steps: that it has made since it started.
         draining: it is about to be stopped: its launcher waits for what runs.
+        parses_again: it can go on with chats whose text another engine has begun to parse.
     """
 
     version: Name
@@ -261,6 +262,7 @@ class EngineState(_Message, frozen=True, kw_only=True, tag="engine_state"):
     incarnation: Name = ""
     steps: Count = 0
     draining: bool = False
+    parses_again: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -7,9 +7,34 @@ import msgspec
 
 from data_collection.capture.requests import MIGRATION_PARAMS
 
-__all__ = ["ConnectorConfig", "MigrationParams", "connector_config", "is_signed", "signed"]
+__all__ = [
+    "AnswerSoFar",
+    "ConnectorConfig",
+    "MigrationParams",
+    "connector_config",
+    "is_signed",
+    "signed",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+
+_MOST_CHUNKS = 1 << 21
+
+
+class AnswerSoFar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine has to know to parse an answer again that another one has begun.
+
+    Attributes:
+        shown: of the generated tokens, those whose chunks the client has.
+        chunks: in which all of them came: how many in a row, and the tokens of each.
+        stop: strings that end the answer.
+        whole: the client does not stream.
+    """
+
+    shown: Count = 0
+    chunks: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=_MOST_CHUNKS)] = []
+    stop: list[str] = []
+    whole: bool = False
 
 
 class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +46,7 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         generated: tokens at the end of the prompt that an earlier engine generated.
         max_tokens: what the client asked for, where the engine is asked for less (a prefill).
         copies: only the KV cache of the prompt is wanted, for a request that is to come.
+        answer: how far the answer has come, where its text is parsed.
         signature: the proxy's, see `signed`.
     """
 
@@ -29,6 +55,7 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated: Count = 0
     max_tokens: Count | None = None
     copies: bool = False
+    answer: AnswerSoFar | None = None
     signature: str | None = None
 
 
@@ -41,11 +68,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keys: folder made by ``headway keys``, needed off the loopback.
         time_to_live: seconds that the KV cache of a frozen request is kept. Reads stop 5 s
             before.
+        parses_again: the engine's server has `vllm_server.ResumedChatsMiddleware`.
     """
 
     control: str | None = None
     keys: str | None = None
     time_to_live: Annotated[float, msgspec.Meta(gt=5)] = 15.0
+    parses_again: bool = False
 
 
 def connector_config(extra_config: dict[str, Any]) -> ConnectorConfig:

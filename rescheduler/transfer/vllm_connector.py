@@ -442,6 +442,7 @@ class MigratingScheduler(KeepingScheduler):
             incarnation=self._incarnation,
             steps=self._step,
             draining=self._draining_file is not None and self._draining_file.exists(),
+            parses_again=self._config.parses_again,
         )
 
     def _reply(self, asked: Asked, reply: Reply) -> None:

@@ -360,3 +360,20 @@ def test_what_a_client_sends_as_our_own_entry_is_taken_for_none(transfer: Any) -
     assert isinstance(requests.migration_entry(request), dict | None)
     assert requests.is_new_prompt(request)
     assert requests.finished_request(request).request_id == "a"
+
+
+def test_a_chat_is_told_and_parsed_as_we_expect() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+
+    both = {"request", "result_generator", "request_id", "model_name", "conversation"}
+    both |= {"tokenizer", "request_metadata"}
+    stream = inspect.signature(OpenAIServingChat.chat_completion_stream_generator).parameters
+    assert both | {"chat_template_kwargs"} <= set(stream)
+    full = inspect.signature(OpenAIServingChat.chat_completion_full_generator).parameters
+    assert both | {"parser"} <= set(full)
+    source = inspect.getsource(OpenAIServingChat)
+    assert "return self.chat_completion_stream_generator(" in source
+    assert "if self.parser_cls is not None:" in source
+    assert '"data: [DONE]\\n\\n"' in source
+    create = inspect.signature(OpenAIServingChat.create_chat_completion).parameters
+    assert list(create)[:2] == ["self", "request"]

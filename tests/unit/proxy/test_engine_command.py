@@ -105,7 +105,10 @@ def test_a_decode_engine_can_be_moved_from_and_tells_its_forecasts(keys: str | N
     transfer = json.loads(after(command, "--kv-transfer-config"))
     assert transfer["kv_role"] == "kv_consumer"
     moves = {"control": "tcp://127.0.0.1:8111", "keys": keys, "time_to_live": 15.0}
-    assert transfer["kv_connector_extra_config"]["headway"] == moves
+    parses = {"parses_again": True}
+    assert transfer["kv_connector_extra_config"]["headway"] == moves | parses
+    resumes = "rescheduler.transfer.vllm_server.ResumedChatsMiddleware"
+    assert after(command, "--middleware") == resumes, "without it the flag would be a lie"
     forecast = json.loads(after(command, "--additional-config"))["headway"]["forecast"]
     telemetry = {"bind": "tcp://127.0.0.1:8112", "instance": "decode-0", "keys": keys}
     assert forecast["telemetry"] == telemetry
