@@ -16,6 +16,7 @@ __all__ = [
     "LARGEST",
     "LENGTH",
     "SEED",
+    "TOKENS",
     "Script",
     "ScriptedAnswers",
     "refuse_unscripted",
@@ -27,6 +28,8 @@ LENGTH = "emulated_length"
 """Key of a request's ``vllm_xargs``: tokens of its answer, the end included."""
 SEED = "emulated_seed"
 """Key of a request's ``vllm_xargs``: which words its answer has."""
+TOKENS = "emulated_tokens"
+"""Key of a request's ``vllm_xargs``: token ids that its answer begins with, such as a tool call."""
 
 LARGEST = 1 << 31
 """Lengths and seeds are below this."""
@@ -47,6 +50,8 @@ def refuse_unscripted(arguments: Mapping[str, Any]) -> None:
                 f"vllm_xargs, {key} must be a whole number from {least} to {LARGEST - 1}, "
                 f"not {value!r}"
             )
+    if TOKENS in arguments and _token_ids(arguments[TOKENS]) is None:
+        raise ValueError(f"vllm_xargs, {TOKENS} must be a list of token ids")
 
 
 def scripted_token(seed: int, n: int, vocabulary: int) -> int:
@@ -67,11 +72,15 @@ def _digest(key: str) -> bytes:
 
 
 class Script(NamedTuple):
-    """An answer: its tokens with the end, its words, and its request's name on every engine."""
+    """An answer: its tokens with the end, its words, and its request's name on every engine.
+
+    It begins with the ``tokens``, of which those beyond the vocabulary are others.
+    """
 
     length: int
     seed: int
     key: str
+    tokens: Sequence[int] = ()
 
 
 class ScriptedAnswers:
@@ -91,14 +100,19 @@ class ScriptedAnswers:
         """Learn of a request."""
         key = _key(name, arguments)
         seed = _whole(arguments.get(SEED), int.from_bytes(_digest(key)[:4], "little"))
-        length = max(_whole(arguments.get(LENGTH), self._drawn(key)), min_tokens, 1)
-        self.scripts[name] = Script(length, seed, key)
+        given = _token_ids(arguments.get(TOKENS)) or ()
+        tokens = [token % self._vocabulary for token in given]
+        drawn = len(tokens) + 1 if tokens else self._drawn(key)
+        length = max(_whole(arguments.get(LENGTH), drawn), min_tokens, 1)
+        self.scripts[name] = Script(length, seed, key, tokens)
 
     def token(self, name: str, n: int) -> int | None:
         """Return token n of a request's answer, None where it ends; past that, others."""
         script = self.scripts[name]
         if n + 1 == script.length:
             return None
+        if n < len(script.tokens):
+            return script.tokens[n]
         return scripted_token(script.seed, n, self._vocabulary)
 
     def forget(self, names: Sequence[str]) -> None:
@@ -125,3 +139,13 @@ def _whole(value: Any, otherwise: int) -> int:
     """Return a whole number that a client gave, if it is one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < LARGEST else otherwise
+
+
+def _token_ids(value: Any) -> list[int] | None:
+    """Return token ids that a client gave, if they are such."""
+    if not isinstance(value, list):
+        return None
+    ids = [_whole(token, -1) for token in value]
+    return (
+        ids if all(id >= 0 and id == token for id, token in zip(ids, value, strict=True)) else None
+    )

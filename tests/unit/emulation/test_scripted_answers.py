@@ -45,6 +45,18 @@ def test_a_stated_length_counts_the_end() -> None:
     assert answers.scripts == {}
 
 
+def test_an_answer_begins_with_the_tokens_that_are_stated() -> None:
+    answers = ScriptedAnswers(LAW, VOCABULARY)
+    answers.begin("cmpl-1-0-0a1b2c3d", {"emulated_tokens": [7, 8, 9]}, 0)
+    assert answer(answers, "cmpl-1-0-0a1b2c3d") == [7, 8, 9]
+    answers.begin("cmpl-2-0-0a1b2c3d", {"emulated_tokens": [7, 8.0], "emulated_length": 5}, 0)
+    assert answer(answers, "cmpl-2-0-0a1b2c3d")[:2] == [7, 8]
+    assert len(answer(answers, "cmpl-2-0-0a1b2c3d")) == 4
+    for wrong in ("7", [7, "8"], [-1], [7.5]):
+        with pytest.raises(ValueError, match="emulated_tokens must be a list of token ids"):
+            refuse_unscripted({"emulated_tokens": wrong})
+
+
 def test_an_answer_is_the_same_on_the_engine_that_its_request_moves_to() -> None:
     moving = {"kv_transfer_params": {"headway": {"id": "abc", "hop": 0}}}
     moved = {"kv_transfer_params": {"headway": {"id": "abc", "hop": 1, "generated": 9}}}
@@ -79,7 +91,10 @@ transfers = st.one_of(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["emulated_length", "emulated_seed", "x"]), json), transfers)
+KEYS = ["emulated_length", "emulated_seed", "emulated_tokens", "x"]
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), json), transfers)
 def test_whatever_clients_attach_gives_an_answer(
     arguments: dict[str, object], transfer: object
 ) -> None:
