@@ -73,7 +73,8 @@ class EngineBodies:
         if request.movable:
             _stream_tokens(request, body)
         if not request.direct:
-            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop)
+            whole = {"answer": {"whole": True}} if _is_parsed_whole(request) else {}
+            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop, **whole)
         return encode(body)
 
     def resumed(
@@ -84,17 +85,20 @@ class EngineBodies:
         prompt_token_ids: list[int],
         output_token_ids: list[int],
         params: dict[str, Any] | None,
+        answer: dict[str, Any] | None = None,
     ) -> bytes:
         """Return what a decode instance is asked for a request that has tokens already.
 
-        Without the ``kv_transfer_params`` of the frozen request it computes everything again.
+        Without the ``kv_transfer_params`` of the frozen request it computes everything again. An
+        ``answer`` so far is one that it has to parse again.
         """
         generated = len(output_token_ids)
         body: dict[str, Any] = {
             key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
         }
         _stream_tokens(request, body)
-        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated)
+        so_far = {} if answer is None else {"answer": answer}
+        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated, **so_far)
         if request.chat:
             transfer["prompt_token_ids"] = prompt_token_ids + output_token_ids
         else:
@@ -131,6 +135,11 @@ class EngineBodies:
     def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
         params = {**params, MIGRATION_PARAMS: headway}
         return params if self._secret is None else signed(params, self._secret)
+
+
+def _is_parsed_whole(request: ClientRequest) -> bool:
+    """Whether an engine streams tokens to the proxy, and parses all of them at the end."""
+    return request.tools and request.movable and not request.stream
 
 
 def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:

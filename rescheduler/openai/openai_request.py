@@ -1,6 +1,6 @@
 """What a client asks for, and the errors that it is answered with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from msgspec import Raw
@@ -139,6 +139,7 @@ class ClientRequest:
         direct: why it is sent to a decode instance alone, that prefills it too; empty: it
             is not. Such a request is handed through as it is and never moves.
         pinned: why it never moves once it decodes; empty: it may.
+        tools: it has tools, so that its answer is parsed for calls of them.
     """
 
     path: str
@@ -164,6 +165,14 @@ class ClientRequest:
     progress: bool = False
     direct: str = ""
     pinned: str = ""
+    tools: bool = False
+
+    def pinned_by(self, why: str) -> "ClientRequest":
+        """Return it as a request that never moves; its engine sends the chunks it asks for."""
+        body = self.body
+        if self.stream_interval > 1:
+            body = {**body, "stream_interval": Raw(b"%d" % self.stream_interval)}
+        return replace(self, body=body, pinned=self.pinned or why)
 
     @property
     def chat(self) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from rescheduler.openai.openai_request import ClientRequest
+from data_collection.capture.requests import WHOLE_ANSWER
+from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
 
 __all__ = ["ResponseCollector"]
 
@@ -39,11 +40,15 @@ class ResponseCollector:
         self._token_ids: list[int] = []
         self._prompt_token_ids: list[int] | None = None
         self._end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
+        self._parsed: dict[str, Any] | None = None
         self._tail: dict[str, Any] = {**_OF_ANSWER, **(_OF_CHAT if request.chat else {})}
 
     def add(self, data: bytes) -> None:
         """Take a chunk as the client would see it."""
         chunk: dict[str, Any] = msgspec.json.decode(data)
+        if WHOLE_ANSWER in chunk:
+            self._parsed = chunk[WHOLE_ANSWER]
+            return
         if not self._head:
             self._head = {key: chunk.get(key) for key in ("id", "created", "model")}
         for key in ("system_fingerprint", "usage", "metrics", "prompt_text"):
@@ -54,11 +59,22 @@ class ResponseCollector:
             self._add_choice(choice)
 
     def response(self) -> bytes:
-        """Return the whole answer."""
+        """Return the whole answer.
+
+        Where it has tools, the engine has said at the end what it makes of all of it.
+
+        Raises:
+            RequestRefusedError: 502, the engine has not.
+        """
         chat = self._request.chat
         text = "".join(self._text)
         choice: dict[str, Any] = {"index": 0}
-        if chat:
+        if self._request.tools:
+            if self._parsed is None:
+                raise RequestRefusedError(502, "the engine has not parsed its answer")
+            choice["message"] = self._parsed["message"]
+            self._end = {name: self._parsed[name] for name in self._end}
+        elif chat:
             reasoning = "".join(self._reasoning) or None
             content = None if reasoning and not text else text  # cut while it thought
             said = {"role": self._role, "content": content, "reasoning": reasoning}
@@ -73,6 +89,9 @@ class ResponseCollector:
         tail = dict(self._tail)
         if tail["usage"] is not None:
             tail["usage"] = {**_OF_USAGE, **tail["usage"]}
+            if self._parsed is not None:
+                details = self._parsed["usage"]["completion_tokens_details"]
+                tail["usage"]["completion_tokens_details"] = details
         if keeps:
             (tail if chat else choice)["prompt_token_ids"] = self._prompt_token_ids
         kind = "chat.completion" if chat else "text_completion"

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from rescheduler.openai.continued_text import ContinuedText, TextRules
 from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.openai.parsed_again import ParsedAgain
 
 __all__ = [
     "DONE",
@@ -26,6 +27,7 @@ DONE = b"[DONE]"
 
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[0-9,\s]*\]')
+_EMPTY_DELTA = b'"delta":{}'
 _encode = msgspec.json.encode
 _DATA = b"data:"
 _LARGEST_EVENT = 16 << 20
@@ -37,10 +39,16 @@ _BYTES_PER_ID = 12
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+
+
 class _Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -258,20 +266,22 @@ class StreamSplicer:
 
     Until the request first moves, chunks pass as they are, without the token ids that only the
     proxy asked for. From then on the first engine's ``created`` and fingerprint are kept, the
-    role is not repeated, the text is made here, and counts and offsets go on. A request that never
-    moves needs no tokenizer.
+    role is not repeated, and counts and offsets go on. The text is made here, or where an engine
+    parses it for tool calls or reasoning, by the next engine, which parses all of it again. A
+    request that never moves needs no tokenizer.
 
     Attributes:
         prompt_token_ids: of the prompt, once the first chunk came.
         output_token_ids: generated so far.
-        moves: the request can go on elsewhere: false once an engine splits off reasoning, or
-            sends text without its tokens.
+        moves: the request can go on elsewhere: false once an engine sends text without its tokens.
+        parsed: its text is parsed, so that it can go on only where an engine parses it again.
     """
 
     def __init__(self, request: ClientRequest, tokenizer: Tokenizer | None) -> None:
         self.prompt_token_ids: list[int] = []
         self.output_token_ids: list[int] = []
         self.moves = True
+        self.parsed = request.tools
         self._request, self._tokenizer = request, tokenizer
         self._created: int | None = None
         self._fingerprint: str | None = None
@@ -279,33 +289,67 @@ class StreamSplicer:
         self._text_offset = 0
         self._text: ContinuedText | None = None
         self._last = b""
+        self._again = ParsedAgain()
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found that the engine does not know of."""
         return self._text is not None and self._text.stopped is not None
 
+    @property
+    def answer_so_far(self) -> dict[str, Any] | None:
+        """What the next engine has to know to parse the text again; None: it need not."""
+        if not self.parsed:
+            return None
+        request = self._request
+        return {
+            "shown": self._again.shown,
+            "chunks": self._again.chunks,
+            "stop": list(request.stop),
+            "whole": request.tools and not request.stream,
+        }
+
+    def new_tokens(self, chunk: Chunk) -> int:
+        """Return how many tokens of a chunk are not among those generated so far."""
+        return len(chunk.token_ids) - self._again.repeated(len(chunk.token_ids))
+
     def pass_on(self, data: bytes, chunk: Chunk) -> bytes | None:
-        """Take a chunk; return it as the client is to see it, or None to leave it out."""
+        """Take a chunk; return it as the client is to see it, or None to leave it out.
+
+        Raises:
+            msgspec.DecodeError: an engine does not go on with the answer that it was given.
+        """
         if self._text is not None:
             return self._continued(data, chunk, frozen=False)
+        if self._again.cut:
+            return self._parsed_again(data, chunk)
         self._note(chunk)
         self._last = data
+        self._again.show(chunk.token_ids)
         self.output_token_ids += chunk.token_ids
+        # An engine that holds text back parses it, perhaps for reasoning that begins.
+        self.parsed = self.parsed or (_EMPTY_DELTA in data and chunk.finish_reason is None)
+        if self._says_nothing(data, chunk):
+            return None
         if self._request.keeps_token_ids:
             return data
         return _TOKEN_IDS.sub(rb'"\1":null', data)
 
     def pass_on_frozen(self, data: bytes, chunk: Chunk) -> bytes | None:
         """Take the last chunk of a frozen request, whose end the client must not see."""
-        if self._text is None:
+        if self._text is None and not self._again.cut:
             self._note_head(chunk)
         self.cut()
+        if self.parsed:  # with its end the engine may have flushed what its parser held back
+            self.output_token_ids += self._again.hide(chunk.token_ids, _logprobs_of(data, chunk))
+            return None
         return self._continued(data, chunk, frozen=True)
 
     def cut(self) -> None:
         """Continue with chunks of another engine from here."""
-        if self._text is None:
+        if self.parsed:
+            self._again.cut = True
+        elif self._text is None:
             request = self._request
             assert self._tokenizer is not None
             rules = TextRules(
@@ -335,8 +379,9 @@ class StreamSplicer:
             text, delta = choice.text, choice.delta
             if delta is not None:
                 text = delta.content or ""
-                if delta.reasoning:
-                    self.moves = False
+                self.parsed = self.parsed or delta.reasoning is not None
+                for call in delta.tool_calls or ():
+                    self._again.begin_call(call.index, call.id)
             self._characters += len(text)
             if text and not choice.token_ids and choice.finish_reason is None:
                 self.moves = False
@@ -353,11 +398,48 @@ class StreamSplicer:
             found = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
             self.prompt_token_ids = next(filter(None, found), [])
 
+    def _says_nothing(self, data: bytes, chunk: Chunk) -> bool:
+        """Whether a chunk comes for its token ids alone, while the engine's parser holds text."""
+        return (
+            not self._request.keeps_token_ids
+            and _EMPTY_DELTA in data
+            and all(one.finish_reason is None and one.logprobs is None for one in chunk.choices)
+        )
+
+    def _parsed_again(self, data: bytes, chunk: Chunk) -> bytes | None:
+        """Take a chunk of an engine that tells the answer as if it had begun there."""
+        tokens = chunk.token_ids
+        if any(one.delta is not None and one.delta.role is not None for one in chunk.choices):
+            raise msgspec.DecodeError("it begins an answer, instead of going on with it")
+        repeated = self._again.repeated(len(tokens))
+        shown = self._again.shown
+        if tokens[:repeated] != self.output_token_ids[shown : shown + repeated]:
+            raise msgspec.DecodeError("it repeats other tokens than were generated")
+        value: dict[str, Any] = msgspec.json.decode(data)
+        if chunk.choices:
+            choice = value["choices"][0]
+            self._again.mend(choice, repeated)
+            if not self._request.keeps_token_ids:
+                choice["token_ids"] = None
+        self._again.show(tokens, repeated)
+        self.output_token_ids += tokens[repeated:]
+        if self._says_nothing(data, chunk):
+            return None
+        self._mend_head(value)
+        if value.get("usage"):
+            value["usage"].pop("prompt_tokens_details", None)
+        self._last = _encode(value)
+        return self._last
+
+    def _mend_head(self, value: dict[str, Any]) -> None:
+        if self._created is not None and "created" in value:
+            value["created"] = self._created
+        if self._fingerprint is not None and "system_fingerprint" in value:
+            value["system_fingerprint"] = self._fingerprint
+
     def _continued(self, data: bytes, chunk: Chunk, frozen: bool) -> bytes | None:
         assert self._text is not None
         value: dict[str, Any] = msgspec.json.decode(data)
-        if self._created is not None:
-            value["created"] = self._created
         if chunk.choices:
             choice = value["choices"][0]
             if chunk.choices[0].token_ids is None and chunk.finish_reason is None:
@@ -366,8 +448,7 @@ class StreamSplicer:
             value.pop("prompt_token_ids", None)
             if frozen:
                 value.pop("system_fingerprint", None)
-        if self._fingerprint is not None and "system_fingerprint" in value:
-            value["system_fingerprint"] = self._fingerprint
+        self._mend_head(value)
         if value.get("usage"):
             self._count(value["usage"])
         self._last = _encode(value)
@@ -414,3 +495,10 @@ class StreamSplicer:
         usage.pop("prompt_tokens_details", None)
         usage["prompt_tokens"], usage["completion_tokens"] = prompt, output
         usage["total_tokens"] = prompt + output
+
+
+def _logprobs_of(data: bytes, chunk: Chunk) -> list[Any]:
+    """Return the log-probabilities of a chat's tokens; none if it has none."""
+    if not any(choice.logprobs for choice in chunk.choices):
+        return []
+    return msgspec.json.decode(data)["choices"][0]["logprobs"].get("content") or []

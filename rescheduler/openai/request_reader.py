@@ -201,6 +201,7 @@ def read_request(
         direct=direct,
         pinned=pinned,
         stream_interval=max(1, interval),
+        tools=chat and _is_given(body.get("tools")),
     )
 
 
@@ -450,7 +451,6 @@ def _direct(read: _Read, unread: list[str], body: dict[str, Raw], chat: bool) ->
 def _pinned(read: _Read, body: dict[str, Raw], chat: bool) -> str:
     """Return what a request has whose state would be lost by a move, or ""."""
     reasons = {
-        "tools": _is_given(body.get("tools")),
         "include_reasoning": read.include_reasoning is False,
         "thinking_token_budget": read.thinking_token_budget is not None,
         "watermarking": read.watermarking,

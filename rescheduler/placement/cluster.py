@@ -180,6 +180,12 @@ class Cluster(Generic[R]):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._stack.aclose()
 
+    @property
+    def parses_again(self) -> bool:
+        """Whether any decode instance that is known can parse an answer that another has begun."""
+        known = [instance for instance in self.decodes if instance.engine is not None]
+        return bool(known) and all(instance.parses_again for instance in known)
+
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something that ends by itself."""
         return self._begun(work, self._tasks)

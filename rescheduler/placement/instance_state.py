@@ -157,6 +157,11 @@ class InstanceState:
         return self.engine.num_blocks * self.engine.block_size
 
     @property
+    def parses_again(self) -> bool:
+        """Whether it can go on with an answer whose text another engine has begun to parse."""
+        return self.engine is not None and self.engine.parses_again
+
+    @property
     def kind(self) -> tuple[object, ...] | None:
         """What another engine must have in common to read its KV cache; None: not known yet."""
         return self.engine.kind if self.engine is not None else None

@@ -175,7 +175,7 @@ class LiveRequest(Placeable):
             isinstance(self._state, Decoding)
             and not self.client_blocks  # else nobody would read the end of its stream
             and self.movable
-            and self.splicer.moves
+            and self._goes_on_elsewhere(self._state.instance)
             and self.generated_tokens > 0
             and self._state.instance.control is not None
         )
@@ -192,9 +192,14 @@ class LiveRequest(Placeable):
             and self._segment is not None
             and not self.gives_way
             and self.movable
-            and self.splicer.moves
+            and self._goes_on_elsewhere(self._state.instance)
             and not self.client.stream
         )
+
+    def _goes_on_elsewhere(self, instance: InstanceState) -> bool:
+        """Whether another instance can go on with its text, if it is as this one."""
+        splicer = self.splicer
+        return splicer.moves and (not splicer.parsed or instance.parses_again)
 
     @property
     def gives_way(self) -> bool:

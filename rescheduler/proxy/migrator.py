@@ -145,6 +145,8 @@ class Migrator:
             return "no_room"
         if move.source.is_unlike(target) or not target.serves(request.model):
             return "unlike"
+        if request.splicer.parsed and not target.parses_again:
+            return "unlike"
         if control is None or target.engine is None or not target.engine.prefix_caching:
             return None
         began = asyncio.get_running_loop().time()

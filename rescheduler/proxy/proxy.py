@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -113,10 +112,13 @@ class Proxy:
     ) -> LiveRequest:
         """Return a request that has just arrived.
 
-        Without a tokenizer it is handed through: nobody could go on with its text.
+        Without a tokenizer it is handed through: nobody could go on with its text. So is one with
+        tools where the state of a parser would be lost.
         """
         if self._tokenizer is None:
-            client = replace(client, pinned=client.pinned or "tokenizer")
+            client = client.pinned_by("tokenizer")
+        elif client.tools and not self.cluster.parses_again:
+            client = client.pinned_by("tools")
         id = uuid.uuid4().hex
         name = name or id
         headers, trace = {**headers, "X-Request-Id": name}, NO_SPAN

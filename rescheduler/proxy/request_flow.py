@@ -328,6 +328,10 @@ class RequestFlow:
         splicer, params = request.splicer, request.transfer_params
         if not splicer.output_token_ids:
             return self._bodies.decode(request.client, request.id, request.hop, params)
+        instance = request.instance
+        if splicer.parsed and instance is not None and not instance.parses_again:
+            reason = "cannot go on with an answer whose text is parsed"
+            raise UpstreamError(instance.instance, reason, answered=True)
         return self._bodies.resumed(
             request.client,
             request.id,
@@ -335,4 +339,5 @@ class RequestFlow:
             splicer.prompt_token_ids,
             splicer.output_token_ids,
             params,
+            splicer.answer_so_far,
         )

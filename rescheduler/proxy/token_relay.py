@@ -126,10 +126,11 @@ class TokenRelay:
     ) -> bool:
         """Take a chunk; return whether it ended the request though the engine goes on."""
         splicer = stream.request.splicer
-        if chunk.token_ids:
-            self._token(stream, len(chunk.token_ids))
-            self._check_length(stream, len(chunk.token_ids))
-        elif chunk.has_text:
+        tokens = splicer.new_tokens(chunk)
+        if tokens:
+            self._token(stream, tokens)
+            self._check_length(stream, tokens)
+        elif chunk.has_text and not chunk.token_ids:
             stream.progress += 1  # an engine that does not tell the tokens
         out = splicer.pass_on(payload, chunk)
         stream.request.prompt_tokens = len(splicer.prompt_token_ids) or stream.request.prompt_tokens

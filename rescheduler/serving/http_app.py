@@ -178,6 +178,7 @@ class _Endpoints:
         name = given_name(http.headers.get("X-Request-Id"), client)
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
         request, reports = self._proxy.new_request(client, name, headers), self._proxy.reports
+        client = request.client
         told = dict if reports is None else partial(reports.headers, request)
         headers = {"X-Request-Id": request.name}
         generated = partial(_generated_tokens, request)

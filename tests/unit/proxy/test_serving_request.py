@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from rescheduler.openai import request_reader
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
+from rescheduler.transfer.migration_params import MigrationParams
 
 BODIES = EngineBodies()
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
@@ -127,7 +129,6 @@ def test_some_requests_are_one_engines_alone(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
         ("include_reasoning", False),
         ("thinking_token_budget", 5),
         (
@@ -141,6 +142,35 @@ def test_some_requests_are_prefilled_elsewhere_but_do_not_move(field: str, value
     assert asked.pinned == field
     assert not asked.direct
     assert "return_token_ids" not in body_of(BODIES.decode(asked, "id", 0, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "has"),
+    [
+        (CHAT, [{"type": "function"}], True),
+        (CHAT, [], False),
+        (CHAT, None, False),
+        (COMPLETIONS, [{"type": "function"}], False),
+    ],
+)
+def test_a_chat_with_tools_may_move(path: str, tools: Any, has: bool) -> None:
+    asked = request(path, **{"messages": [], "tools": tools})
+    assert asked.movable
+    assert asked.tools is has
+
+
+def test_an_engine_is_told_where_an_answer_stands_that_it_has_to_parse_again() -> None:
+    asked = request(CHAT, messages=[], tools=[{}], stream=True, stop="x")
+    so_far = {"shown": 2, "chunks": [[2, 1]], "stop": ["x"], "whole": False}
+    body = body_of(BODIES.resumed(asked, "id", 1, [7], [8, 9], None, so_far))
+    assert "stop" not in body
+    headway = body["kv_transfer_params"]["headway"]
+    assert headway == {"id": "id", "hop": 1, "generated": 2, "answer": so_far}
+    assert msgspec.convert(headway, MigrationParams).answer is not None
+    whole = request(CHAT, messages=[], tools=[{}])
+    body = body_of(BODIES.decode(whole, "id", 0, None))
+    assert body["kv_transfer_params"]["headway"]["answer"] == {"whole": True}
+    assert body["stream"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -225,14 +226,20 @@ def test_the_fingerprint_is_the_first_engines_and_only_at_the_end(tokenizer: Tok
     assert len(fingerprints) == 1
 
 
-def test_reasoning_pins_a_request(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("delta", "parsed"), [({"reasoning": "so"}, True), ({}, True), ({"content": "so"}, False)]
+)
+def test_reasoning_needs_an_engine_that_parses_it_again(
+    tokenizer: Tokenizer, delta: dict[str, str], parsed: bool
+) -> None:
     client = read_request(CHAT, b'{"messages": [], "stream": true}')
     splicer = StreamSplicer(client, tokenizer)
-    data = json.dumps(
-        {"created": 1, "choices": [{"delta": {"reasoning": "so"}, "token_ids": [5]}]}
-    ).encode()
+    chunk = {"created": 1, "choices": [{"delta": delta, "token_ids": [5]}]}
+    data = msgspec.json.encode(chunk)
     splicer.pass_on(data, read_chunk(data))
-    assert not splicer.moves
+    assert splicer.moves
+    assert splicer.parsed is parsed
+    assert (splicer.answer_so_far is not None) is parsed
 
 
 @quick
