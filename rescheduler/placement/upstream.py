@@ -121,10 +121,24 @@ class Upstream:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
+        return self._new_session(
+            _Connector(limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_kept_alive)
+        )
+
+    @cached_property
+    def _posting(self) -> aiohttp.ClientSession:
+        """Connections of one request each.
+
+        An engine that was stopped for a while closes those that it kept as it goes on: the requests
+        that were sent to it meanwhile would be lost.
+        """
+        return self._new_session(
+            aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
+        )
+
+    def _new_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=_Connector(
-                limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_kept_alive
-            ),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
@@ -133,6 +147,7 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
+        await self._posting.close()
 
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -176,7 +191,7 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
-        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        return await self._posting.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]

@@ -356,7 +356,7 @@ async def test_a_vanished_machine_is_noticed_by_the_kernel(tokenizer: Tokenizer)
             engine.token_seconds = 0.05
         asking = asyncio.create_task(it.answered(20))
         await until(lambda: any(engine.running for engine in it.decodes))
-        connector = it.proxy.cluster.upstream._session.connector
+        connector = it.proxy.cluster.upstream._posting.connector
         assert isinstance(connector, aiohttp.TCPConnector)
         held = [protocol.transport for protocol in connector._acquired]
         assert held
