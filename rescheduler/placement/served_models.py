@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from rescheduler.openai.openai_request import LONGEST_MODEL
+from rescheduler.openai.openai_request import LONGEST_MODEL, RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 
@@ -33,7 +33,7 @@ async def ask_models(upstream: Upstream, instance: InstanceState) -> None:
         instance.models = _names(await upstream.get(instance.instance, MODELS))
     except EngineRefusedError:  # for want of a key, perhaps
         instance.models = None
-    except UpstreamError:
+    except (UpstreamError, RequestRefusedError):
         pass  # its health says whether it is in service
 
 

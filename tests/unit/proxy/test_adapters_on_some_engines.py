@@ -4,8 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+from aiohttp import web
 from coordinated_cluster import Make
 from scripted_cluster import PROMPT, Cluster, cluster, until
+from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 BODY = {"prompt": PROMPT, "max_tokens": 5}
@@ -131,3 +134,31 @@ async def test_a_coordinator_places_by_model_too(coordinated: Make) -> None:
         await asyncio.gather(*tasks)
         assert asked_for(it.proxies[0], "decode-1", "adapter") == 8
         assert asked_for(it.proxies[0], "decode-0", "adapter") == 0
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b"no JSON",
+        b"[]",
+        b'{"data": []}',
+        b'{"data": [{"id": 5}]}',
+        b'{"data": [' + b'{"id": "a"},' * 400_000 + b'{"id": "b"}]}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+    ids=lambda listed: repr(listed[:20]),
+)
+async def test_a_list_that_is_none_keeps_no_request_from_an_engine(
+    tokenizer: Tokenizer, listed: bytes
+) -> None:
+    class Odd(ScriptedEngine):
+        async def _models(self, http: web.Request) -> web.Response:
+            return web.Response(body=listed, content_type="application/json")
+
+    async with cluster(tokenizer, decodes=1, kind=Odd) as it:
+        await it.answered(5)
+        async with it.session.get(it.url + "/v1/models") as response:
+            assert await response.read() == listed
+        for state in it.proxy.cluster.all:
+            assert state.models is None and state.breaker.closed
